@@ -1,12 +1,10 @@
 """A search's best cell is the best mean over seeds, among cells that were all run as often."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
-from groupwise.sweeps.best import best, lower_is_better, main, search_metric
-from groupwise.sweeps.cells import read_sweep
+from groupwise.sweeps.best import best, main
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),
@@ -50,22 +48,6 @@ def test_the_command(tmp_path, rows, capsys):
     assert err.startswith("not considered, 1 seeds")
     assert main(["search", "scale=mini", "--measured", str(tmp_path), "--metric", "test/bleu"]) == 2
     assert main(["search", "scale=paper", "--measured", str(tmp_path)]) == 2
-
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_the_grid_is_the_papers():
-    cells = read_sweep(ROOT / "sweeps" / "search_sst2.yaml").cells("paper")
-    assert len(cells) == 2 * 2 * 3**3 * 3  # modes, models, three choices of three, seeds
-    assert all("data.holdout=0.2" in cell.name for cell in cells)
-
-
-def test_the_objective_is_the_headline():
-    assert search_metric({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
-    assert search_metric({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
-    assert search_metric({}) is None
-    assert lower_is_better("valid/perplexity") and not lower_is_better("valid/accuracy")
 
 
 @pytest.mark.slow

@@ -31,13 +31,5 @@ def test_what_is_no_guarantee_is_marked():
     assert "inf" in endless[1] and "*" not in endless[-1]
 
 
-def test_tasks_with_other_headlines_have_columns_of_their_own():
-    perplexity = {"valid/perplexity": 12.0, "plan.spent_epsilon": 3.0, "plan.private": True}
-    _, head, first, second = table([STATES[0], STATES[3]], [ROW, perplexity])
-    assert head.split()[1:3] == ["valid/accuracy", "valid/perplexity"]
-    assert first.index("50.12") + 5 == head.index("valid/accuracy") + len("valid/accuracy")
-    assert second.index("12.00") + 5 == head.index("valid/perplexity") + len("valid/perplexity")
-
-
 def test_where_nothing_is_done_the_failures_say_it_all():
     assert table(STATES, [{}, {}, {}, {}]) == []

@@ -196,14 +196,6 @@ def test_cells_without_weights_are_refused_before_the_others_begin():
     assert shown == [0, 1, 2]  # a table's number is the mean over the seeds
 
 
-def test_a_key_of_no_grid_may_have_several_values_too():
-    register()
-    cells = plan_sweep(["+sweep=cifar", "optim.learning_rate=2,4", "seed=0", "train.epochs=1"], CONF).cells
-    assert len(cells) == 16
-    assert cells[1].name == "clip=flat optim.learning_rate=4 privacy.epsilon=1 task=cifar seed=0"
-    assert {cell.config.train.epochs for cell in cells} == {1}
-
-
 def test_cells_compose_as_hydra_alone_does():
     arguments = ["task=sst2,cifar", "clip=flat,adaptive_layer", "optim.learning_rate=1,2", "+model.shape={n_layer:2}"]
     register()
@@ -245,11 +237,3 @@ def test_a_file_of_the_user_s_may_choose_the_launcher(checkout):
     done = checkout.command("run.py", *words)
     assert (done.returncode, done.stdout.count("done in ")) == (0, 2), done.stderr
     assert all("threshold: 3" in file.read_text() for file in (checkout.folder / "cells").iterdir())
-
-
-def test_there_is_nothing_to_tell_of_no_sweep(checkout):
-    done = checkout.command("-m", "groupwise.sweeps.status")
-    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
-    assert checkout.command("-m", "groupwise.sweeps.status", "conf").stderr.startswith(
-        "error: conf is not a sweep's folder"
-    )

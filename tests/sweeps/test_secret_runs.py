@@ -20,7 +20,6 @@ from groupwise.errors import UserError
 from groupwise.privacy.accountants import ORDERS
 from groupwise.privacy.tuning import BITS, Poisson, SearchCost, Training, TruncatedNegativeBinomial, curve_epsilon
 from groupwise.sweeps.accounted import Search, Setting
-from groupwise.sweeps.collect import collect
 from groupwise.sweeps.secret_runs import draw_settings, run_search
 from tests.forks import Command
 
@@ -286,13 +285,6 @@ def test_settings_are_drawn_evenly():
     assert set(counts) == {0, 1, 2, 3} and stats.chisquare(list(counts.values())).pvalue > 1e-6
     counts[0] += 300
     assert stats.chisquare(list(counts.values())).pvalue < 1e-6
-
-
-def test_the_tables_do_not_see_it(search, drawn, tmp_path):
-    drawn(1, 2)
-    run_search(replace(search, tuning=TuningConfig(keep=True)), Trained())
-    with pytest.raises(UserError, match="No finished run"):
-        collect("search_sst2_tiny", "mini", tmp_path / "runs", tmp_path)
 
 
 def command(tmp_path, *words):

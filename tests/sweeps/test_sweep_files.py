@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.compose import register
 from groupwise.sweeps.cells import PAPER, read_sweep
-from groupwise.sweeps.prepare import plan_sweep
 from tests.combinations import each_value_once, run
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +43,3 @@ def test_every_value_of_a_cell_composes(file, scale):
     for overrides in (first, *others):
         assert run(*overrides).scale == scale
     assert run(f"+sweep={file.stem}", *first) == run(*first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "scale"), SCALES, ids=name_of)
-def test_all_cells_of_a_seed_compose(file, scale):
-    register()
-    cells = plan_sweep([f"+sweep={file.stem}", f"scale={scale}", "seed=0"], ROOT / "conf").cells
-    assert cells and {cell.config.scale for cell in cells} == {scale}
