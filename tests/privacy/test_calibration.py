@@ -50,16 +50,6 @@ def test_the_papers_cells(epsilon, delta, rate, steps, golden):
 
 
 @pytest.mark.parametrize(
-    ("accountant", "sigma"),
-    [("prv", 0.9), ("rdp", 0.9), ("rdp", 4.0), pytest.param("prv", 4.0, marks=pytest.mark.slow)],
-)
-def test_there_and_back_again(accountant, sigma):
-    epsilon = epsilon_bounds(sigma, 0.02, 300, 1e-5, accountant).upper
-    found = calibrate(epsilon, 1e-5, 0.02, 300, accountant).noise_multiplier
-    assert found == pytest.approx(sigma, rel=2e-3)
-
-
-@pytest.mark.parametrize(
     ("epsilon", "rate", "steps"),
     [
         (2.0, 1.0, 30),
@@ -212,18 +202,13 @@ class TestSearch:
         assert 0.999 <= found.epsilon_upper <= 1.0
         assert len(asked) <= 40
 
-    @pytest.mark.parametrize("curve", [lambda sigma: 2.0, lambda sigma: 0.5])
-    def test_a_target_that_no_noise_meets_is_refused(self, search, curve):
-        with pytest.raises(UserError, match="no noise multiplier"):
-            search(curve)
-
     @pytest.mark.parametrize("below", [0.5, 0.0])
     def test_a_curve_that_leaps_over_the_target_is_met_from_below(self, search, below):
         found, _ = search(lambda sigma: 2.0 if sigma < 3 else below)
         assert found.epsilon_upper == below
         assert 3.0 <= found.noise_multiplier <= 3.0 * (1 + 2e-6)
 
-    def test_the_search_ends_at_the_bounds_that_it_names(self, monkeypatch, search):
+    def test_a_target_that_no_noise_meets_is_refused_at_the_bounds_that_it_names(self, monkeypatch, search):
         for curve, low, high in ((lambda s: 2.0, 1e11, 1e12), (lambda s: 0.5, 1e-9, 1e-8)):
             asked = []
             monkeypatch.setattr(
@@ -231,7 +216,7 @@ class TestSearch:
                 "epsilon_bounds",
                 lambda sigma, *_, c=curve, a=asked: a.append(sigma) or EpsilonBounds(0.0, c(sigma), c(sigma)),
             )
-            with pytest.raises(UserError):
+            with pytest.raises(UserError, match="no noise multiplier"):
                 calibrate(1.0, 1e-5, 0.02, 300, "rdp", cache=False)
             assert all(1e-9 < sigma < 1e12 for sigma in asked)
             assert any(low < sigma < high for sigma in asked)

@@ -1,7 +1,6 @@
 """The plan: made from ε or σ, consistent or refused, unchangeable, and honest about what it promises."""
 
 import dataclasses
-import itertools
 import json
 import linecache
 import math
@@ -90,12 +89,6 @@ def test_the_report_quotes_the_plans_accountant(accountant):
         assert (plan.spent(steps).pld is None) == (accountant != "pld")
 
 
-def test_progress_rises_to_epsilon(plan):
-    curve = [plan.progress(step) for step in range(201)]
-    assert curve[-1] == pytest.approx(plan.epsilon, rel=1e-12)
-    assert all(a <= b for a, b in itertools.pairwise(curve))
-
-
 def test_it_survives_json(plan):
     for original in (plan, make(epsilon=math.inf), make(sampling="shuffle", quantile_budget=0.1)):
         assert PrivacyPlan.from_dict(json.loads(json.dumps(original.to_dict(), allow_nan=False))) == original
@@ -103,9 +96,8 @@ def test_it_survives_json(plan):
 
 def test_a_saved_plan_of_another_shape_is_refused(plan):
     saved = plan.to_dict()
-    with pytest.raises(UserError, match="delta"):
-        PrivacyPlan.from_dict({key: value for key, value in saved.items() if key != "delta"})
-    with pytest.raises(UserError, match="colour"):
+    saved.pop("delta")
+    with pytest.raises(UserError, match="differ in: colour, delta;"):
         PrivacyPlan.from_dict({**saved, "colour": "red"})
 
 
@@ -185,7 +177,11 @@ def test_shuffled_batches_are_never_called_private():
         ({"accountant": "gdp"}, "choose one of prv, pld, rdp"),
     ],
 )
-def test_refusals(changes, reason):
+def test_refusals(changes, reason, monkeypatch):
+    def search(*_, **__):
+        raise AssertionError("searched first")
+
+    monkeypatch.setattr(plan_module, "calibrate", search)
     with pytest.raises(UserError, match=reason):
         make(**changes)
 
@@ -229,29 +225,6 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(cold, monkeypatc
     assert "PRV" not in headline
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"quantile_budget": 1.0},
-        {"num_groups": 0},
-        {"delta": 1.0},
-        {"steps": 0},
-        {"sampling": "fixed"},
-        {"accountant": "gdp"},
-        {"expected_batch_size": 5001},
-        {"dataset_size": 0},
-        {"epsilon": 0.0},
-    ],
-)
-def test_a_refusal_comes_before_the_search(monkeypatch, changes):
-    def search(*_, **__):
-        raise AssertionError("searched first")
-
-    monkeypatch.setattr(plan_module, "calibrate", search)
-    with pytest.raises(UserError):
-        make(**changes)
-
-
 def test_an_infinite_or_negative_sigma_is_refused_by_the_plan_itself(plan):
     for sigma in (-1.0, math.inf, math.nan):
         with pytest.raises(UserError, match="make it with make_plan"):
@@ -293,9 +266,3 @@ def test_the_search_is_remembered_unless_told_otherwise(own_cache):
     assert not own_cache.exists()
     make()
     assert len(list(own_cache.rglob("*.json"))) == 1
-
-
-def test_every_odd_name_is_listed(plan):
-    saved = {key: value for key, value in plan.to_dict().items() if key != "delta"}
-    with pytest.raises(UserError, match="differ in: colour, delta;"):
-        PrivacyPlan.from_dict({**saved, "colour": "red"})
