@@ -4,7 +4,6 @@ import csv
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import pytest
 from groupwise.cli import main as command
 from groupwise.config.compose import to_run_config
 from groupwise.errors import UserError
-from trust.bad_input.__main__ import COLUMNS, markdown, table, total
+from trust.bad_input.__main__ import COLUMNS
 from trust.bad_input.attempt import ROOT, Attempt, attempt_all
-from trust.bad_input.configs import KINDS, config_attempts
-from trust.bad_input.texts import text_attempts
 
 RUN = ("scale=smoke", "clip=flat")
 
@@ -103,37 +100,6 @@ def test_the_network_is_cut(monkeypatch, tmp_path):
 
     plant = refusing(lambda: socket.create_connection(("localhost", 1)))
     assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant) == "traceback"
-
-
-def test_a_seed_makes_the_same_attempts_and_another_seed_others():
-    def given(seed):
-        return [attempt.arguments for attempt in config_attempts(seed, 300)]
-
-    assert given(3) == given(3) != given(4)
-    assert len(given(3)) == 300
-    assert {attempt.kind for attempt in config_attempts(0, 300)} == {f"config: {kind}" for kind in KINDS}
-
-
-def test_a_prepared_file_is_the_same_each_time(tmp_path):
-    for number, both in enumerate(zip(text_attempts(0, 8), text_attempts(0, 8), strict=True)):
-        made = []
-        for attempt in both:
-            folder = tmp_path / f"{number}-{len(made)}"
-            folder.mkdir()
-            attempt.prepare(folder)
-            made.append({path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()})
-        if both[0].kind != "file: corpus":  # gzip writes the time
-            assert made[0] == made[1]
-
-
-def test_the_table_adds_up():
-    rows = table(Counter({("b", "ran"): 2, ("b", "refused"): 3, ("a", "traceback"): 1}))
-    assert rows == [
-        ["a", "1", "0", "0", "0", "0", "1", "0", "0", "0", "0"],
-        ["b", "5", "2", "0", "3", "0", "0", "0", "0", "0", "0"],
-    ]
-    assert total(rows)[:3] == ["all", "6", "2"]
-    assert list(markdown(rows))[2] == "| a | 1 | 0 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 |"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.training.record import write_sums
 from trust.faults import __main__ as faults
-from trust.faults.folders import both_altered, checkpoint_altered, data_altered, make, many
+from trust.faults.folders import both_altered, checkpoint_altered, data_altered, many
 from trust.faults.kill import stopped
 from trust.faults.process import SEEDED, Outcome, complete, left, run_folder, same
 from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
@@ -115,12 +115,3 @@ def test_the_command_writes_its_table_and_fails_when_anything_was_lost(tmp_path,
     assert "| another | 2 | 1 | something |" in capsys.readouterr().out
     assert [row["lost"] for row in csv.DictReader(out.open())] == ["0", "1"]
     assert faults.main(["--out", str(out), "--trials", "1"]) == 0
-
-
-def test_status_of_some_folders_made_up_is_read(tmp_path):
-    import random
-
-    from groupwise.sweeps.status import status
-
-    make(90, tmp_path / "runs", tmp_path / "sweep", random.Random(0))
-    assert "90 cells: 90 done" in "\n".join(status(tmp_path / "sweep"))

@@ -44,12 +44,6 @@ def test_another_value_is_named(file: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"different: {name}: {frozen * 1.002} frozen, {frozen} now" in capsys.readouterr().out
 
 
-def test_a_lost_architecture_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(file, "architectures", "torch: GRU, ghost", "exact")
-    assert main(["architectures"]) == 1
-    assert "torch: GRU, ghost: exact frozen, missing now" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("part", "name", "then", "now", "verdict"),
     [

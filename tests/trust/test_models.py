@@ -11,11 +11,9 @@ from torch import nn
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
 from trust.models import __main__ as command
-from trust.models import check, speed
+from trust.models import check
 from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
-from trust.models.check import know
-from trust.models.plain_layers import net, vectors
 from trust.models.rows import (
     EXACT,
     FALSE_ALARM,
@@ -26,11 +24,10 @@ from trust.models.rows import (
     WRONG,
     Row,
     as_csv,
-    read_csv,
     summary,
     tables,
 )
-from trust.models.truth import find_truth, parameters_of
+from trust.models.truth import find_truth
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 MLP = BY_NAME["MLP"]
@@ -81,17 +78,6 @@ def test_the_truth_is_a_sum_of_clipped_gradients():
     torch.testing.assert_close(truth.sums([["weight"]], torch.ones(1, dtype=torch.float64))["weight"], expected)
 
 
-def test_parameters_are_those_of_the_innermost_layer_that_is_named():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    model[1][1].weight = model[0].weight
-    groups = parameters_of(model, (("0", "1.1"), ("1",)))
-    assert groups == [["0.weight", "0.bias", "1.1.bias"], ["1.0.weight", "1.0.bias"]]
-    with pytest.raises(ValueError, match=r"0\.weight is in two groups|1\.1\.weight is in two groups"):
-        parameters_of(model, (("0",), ("1",)))
-    with pytest.raises(ValueError, match="in no group"):
-        parameters_of(model, (("0",),))
-
-
 def spoil_a_sum(engine):
     engine.model.get_parameter("0.weight").grad[0, 0] += 1e-5
 
@@ -129,16 +115,6 @@ def test_a_sum_that_is_wrong_with_dropout_alone_is_wrong(spoiled):
     assert (row.status, row.dropout, row.faulty) == (EXACT, WRONG, True)
 
 
-def test_what_is_wrong_with_as_many_examples_as_tokens_alone_is_wrong(spoiled):
-    def spoil(engine):
-        if engine.examples == Size().tokens != Size().batch:
-            spoil_a_sum(engine)
-
-    spoiled(spoil)
-    row, *_ = measure(MLP, ["flat"], speed=False)
-    assert row.status == WRONG and row.note.startswith("With as many examples as tokens: The clipped sum of '0.weight'")
-
-
 def test_a_refusal_of_what_is_exact_is_a_false_alarm(monkeypatch):
     def refuse(*_):
         raise UserError("Layer '0' looks odd.")
@@ -156,16 +132,6 @@ def test_a_refusal_of_what_is_wrong_is_none(monkeypatch, spoiled):
     spoiled(spoil_a_sum)
     row, *_ = measure(MLP, ["flat"], speed=False)
     assert row.status == WRONG and "odd" not in row.note
-
-
-def test_what_is_wrong_in_a_batch_of_one_alone_is_wrong(spoiled):
-    def spoil(engine):
-        if engine.examples == 1:
-            spoil_a_sum(engine)
-
-    spoiled(spoil)
-    row, *_ = measure(MLP, ["flat"], speed=False)
-    assert row.status == WRONG
 
 
 def test_traceback(spoiled):
@@ -188,37 +154,6 @@ def test_what_mixes_must_be_refused():
     assert statuses(replace(MLP, mixes=True)) == [WRONG] * 3
 
 
-def test_a_model_that_computes_in_float32_is_not_blamed_for_it():
-    class Single(nn.Module):
-        def forward(self, x):
-            return torch.softmax(x.float(), 1, dtype=torch.float32).to(x.dtype)
-
-    architecture = net("single", lambda size: nn.Sequential(nn.Linear(16, 3), Single(), nn.Linear(3, 3)), vectors)
-    assert statuses(architecture) == [EXACT] * 3
-    assert torch.float32 is not torch.float64 and torch.get_default_dtype() == torch.float32
-
-
-def test_parameters_without_a_loss_are_frozen_and_counted():
-    class Idle(nn.Linear):
-        def __init__(self):
-            super().__init__(16, 3)
-            self.idle = nn.Linear(2, 2)
-
-    rows = measure(net("idle", lambda size: nn.Sequential(Idle()), vectors), MODES, speed=False)
-    assert [row.frozen for row in rows] == [2] * 3
-
-
-def test_speed_is_measured_where_the_mode_is_exact(monkeypatch):
-    monkeypatch.setattr(speed, "SHORTEST", 0.0)
-    monkeypatch.setattr(speed, "ROUNDS", 1)
-    monkeypatch.setattr(speed, "LARGE", Size(width=16))
-    known = know(MLP)
-    rows = [Row("torch.nn", "MLP", "flat", EXACT), Row("torch.nn", "MLP", "ghost", REFUSED, note="No.")]
-    first, second = speed.with_speed(MLP, known, rows)
-    assert first.plain_ms > 0 and first.private_ms > 0
-    assert second == rows[1]
-
-
 def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spoiled):
     monkeypatch.setattr(command, "RESULT", tmp_path / "trust" / "models.csv")
     assert main(["--only", "MLP", "--no-speed"]) == 0
@@ -230,16 +165,6 @@ def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spo
     spoiled(spoil_a_sum)
     assert main(["--no-speed", "--modes", "flat"]) == 1
     assert "MLP, flat" in capsys.readouterr().err
-
-
-def test_rows_of_a_package_that_is_not_installed_stay(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "RESULT", tmp_path / "models.csv")
-    monkeypatch.setattr(command, "ARCHITECTURES", (MLP, replace(MLP, name="other", needs="not_there")))
-    row = Row("torch.nn", "other", "flat", EXACT, 1e-16, "taken", 1, 2, 0, 0, 2.0, 3.0)
-    command.RESULT.write_text(as_csv([row]))
-    assert main(["--no-speed"]) == 0
-    assert "other: skipped, not_there is not installed" in capsys.readouterr().out
-    assert read_csv(command.RESULT.read_text())[3:] == [row]
 
 
 def test_the_table_shows_each_mode_and_each_sentence_once():

@@ -33,12 +33,6 @@ def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert row.understated == pytest.approx(3e-6, rel=0.2) and row.over_threshold == pytest.approx(3e-6, rel=0.2)
 
 
-def test_another_way_than_the_case_is_about_is_refused() -> None:
-    case = BY_NAME["Linear: Gram"]
-    with pytest.raises(RuntimeError, match="chose gram, not materialize"):
-        measure(Case(case.name, case.build, case.entries, case.attach, "materialize"), "normal", 1000)
-
-
 def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(norms, "RESULT", tmp_path / "trust" / "norms.csv")
     case = BY_NAME["LayerNorm"]

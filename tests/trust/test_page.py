@@ -6,18 +6,13 @@ import pytest
 
 from groupwise.errors import UserError
 from trust.page import (
-    DEFECTS,
     EVIDENCE,
     NOTHING,
     Evidence,
     audit_summary,
-    audits,
-    bad_input_summary,
     faults_summary,
     fill,
     full,
-    mutants_summary,
-    norms_summary,
     planted_summary,
 )
 
@@ -61,12 +56,6 @@ def test_a_bound_above_its_claim_is_counted_whichever_of_the_two_it_is() -> None
     assert "ε = 1: 110% (90%); ε = 8: 50% (101%)" in audit_summary(rows)
 
 
-def test_each_budget_has_its_column() -> None:
-    rows = [row("1", "0.5", "0.9"), {**row("8", "4"), "mode": "ghost"}, {**row("8", "3"), "dropout": "0.1"}]
-    assert "| `flat` | layers | global | 0 | 0.5 (0.9) | – |" in audits(rows)
-    assert "| `flat` | layers, dropout 0.1 | global | 0 | – | 3 |" in audits(rows)
-
-
 def test_a_bug_that_was_missed_is_not_counted_as_caught() -> None:
     caught = {
         "bug": "no noise",
@@ -85,27 +74,3 @@ def test_a_bug_that_was_missed_is_not_counted_as_caught() -> None:
 def test_what_was_lost_is_counted() -> None:
     said = faults_summary([{"tried": "3", "lost": "1"}, {"tried": "2", "lost": "0"}])
     assert said == "2 kinds of fault, tried 5 times: 1 lost."
-
-
-def test_defects_are_counted_by_name() -> None:
-    sound = dict.fromkeys(("ran", "accepted", "refused", "stopped"), "1")
-    clean = {"kind": "a", "tried": "4", **sound, **dict.fromkeys(DEFECTS, "0")}
-    assert bad_input_summary([clean]).endswith("; 0 defects.")
-    assert bad_input_summary([clean, {**clean, "silent": "2"}]).endswith("; 2 defects (2 silent).")
-
-
-def test_the_worst_norm_is_named() -> None:
-    rows = [
-        {"formula": "A", "understated": "1e-8", "over_threshold": "-3e-9"},
-        {"formula": "B", "understated": "-1e-3", "over_threshold": "2e-7"},
-    ]
-    said = norms_summary(rows)
-    assert "at most 1e-8 (A)" in said and "at most 2e-7 (B)" in said
-
-
-def test_a_package_has_one_line_and_its_files_none() -> None:
-    line = {"package": "privacy", "file": "all", "mutants": "9", "tried": "8", "survived": "1", "equivalent": "2"}
-    line |= {"score": "0.8333", "low": "0.4", "high": "0.95", "commit": "1ddd9e3"}
-    said = mutants_summary([line, {**line, "file": "privacy/plan.py"}])
-    assert said.count("\n") == 0 and "8 of 9 mutants tried, 1 survived" in said and "83.3%" in said
-    assert "commit 1ddd9e3" in said

@@ -14,11 +14,11 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.atomic import write_text
-from groupwise.rows import csv_text
+from groupwise.rows import csv_text, markdown
 from trust.bad_input.attempt import DEFECTS, ROOT, Attempt, attempt_all, load_program
 from trust.bad_input.configs import config_attempts
 from trust.bad_input.images import image_attempts
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = table(counts)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(given.out, csv_text(COLUMNS, rows))
-    print("\n".join(markdown([*rows, total(rows)])))
+    print(markdown(COLUMNS, [*rows, total(rows)]))
     return 1 if defects else 0
 
 
@@ -125,12 +125,6 @@ def table(counts: Counter[tuple[str, str]]) -> list[list[str]]:
 def total(rows: Sequence[Sequence[str]]) -> list[str]:
     """The sum of all rows."""
     return ["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS)))]
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The rows as a table."""
-    for row in (COLUMNS, ["---", *("--:" for _ in COLUMNS[1:])], *rows):
-        yield f"| {' | '.join(row)} |"
 
 
 if __name__ == "__main__":

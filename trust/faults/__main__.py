@@ -16,73 +16,31 @@ from pathlib import Path
 
 from groupwise.atomic import write_text
 from groupwise.rows import csv_text, markdown
+from trust.faults.examples import not_finite
+from trust.faults.folders import both_altered, checkpoint_altered, data_altered, many
+from trust.faults.kill import stopped
 from trust.faults.process import Outcome
+from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
+from trust.faults.together import clock, two
 
 Fault = Callable[[int, Path], list[Outcome]]
 """(how many trials, an empty folder) -> rows."""
 
 
-def _sigkill(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.kill import stopped
-
-    return [stopped(signal.SIGKILL, trials, work)]
-
-
-def _sigterm(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.kill import stopped
-
-    return [stopped(signal.SIGTERM, trials, work, seed=1)]
-
-
-def _disk(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.shortage import full, too_large, unwritable
-
-    return [full(trials, work / "full"), too_large(trials, work / "large"), unwritable(trials, work / "readonly")]
-
-
-def _files(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.folders import both_altered, checkpoint_altered, data_altered
-
-    return [
-        checkpoint_altered(trials, work / "one"),
-        both_altered(trials, work / "both"),
-        data_altered(trials, work / "data"),
-    ]
-
-
-def _examples(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.examples import not_finite
-
-    return [not_finite(trials)]
-
-
-def _memory(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.shortage import halved, too_large_for_one
-
-    return [halved(trials, work / "halved"), too_large_for_one(trials, work / "one")]
-
-
-def _together(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.together import clock, two
-
-    return [two(trials, work / "two"), clock(trials, work / "clock")]
-
-
-def _folders(trials: int, work: Path) -> list[Outcome]:
-    from trust.faults.folders import many
-
-    return many(10_000, work)
+def _each(*faults: Callable[[int, Path], Outcome]) -> Fault:
+    """All of them, each in a folder of its own."""
+    return lambda trials, work: [fault(trials, work / fault.__name__) for fault in faults]
 
 
 FAULTS: dict[str, tuple[Fault, int]] = {
-    "sigkill": (_sigkill, 60),
-    "sigterm": (_sigterm, 20),
-    "disk": (_disk, 10),
-    "files": (_files, 12),
-    "examples": (_examples, 180),
-    "memory": (_memory, 3),
-    "together": (_together, 6),
-    "folders": (_folders, 1),
+    "sigkill": (lambda trials, work: [stopped(signal.SIGKILL, trials, work)], 60),
+    "sigterm": (lambda trials, work: [stopped(signal.SIGTERM, trials, work, seed=1)], 20),
+    "disk": (_each(full, too_large, unwritable), 10),
+    "files": (_each(checkpoint_altered, both_altered, data_altered), 12),
+    "examples": (lambda trials, work: [not_finite(trials)], 180),
+    "memory": (_each(halved, too_large_for_one), 3),
+    "together": (_each(two, clock), 6),
+    "folders": (lambda trials, work: many(10_000, work), 1),
 }
 """Name -> how it is tried, and how often."""
 

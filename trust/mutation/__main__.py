@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_text
-from groupwise.rows import csv_text
+from groupwise.rows import csv_text, markdown
 from groupwise.training.provenance import git_state
 from trust.mutation.operators import Mutant, mutants
 
@@ -81,11 +81,11 @@ def records(
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Return the rows as Markdown."""
-    lines = [f"| {' | '.join(HEAD)} |", "| --- |" + " ---: |" * (len(HEAD) - 1)]
+    lines = []
     for row in rows:
         score, low, high = (f"{100 * float(share):.1f}" for share in row[8:])
-        lines.append(f"| {' | '.join(row[1:8])} | {score} % | {low} to {high} % |")
-    return "\n".join(lines)
+        lines.append([*row[1:8], f"{score} %", f"{low} to {high} %"])
+    return markdown(HEAD, lines)
 
 
 def write(file: Path, package: str, rows: Sequence[tuple[str, ...]], commit: str) -> None:
@@ -112,7 +112,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("package", choices=sorted(NOT_HERE))
     parser.add_argument("--sample", type=int, default=0, help="so many mutants, drawn at random; 0: all of them")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--skip", type=int, default=0, help="the first so many of the draw (writes no results)")
     parser.add_argument("--file", default="", help="only files whose name contains this (writes no results)")
     parser.add_argument("--work", type=Path, help="a folder that keeps what was found; a new call goes on from it")
     parser.add_argument(
@@ -132,7 +131,7 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     chosen = [m for m in everything if options.file in m.file]
     # In the order of a hash: a run that is cut short is a random sample too, and one file's edit leaves the others' be.
     chosen.sort(key=lambda m: hashlib.sha256(f"{options.seed} {m.name}".encode()).digest())
-    chosen = chosen[options.skip : options.sample or None]
+    chosen = chosen[: options.sample or None]
     book = Book(work / f"{options.package}.jsonl", options.package)
     if options.minutes:
         measure(options.package, chosen, book, work / options.package, time.monotonic() + 60 * options.minutes)
@@ -141,7 +140,7 @@ def _run(options: argparse.Namespace, work: Path) -> int:
     verdicts = [(mutant, book.known[mutant.name][0]) for mutant in tried]
     rows = records(options.package, everything, verdicts, equivalent)
     print(table(rows))
-    if not (options.file or options.skip):
+    if not options.file:
         write(RESULTS / "mutation.csv", options.package, rows, (git_state(ROOT)["sha"] or "")[:7])
     for mutant, verdict in verdicts:
         if verdict == "survived" and mutant.name not in equivalent:
