@@ -23,42 +23,25 @@ from groupwise.private.data import fingerprint
 from groupwise.private.settings import MODES, resolve_clip
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
-from groupwise.training.task import Task
+from tests import tiny_training as points
 from tests.private_use import DATA, Use, network
 
 EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
 
-class Points(Task):
+class Points(points.Points):
     """Random points, a float64 network with dropout, and the same as a dataset."""
-
-    train_size = EXAMPLES
 
     def __init__(self, dropout: float = 0.3) -> None:
         torch.manual_seed(0)
         parts = (nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.LayerNorm(8), nn.Linear(8, 3))
-        self.model = nn.Sequential(*parts).double()
-        self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
-
-    def read(self, examples, even=False):
-        rows = torch.as_tensor(np.asarray(examples))
-        return self.x[rows], self.y[rows]
-
-    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(model(x), y, reduction="none")
+        super().__init__(nn.Sequential(*parts), EXAMPLES)
 
     def __len__(self) -> int:
         return EXAMPLES
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
         return self.x[row], self.y[row]
-
-    def evaluate(self, split, batch_size, limit=None, final=False):
-        return {}
-
-    def describe_data(self):
-        return {}
 
 
 def start(task: Any, adam: bool = True, **options: Any) -> Private:

@@ -9,14 +9,11 @@ from torch import nn
 
 from groupwise.audit.two_worlds import CountWorld, SearchWorld, TrainerWorld, distinguish
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, make_plan
+from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.privacy.tuning import Poisson
-from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.microbatches import TaskSums
-from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
+from tests.tiny_training import Trained, trainer_of
 
 DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3
 ADAPTIVE = ClipConfig(grouping="flat", threshold=1.0, rescale=False, quantile_budget=0.5)
@@ -32,7 +29,7 @@ class Drawn:
         return self.random.normal(self.mean) if self.given is None else self.given
 
 
-class OneLayer(Task):
+class OneLayer(Trained):
     """Gradients are the rows of the identity."""
 
     train_size = ROWS
@@ -46,44 +43,12 @@ class OneLayer(Task):
     def losses(self, model, batch):
         return model(batch).squeeze(1)
 
-    def evaluate(self, split, batch_size, limit=None, final=False):
-        return {}
-
-    def describe_data(self):
-        return {}
-
 
 def trainer(sigma: float = 1.0, rate: float = 1.0) -> Trainer:
     torch.manual_seed(0)
-    task, optim = OneLayer(), OptimConfig(learning_rate=1.0)
-    engine = make_engine(task.model, ADAPTIVE)
-    engine.trace(task.losses_of, range(ROWS))
-    plan = make_plan(
-        dataset_size=ROWS,
-        expected_batch_size=rate * ROWS,
-        steps=2,
-        delta=DELTA,
-        noise_multiplier=sigma,
-        quantile_budget=0.5,
-        accountant="rdp",
-    )
-    optimizer = make_optimizer(task.model.parameters(), optim)
-    trainer = Trainer(
-        task=task,
-        private=PrivateStep(
-            model=task.model,
-            engine=engine,
-            thresholds=make_thresholds(ADAPTIVE, plan),
-            plan=plan,
-            noise=NoiseSource.from_seed(7),
-            allocation="global",
-            optimizer=optimizer,
-            device=torch.device("cpu"),
-            sums=TaskSums(task, 8),
-        ),
-        schedule=make_schedule(optimizer, optim, 2),
-    )
-    trainer.private.sampler = PoissonSampler(ROWS, plan.sample_rate, 3)
+    optim = OptimConfig(learning_rate=1.0)
+    trainer = trainer_of(OneLayer(), ADAPTIVE, optim, batch_size=rate * ROWS, steps=2, sigma=sigma, microbatch=8)
+    trainer.private.sampler = PoissonSampler(ROWS, trainer.private.plan.sample_rate, 3)
     return trainer
 
 
@@ -138,17 +103,6 @@ def test_plays_start_at_the_same_place_and_are_seen_whole():
     torch.testing.assert_close(moved, real.task.model.weight.detach().flatten())
     noises = torch.stack([releases[0].update for releases in seen])
     assert len(torch.unique(noises, dim=0)) == 3  # fresh noise each time
-
-
-def test_without_noise_all_plays_of_a_full_batch_are_one():
-    real = trainer(sigma=1e-9)
-    world = TrainerWorld([real], 1, lambda releases: float(releases[0].update.sum()))
-    assert [world.play() for _ in range(3)] == pytest.approx([1.0] * 3, abs=1e-6)  # three rows of norm 1, over 3
-
-
-def test_batches_are_fresh_in_each_play():
-    world = TrainerWorld([trainer(sigma=1e-9, rate=0.5)], 1, lambda releases: float(releases[0].update.sum()))
-    assert len({round(world.play(), 3) for _ in range(20)}) > 1
 
 
 def test_of_a_search_the_best_run_alone_is_seen(monkeypatch):

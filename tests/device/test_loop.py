@@ -11,16 +11,15 @@ from torch import Tensor, nn
 
 from groupwise.clipping.reference import clipped_sums
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.privacy import NoiseSource, make_plan
+from groupwise.privacy import NoiseSource
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.graphs import WARM_UP, GraphSums, recorder_of
-from groupwise.training.memory import choose_microbatch
 from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task, row_numbers
+from groupwise.training.task import row_numbers
+from tests.tiny_training import Trained, trainer_of
 
 pytestmark = pytest.mark.cuda
 EXAMPLES, BATCH, STEPS, SIGMA = 96, 32, 4, 0.7
@@ -33,7 +32,7 @@ MODES = {
 }
 
 
-class Images(Task):
+class Images(Trained):
     """Random images and a small convolutional network with every kind of layer of the paper's."""
 
     train_size = EXAMPLES
@@ -59,12 +58,6 @@ class Images(Task):
         x = batch["x"].contiguous(memory_format=torch.channels_last)
         return F.cross_entropy(model(x), batch["y"], reduction="none")
 
-    def evaluate(self, split: Any, batch_size: int, limit: int | None = None, final: bool = False) -> dict[str, float]:
-        return {}
-
-    def describe_data(self) -> dict[str, Any]:
-        return {}
-
 
 def trainer(
     clip: ClipConfig,
@@ -74,33 +67,17 @@ def trainer(
     sigma: float = SIGMA,
     dtype: torch.dtype = torch.float32,
 ) -> Trainer:
-    task, optim = Images(device, dtype), OptimConfig(name="adam", learning_rate=0.05)
-    engine = make_engine(task.model, clip)
-    assert engine is not None
-    engine.trace(task.losses_of, range(6))
-    plan = make_plan(
-        dataset_size=EXAMPLES,
-        expected_batch_size=BATCH,
+    return trainer_of(
+        Images(device, dtype),
+        clip,
+        OptimConfig(name="adam", learning_rate=0.05),
+        batch_size=BATCH,
         steps=STEPS,
-        delta=1e-5,
-        noise_multiplier=sigma,
-        num_groups=len(engine.groups),
-        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
-        accountant="rdp",
-    )
-    optimizer = make_optimizer(task.model.parameters(), optim)
-    private = PrivateStep(
-        model=task.model,
-        engine=engine,
-        thresholds=make_thresholds(clip, plan),
-        plan=plan,
+        sigma=sigma,
+        microbatch=microbatch,
         noise=noise or NoiseSource.from_key(KEY, generator="Philox"),
-        allocation="global",
-        optimizer=optimizer,
         device=device,
-        sums=TaskSums(task, microbatch),
     )
-    return Trainer(task, private, make_schedule(optimizer, optim, STEPS))
 
 
 def weights(made: Trainer) -> Tensor:
@@ -249,19 +226,3 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
         first, other, again = sums(0), sums(8), sums(0)
     torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)
     assert float((other - first).norm()) > 0.01 * float(first.norm())
-
-
-def test_the_microbatch_is_the_same_each_time(device: torch.device) -> None:
-    task = Images(device)
-    first = choose_microbatch(task.losses_of, task.model, device, np.arange(EXAMPLES))
-    held = torch.empty(1 << 24, device=device)  # whoever else uses the device
-    assert choose_microbatch(task.losses_of, task.model, device, np.arange(EXAMPLES)) == first == 64
-    del held
-
-
-def test_a_real_lack_of_memory_is_known_as_one(device: torch.device) -> None:
-    from groupwise.training.memory import is_oom
-
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 50, device=device)
-    assert is_oom(caught.value)

@@ -22,7 +22,7 @@ from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.task import Task
+from tests.tiny_training import Trained
 
 WORDS, EXAMPLES, EXPECTED, LEARNING_RATE, MICROBATCH = 20, 16, 8, 0.5, 3
 QUANTILE, STEP = 0.6, 0.3
@@ -97,23 +97,11 @@ def make_model(case: Case) -> nn.Module:
     return model.double()
 
 
-class Given(Task):
+class Given(Trained):
     """A model and nothing else; data come from a feed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.train_size = model, EXAMPLES
-
-    def read(self, examples, even=False):
-        raise NotImplementedError
-
-    def losses(self, model, batch):
-        raise NotImplementedError
-
-    def evaluate(self, split, batch_size, limit=None, final=False):
-        return {}
-
-    def describe_data(self):
-        return {}
 
 
 class Drawn:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.build import build_trainer
@@ -13,8 +12,8 @@ from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
 from tests.checked import checked_once
+from tests.tiny_training import Points
 
 EXAMPLES, WIDTH = 40, 8
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -51,30 +50,18 @@ class Network(nn.Module):
         return self.head(x)
 
 
-class PointsTask(Task):
-    """Classification of random points."""
-
-    train_size = EXAMPLES
+class PointsTask(Points):
+    """The same points whatever the network begins with."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
-        self.model = Network().double()
+        model = Network()
         torch.manual_seed(0)
-        self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
-
-    def read(self, examples, even=False):
-        rows = torch.as_tensor(np.asarray(examples))
-        return self.x[rows], self.y[rows]
-
-    def losses(self, model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        super().__init__(model, EXAMPLES)
 
     @torch.no_grad()
     def evaluate(self, split, batch_size, limit=None, final=False):
         return {"loss": float(self.losses_of(range(EXAMPLES)).mean())}
-
-    def describe_data(self):
-        return {}
 
 
 class Batches:
@@ -95,7 +82,7 @@ def build(
     optim: OptimConfig | None = None,
     batches: Sequence[Sequence[int]] = BATCHES,
     allocation: str = "global",
-    task: Task | None = None,
+    task: PointsTask | None = None,
 ) -> Trainer:
     """The trainer of this process, with microbatches of 3."""
     task = task or PointsTask(seed=ranks.replica)  # replicas begin apart, and become the first

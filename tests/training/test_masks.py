@@ -13,8 +13,8 @@ from groupwise.config.schema import ClipConfig, OptimConfig, RunConfig
 from groupwise.run import plan_run
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
-from groupwise.training.task import Task
 from tests.checked import checked_once
+from tests.tiny_training import Trained
 
 OTHERS, WIDTH, RATE, SEED = 63, 32, 0.5, 0
 EPSILON, PLAYS = 1.0, 200
@@ -26,7 +26,7 @@ def inputs(examples: np.ndarray) -> Tensor:
     return torch.as_tensor(1.0 - 2.0 * (examples % 2)).unsqueeze(1).expand(-1, WIDTH)
 
 
-class DroppedOut(Task):
+class DroppedOut(Trained):
     """A linear loss behind dropout, so that the gradient of an example is its masked input.
 
     The examples are ±1 in turn, and the last is taken first, as the longest text is: with it, everybody else's mask is
@@ -46,12 +46,6 @@ class DroppedOut(Task):
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         return examples[::-1]
-
-    def evaluate(self, split, batch_size, limit=None, final=False):
-        return {}
-
-    def describe_data(self):
-        return {}
 
 
 def trainer(having: bool, noise_seed: int, microbatch: int = OTHERS + 1):

@@ -1,21 +1,15 @@
 """One logical batch, one release: however it is cut into microbatches, whatever computes the norms."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.privacy import NoiseSource, PoissonSampler, make_plan
+from groupwise.privacy import PoissonSampler
 from groupwise.training import private_step as a_step
-from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
-from groupwise.training.microbatches import TaskSums
-from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
+from tests.tiny_training import Points, trainer_of
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -27,28 +21,18 @@ FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
 NONE = ClipConfig("none", grouping="none", policy="fixed")
 
 
-class ToyTask(Task):
+class ToyTask(Points):
     """Classification of random points by a small float64 network."""
-
-    train_size = EXAMPLES
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
-        self.x, self.y = torch.randn(EXAMPLES, 5).double(), torch.randint(0, 3, (EXAMPLES,))
+        super().__init__(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)), EXAMPLES)
 
     def read(self, examples, even=False):
-        rows = torch.as_tensor(np.asarray(examples))
-        return {"x": self.x[rows], "y": self.y[rows]}
+        return dict(zip("xy", super().read(examples), strict=True))
 
     def losses(self, model, batch):
-        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-    def evaluate(self, split, batch_size, limit=None, final=False):
-        return {}
-
-    def describe_data(self):
-        return {}
+        return super().losses(model, (batch["x"], batch["y"]))
 
 
 def make_trainer(
@@ -58,38 +42,9 @@ def make_trainer(
     batch_size: float = BATCH,
     optim: OptimConfig | None = None,
 ) -> Trainer:
-    task, optim = ToyTask(), optim or OptimConfig(learning_rate=0.5)
-    engine = make_engine(task.model, clip)
-    if engine is not None:
-        engine.trace(task.losses_of, range(6))
-    plan = make_plan(
-        dataset_size=EXAMPLES,
-        expected_batch_size=batch_size,
-        steps=STEPS,
-        delta=1e-5,
-        noise_multiplier=0.0 if engine is None else sigma,
-        num_groups=1 if engine is None else len(engine.groups),
-        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
-        accountant="rdp",
-    )
-    noise = NoiseSource.from_seed(7)
-    optimizer = make_optimizer(task.model.parameters(), optim)
-    trainer = Trainer(
-        task=task,
-        private=PrivateStep(
-            model=task.model,
-            engine=engine,
-            thresholds=None if engine is None else make_thresholds(clip, plan),
-            plan=plan,
-            noise=noise,
-            allocation="global",
-            optimizer=optimizer,
-            device=torch.device("cpu"),
-            sums=TaskSums(task, microbatch),
-        ),
-        schedule=make_schedule(optimizer, optim, STEPS),
-    )
-    trainer.private.sampler = PoissonSampler(EXAMPLES, plan.sample_rate, 3)
+    optim = optim or OptimConfig(learning_rate=0.5)
+    trainer = trainer_of(ToyTask(), clip, optim, batch_size=batch_size, steps=STEPS, sigma=sigma, microbatch=microbatch)
+    trainer.private.sampler = PoissonSampler(EXAMPLES, trainer.private.plan.sample_rate, 3)
     return trainer
 
 
@@ -128,21 +83,6 @@ def test_division_is_by_the_configured_batch_size():
     gradient = torch.autograd.grad(trainer.task.losses_of(drawn).sum(), trainer.task.model[3].bias)[0]
     trainer.step(0)
     torch.testing.assert_close(before - trainer.task.model[3].bias.detach(), gradient / BATCH)
-
-
-def test_an_empty_batch_is_a_step_of_noise_alone():
-    trainer = make_trainer(ADAPTIVE_LAYER, batch_size=0.01)
-    assert len(trainer.private.sampler.indices(0)) == 0
-    before = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()])
-    thresholds = trainer.private.thresholds.clip_thresholds
-    report = trainer.report(trainer.step(0))
-    moved = torch.cat([p.detach().flatten() for p in trainer.task.model.parameters()]) - before
-    assert report["nonprivate/batch_size"] == 0 and bool((moved != 0).all())
-    expected = (
-        0.5 * trainer.private.plan.gradient_noise_multiplier * 0.5 * math.sqrt(len(moved)) / 0.01
-    )  # rate · σ_new · S · √d / B
-    assert float(moved.norm()) == pytest.approx(expected, rel=0.3)
-    assert not torch.equal(trainer.private.thresholds._raw, thresholds)
 
 
 def test_noise_uses_the_thresholds_that_clipped(monkeypatch):

@@ -1,0 +1,90 @@
+"""Training as small as can be: tasks that nobody evaluates, and the trainer of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from groupwise.config.schema import ClipConfig, OptimConfig
+from groupwise.privacy import NoiseSource, make_plan
+from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
+from groupwise.training.microbatches import TaskSums
+from groupwise.training.private_step import PrivateStep
+from groupwise.training.step import Trainer
+from groupwise.training.task import Task
+
+
+class Trained(Task):
+    """A task that is trained and nothing else."""
+
+    def read(self, examples: Any, even: bool = False) -> Any:
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def evaluate(self, split: Any, batch_size: int, limit: int | None = None, final: bool = False) -> dict[str, float]:
+        return {}
+
+    def describe_data(self) -> dict[str, Any]:
+        return {}
+
+
+class Points(Trained):
+    """Random points of three classes, for a network of five inputs; all in float64."""
+
+    def __init__(self, model: nn.Module, examples: int) -> None:
+        self.model, self.train_size = model.double(), examples
+        self.x, self.y = torch.randn(examples, 5).double(), torch.randint(0, 3, (examples,))
+
+    def read(self, examples: Any, even: bool = False) -> Any:
+        rows = torch.as_tensor(np.asarray(examples))
+        return self.x[rows], self.y[rows]
+
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def trainer_of(
+    task: Any,
+    clip: ClipConfig,
+    optim: OptimConfig,
+    *,
+    batch_size: float,
+    steps: int,
+    sigma: float = 1.0,
+    microbatch: int = 64,
+    noise: NoiseSource | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Trainer:
+    """A trainer as `run.py` makes it, without the check; its noise is from a seed unless it is given."""
+    engine = make_engine(task.model, clip)
+    if engine is not None:
+        engine.trace(task.losses_of, range(min(6, task.train_size)))
+    plan = make_plan(
+        dataset_size=task.train_size,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=1e-5,
+        noise_multiplier=0.0 if engine is None else sigma,
+        num_groups=1 if engine is None else len(engine.groups),
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        accountant="rdp",
+    )
+    optimizer = make_optimizer(task.model.parameters(), optim)
+    private = PrivateStep(
+        model=task.model,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(clip, plan),
+        plan=plan,
+        noise=noise or NoiseSource.from_seed(7),
+        allocation="global",
+        optimizer=optimizer,
+        device=device,
+        sums=TaskSums(task, microbatch),
+    )
+    return Trainer(task, private, make_schedule(optimizer, optim, steps))
