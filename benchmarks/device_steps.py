@@ -18,9 +18,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device_table import AGAIN, LEFT, SIZES, check_known
+from benchmarks.device_table import AGAIN, LEFT, SIZES
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, command, read, split
+from benchmarks.options import check_above_zero, check_device, command, names, read, split
 from benchmarks.worker import is_lost
 
 FILE = "device_steps.csv"
@@ -156,8 +156,7 @@ def run(options: StepOptions) -> int:
             print(f"time is up before microbatch={microbatch} precision={precision} layout={layout}", file=sys.stderr)
             return LEFT
         row = step_row(microbatch, precision, layout, method, options, folder)
-        row |= {name: source[name] for name in COLUMNS if name in source}
-        merge(path, [row], COLUMNS, KEY)
+        merge(path, [row | source], COLUMNS, KEY)
         shown = (
             row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
         )
@@ -170,16 +169,15 @@ def run(options: StepOptions) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    ended = [0]
 
-    def work(given: list[str]) -> None:
+    def work(given: list[str]) -> int:
         options = read(StepOptions, given)
         check_above_zero(options, "repeats", "limit")
         check_device(options.device)
-        check_known("workload", [options.workload], SIZES)
-        ended[0] = run(options)
+        names("workload", options.workload, SIZES)
+        return run(options)
 
-    return command(work, HELP, "the rows that were done are written", arguments) or ended[0]
+    return command(work, HELP, "the rows that were done are written", arguments)
 
 
 if __name__ == "__main__":

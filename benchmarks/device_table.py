@@ -8,15 +8,15 @@ the options.
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, command, read, split
-from groupwise.errors import UserError, did_you_mean
+from benchmarks.options import check_above_zero, check_device, command, names, read
+from groupwise.errors import UserError
 
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
 """Workload -> B, layers, tokens."""
@@ -68,10 +68,7 @@ class Case:
 def cases(options: TableOptions) -> list[Case]:
     """All of them, what matters most first."""
     found = []
-    workloads = list(SIZES) if options.workload == "all" else split(options.workload)
-    dtypes = list(DTYPES) if options.dtype == "all" else split(options.dtype)
-    for key, value, known in (("workload", workloads, SIZES), ("dtype", dtypes, DTYPES)):
-        check_known(key, value, known)
+    workloads, dtypes = names("workload", options.workload, SIZES), names("dtype", options.dtype, DTYPES)
     several = (FIRST, GRAPHS, THEN) if options.device == "cuda" else (FIRST, THEN)
     for methods, dtype, workload in product(several, dtypes, workloads):
         batch, layers, tokens = SIZES[workload]
@@ -80,16 +77,6 @@ def cases(options: TableOptions) -> list[Case]:
             job = replace(job, batch=batch, layers=layers, tokens=tokens)
         found.append(Case(job, methods))
     return found
-
-
-def check_known(key: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Refuse a name that is not among those known.
-
-    Raises:
-        UserError: naming it and them.
-    """
-    if unknown := [name for name in names if name not in known]:
-        raise UserError(f"{key}={unknown[0]} is unknown{did_you_mean(unknown[0], known)}: give {', '.join(known)}.")
 
 
 def missing(case: Case, path: Path, hardware: str) -> tuple[str, ...]:
@@ -206,15 +193,14 @@ def _key(job: Job) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    ended = [0]
 
-    def work(given: list[str]) -> None:
+    def work(given: list[str]) -> int:
         options = read(TableOptions, given)
         check_above_zero(options, "limit", "rounds", "steps")
         check_device(options.device)
-        ended[0] = measure(options)
+        return measure(options)
 
-    return command(work, HELP, "the cases that were done are written", arguments) or ended[0]
+    return command(work, HELP, "the cases that were done are written", arguments)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, command, read, split
+from benchmarks.options import check_above_zero, check_device, command, names, read
 from benchmarks.process import Process
-from groupwise.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from benchmarks.planned import Plan
@@ -84,7 +83,7 @@ class FullOptions:
     @property
     def models(self) -> list[str]:
         """The names asked for."""
-        return list(MODELS) if self.model == "all" else split(self.model)
+        return names("model", self.model, MODELS)
 
 
 def parse(arguments: Sequence[str]) -> FullOptions:
@@ -99,8 +98,6 @@ def parse(arguments: Sequence[str]) -> FullOptions:
     check_above_zero(options, "threads", "limit")
     check_device(options.device)
     for name in options.models:
-        if name not in MODELS:
-            raise UserError(f"model={name} is unknown{did_you_mean(name, MODELS)}: give all, or {', '.join(MODELS)}.")
         workloads.check(MODELS[name].workload, batch=options.batch, layers=options.layers, tokens=options.tokens)
     return options
 
@@ -178,8 +175,7 @@ def run(options: FullOptions) -> None:
         rows = [] if options.planned else measure(name, options)
         if rows:
             source = provenance(options.device)
-            written = [row | {key: source[key] for key in COLUMNS if key in source} for row in rows]
-            merge(Path(options.out) / FILE, written, COLUMNS, KEY)
+            merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
             print(table(rows), flush=True)
         if any(row["status"] != "ok" for row in rows) or options.planned:
             print(planned_table(name, plan(job(name, "none", options))), flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.meters import Seconds, Stopwatch, peak_bytes
 from benchmarks.methods import Method, make
-from benchmarks.options import split
+from benchmarks.options import names, split
 from benchmarks.workloads import Workload
 from groupwise.analysis.benchmark_rows import METHODS, growth_factors, in_order
 
@@ -162,10 +162,9 @@ class GrowthOptions:
     @property
     def cases(self) -> list[tuple[str, str]]:
         """Networks and axes."""
-        networks = list(NETWORKS) if self.network == "all" else split(self.network)
         return [
             (network, axis)
-            for network in networks
+            for network in names("network", self.network, NETWORKS)
             for axis in (NETWORKS[network].axes if self.axis == "all" else split(self.axis))
         ]
 

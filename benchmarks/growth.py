@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.options import check_above_zero, check_device, command, read, split
-from groupwise.errors import UserError, did_you_mean
+from benchmarks.options import check_above_zero, check_device, command, read
+from groupwise.errors import UserError
 
 if TYPE_CHECKING:
     from benchmarks.growing import GrowthOptions
@@ -53,9 +53,6 @@ def parse(arguments: Sequence[str]) -> GrowthOptions:
     check_above_zero(options, "doublings", "rounds", "steps", "threads", "limit")
     for name in options.methods:
         methods.check(name)
-    for name in [] if options.network == "all" else split(options.network):
-        if name not in NETWORKS:
-            raise UserError(f"network={name} is unknown{did_you_mean(name, NETWORKS)}: give {', '.join(NETWORKS)}.")
     for network, axis in options.cases:
         if axis not in NETWORKS[network].axes:
             raise UserError(f"axis={axis} is none of network={network}: give {', '.join(NETWORKS[network].axes)}.")
@@ -74,8 +71,7 @@ def run(options: GrowthOptions) -> None:
     source = provenance(options.device)
     for network, axis in options.cases:
         rows = measure(network, axis, options)
-        rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
-        merge(path, rows, COLUMNS, KEY)
+        merge(path, [row | source for row in rows], COLUMNS, KEY)
         print(summary(rows), flush=True)
 
 

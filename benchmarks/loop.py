@@ -102,8 +102,7 @@ def run(arguments: Sequence[str]) -> None:
 
     rows = measure(config, options.rounds, options.steps)
     source = provenance(rows[0]["device"])
-    rows = [row | {name: source[name] for name in COLUMNS if name in source} for row in rows]
-    merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+    merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
     print(summary(rows))
 
 

@@ -200,6 +200,10 @@ class Recorded:
         """Nothing: a graph writes to the memory of gradients."""
 
 
+def _peer(kind: Callable[..., Method], **options: Any) -> Callable[[Workload], Method]:
+    return lambda workload: kind(workload, THRESHOLD, NOISE_MULTIPLIER, **options)
+
+
 RECORDED = {"none_graph": "none", "flat_graph": "flat", "adaptive_layer_graph": "adaptive_layer"}
 """Ways that only a GPU has, and what they record."""
 METHODS: dict[str, Callable[[Workload], Method]] = {
@@ -211,13 +215,13 @@ METHODS: dict[str, Callable[[Workload], Method]] = {
     "fixed_layer": lambda workload: Ours(workload, per_layer),
     "adaptive_layer": lambda workload: Ours(workload, per_layer, adaptive=True),
     "block": lambda workload: Ours(workload, per_block, adaptive=True),
-    "opacus_hooks": lambda workload: peers.hooks(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "opacus_functorch": lambda workload: peers.functorch(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "opacus_ghost": lambda workload: peers.ghost(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "opacus_per_layer": lambda workload: peers.per_layer(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "fastdp_layer": lambda workload: research_peers.fastdp_layer(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "fastdp_flat": lambda workload: research_peers.fastdp_flat(workload, THRESHOLD, NOISE_MULTIPLIER),
-    "private_transformers": lambda workload: research_peers.private_transformers(workload, THRESHOLD, NOISE_MULTIPLIER),
+    "opacus_hooks": _peer(peers.Materialized),
+    "opacus_functorch": _peer(peers.Materialized, force_functorch=True),
+    "opacus_ghost": _peer(peers.Ghost),
+    "opacus_per_layer": _peer(peers.Materialized, each_parameter=True),
+    "fastdp_layer": _peer(research_peers.FastDP, style="layer-wise"),
+    "fastdp_flat": _peer(research_peers.FastDP, style="all-layer"),
+    "private_transformers": _peer(research_peers.PrivateTransformers),
 }
 
 

@@ -1,7 +1,7 @@
 """Reads and checks the options of the benchmarks, spells them out into jobs, and gives their commands exit codes."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import TypeVar
@@ -185,14 +185,28 @@ def split(names: str) -> list[str]:
     return [part.strip() for part in str(names).split(",") if part.strip()]
 
 
+def names(key: str, given: str, known: Iterable[str]) -> list[str]:
+    """What the value of an option names, by commas; "all" is all that are known.
+
+    Raises:
+        UserError: one of them is unknown.
+    """
+    known = list(known)
+    found = known if given == "all" else split(given)
+    for name in found:
+        if name not in known:
+            raise UserError(f"{key}={name} is unknown{did_you_mean(name, known)}: give {', '.join(known)}.")
+    return found
+
+
 MISTAKE, INTERRUPTED = 2, 130
 
 
-def command(run: Callable[[list[str]], None], help_text: str, kept: str, arguments: Sequence[str] | None) -> int:
-    """Run a command line and return its exit code: 0, 2 for a mistake, 130 when interrupted.
+def command(run: Callable[[list[str]], int | None], help_text: str, kept: str, arguments: Sequence[str] | None) -> int:
+    """Run a command line and return its exit code: that of `run`, 2 for a mistake, 130 when interrupted.
 
     Args:
-        run: does what the arguments ask for.
+        run: does what the arguments ask for; None is 0.
         help_text: printed for -h and --help.
         kept: what an interruption leaves behind, in words.
         arguments: None takes those of the process.
@@ -202,11 +216,10 @@ def command(run: Callable[[list[str]], None], help_text: str, kept: str, argumen
         print(help_text)
         return 0
     try:
-        run(given)
+        return run(given) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
     except KeyboardInterrupt:
         print(f"interrupted: {kept}", file=sys.stderr)
         return INTERRUPTED
-    return 0

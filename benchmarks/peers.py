@@ -29,21 +29,6 @@ def is_peer(method: str) -> bool:
     return method.startswith(PREFIX)
 
 
-def hooks(workload: Workload, threshold: float, noise_multiplier: float) -> Materialized:
-    """Flat clipping with Opacus's own rules for per-example gradients."""
-    return Materialized(workload, threshold, noise_multiplier)
-
-
-def functorch(workload: Workload, threshold: float, noise_multiplier: float) -> Materialized:
-    """Flat clipping with per-example gradients by functorch for every layer."""
-    return Materialized(workload, threshold, noise_multiplier, force_functorch=True)
-
-
-def per_layer(workload: Workload, threshold: float, noise_multiplier: float) -> Materialized:
-    """Clipping of each parameter by itself."""
-    return Materialized(workload, threshold, noise_multiplier, each_parameter=True)
-
-
 class Materialized:
     """Per-example gradients in `p.grad_sample`, clipped and summed by the optimiser."""
 
@@ -84,11 +69,6 @@ class Materialized:
     def clear(self) -> None:
         """Forget sums and per-example gradients."""
         self._optimizer.zero_grad(set_to_none=True)
-
-
-def ghost(workload: Workload, threshold: float, noise_multiplier: float) -> Ghost:
-    """Flat clipping by ghost norms and a second backward pass."""
-    return Ghost(workload, threshold, noise_multiplier)
 
 
 class Ghost:

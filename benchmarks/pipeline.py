@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import check_above_zero, command, read, split
+from benchmarks.options import check_above_zero, command, names, read
 from benchmarks.pipeline_shapes import SHAPES, Shape
-from groupwise.errors import UserError, did_you_mean
 
 MB = 1e6
 FILE = "pipeline.csv"
@@ -56,12 +55,12 @@ class PipelineOptions:
     @property
     def shapes(self) -> list[str]:
         """The names asked for."""
-        return list(SHAPES) if self.shape == "all" else split(self.shape)
+        return names("shape", self.shape, SHAPES)
 
     @property
     def methods(self) -> list[str]:
         """The names asked for."""
-        return list(METHODS) if self.method == "all" else split(self.method)
+        return names("method", self.method, METHODS)
 
     def sizes(self, name: str) -> Shape:
         """A shape's sizes."""
@@ -81,10 +80,7 @@ def parse(arguments: Sequence[str]) -> PipelineOptions:
     check_above_zero(options, "steps")
     if options.cores is not None:
         check_above_zero(options, "cores")
-    for key, names, known in (("shape", options.shapes, SHAPES), ("method", options.methods, METHODS)):
-        for name in names:
-            if name not in known:
-                raise UserError(f"{key}={name} is unknown{did_you_mean(name, known)}: give {', '.join(known)}.")
+    _ = options.shapes, options.methods
     return options
 
 
@@ -151,8 +147,8 @@ def run(options: PipelineOptions) -> None:
 
     source = provenance("cpu")
     for name in options.shapes:
-        rows = [row | {key: source[key] for key in COLUMNS if key in source} for row in compare(name, options)]
-        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+        rows = compare(name, options)
+        merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
         print(table(rows), flush=True)
 
 

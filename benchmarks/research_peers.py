@@ -66,16 +66,6 @@ def version_of(method: str) -> str | None:
     return f"{package} {git.stdout.strip() if git.returncode == 0 else 'installed'}"
 
 
-def fastdp_layer(workload: Workload, threshold: float, noise_multiplier: float) -> FastDP:
-    """One group a layer, threshold C/√layers each."""
-    return FastDP(workload, threshold, noise_multiplier, "layer-wise")
-
-
-def fastdp_flat(workload: Workload, threshold: float, noise_multiplier: float) -> FastDP:
-    """Flat clipping in one backward pass."""
-    return FastDP(workload, threshold, noise_multiplier, "all-layer")
-
-
 class FastDP:
     """Clipped sums in `p.private_grad`, made by hooks during the backward pass."""
 
@@ -121,11 +111,6 @@ class FastDP:
         """Forget the sums."""
         for parameter in self._trainable:
             parameter.grad = None
-
-
-def private_transformers(workload: Workload, threshold: float, noise_multiplier: float) -> PrivateTransformers:
-    """Flat clipping by ghost norms."""
-    return PrivateTransformers(workload, threshold, noise_multiplier)
 
 
 class PrivateTransformers:

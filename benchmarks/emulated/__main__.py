@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.emulated import guard
-from benchmarks.options import command, read, split
-from groupwise.errors import UserError, did_you_mean
+from benchmarks.options import command, names, read
 
 HELP = """python -m benchmarks.emulated [key=value ...]
 
@@ -25,8 +24,6 @@ HELP = """python -m benchmarks.emulated [key=value ...]
   batch=16         default the model's own on a GPU
   layers=4         transformer blocks; default all
   tiny=false       true: the same layers at the smallest sizes
-  places=0         show the so many lines of code that move the most bytes, and that start the most kernels
-  parts=false      true: kernels and bytes by the part of the step and the kind of layer
   json=FILE        write the rows there, too"""
 
 
@@ -41,8 +38,6 @@ class Options:
     batch: int | None = None
     layers: int | None = None
     tiny: bool = False
-    places: int = 0
-    parts: bool = False
     json: str | None = None
 
 
@@ -51,14 +46,13 @@ def run(arguments: Sequence[str]) -> None:
     options = read(Options, arguments)
     guard.load()
     from benchmarks.emulated.device import Refused, Waits
-    from benchmarks.emulated.parts import table
     from benchmarks.emulated.step import BATCHES, MODES, Case, run
     from benchmarks.workloads import WORKLOADS
 
-    models = _names(options.model, "model", tuple(BATCHES))
-    modes = _names(options.mode, "mode", MODES)
-    layouts = _names(options.layout, "layout", ("contiguous", "channels_last"))
-    precisions = _names(options.precision, "precision", ("float32", "bfloat16"))
+    models = names("model", options.model, BATCHES)
+    modes = names("mode", options.mode, MODES)
+    layouts = names("layout", options.layout, ("contiguous", "channels_last"))
+    precisions = names("precision", options.precision, ("float32", "bfloat16"))
     rows: list[dict[str, Any]] = []
     print(LINE.format(*HEAD), flush=True)
     for model, precision, layout, mode in product(models, precisions, layouts, modes):
@@ -66,15 +60,11 @@ def run(arguments: Sequence[str]) -> None:
             continue
         case = Case(model, mode, layout, precision, options.batch, options.layers, options.tiny)
         try:
-            row, gpu = run(case, options.places > 0 or options.parts)
+            row = run(case)
         except (Refused, Waits) as error:
-            row, gpu = vars(case) | {"refused": str(error)}, None
+            row = vars(case) | {"refused": str(error)}
         rows.append(row)
         print(_line(row), flush=True)
-        if gpu is not None and options.parts:
-            print(*table(gpu.parts, gpu.bytes_of), sep="\n", flush=True)
-        if gpu is not None and options.places:
-            print(*_places(gpu, options.places), sep="\n", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
 
@@ -90,22 +80,6 @@ def _line(row: dict[str, Any]) -> str:
     rest = f"{row['rest_launches']} {row['rest_bytes'] / 1e9:.1f} GB"
     waits = ", ".join(f"{place} {n}" for place, n in row["waits"].items())
     return LINE.format(*first, row["operations"], row["launches"], f"{row['bytes'] / 1e9:.1f}", rest, waits)
-
-
-def _places(gpu: Any, many: int) -> list[str]:
-    moved = [
-        f"    {count / 1e9:8.2f} GB {gpu.places[place]:6}  {place}" for place, count in gpu.bytes_at.most_common(many)
-    ]
-    often = [f"    {count:6} kernels  {place}" for place, count in gpu.places.most_common(many)]
-    return [*moved, "", *often]
-
-
-def _names(given: str, key: str, known: tuple[str, ...]) -> list[str]:
-    names = list(known) if given == "all" else split(given)
-    for name in names:
-        if name not in known:
-            raise UserError(f"{key}={name} is unknown{did_you_mean(name, known)}: give {', '.join(known)}.")
-    return names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as Fakes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.emulated.parts import asked_by
-
 LARGEST_GRID = 65_535
 """Blocks on a CUDA grid's second axis."""
 TENSORS_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
@@ -46,23 +44,11 @@ class Waits(RuntimeError):
 
 
 class EmulatedGPU(TorchDispatchMode):
-    """Inside, `device="cuda"` is there.
+    """Inside, `device="cuda"` is there."""
 
-    Args:
-        by_place: also count by the line of `groupwise` that asked, and by the part of the step, which is slow.
-    """
-
-    def __init__(self, by_place: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._fakes = Fakes(allow_non_fake_inputs=True)
-        self._by_place = by_place
-        self.places = Counter[str]()
-        """Kernels by the line that asked for them, of all that was counted."""
-        self.bytes_at = Counter[str]()
-        self.parts = Counter[tuple[str, str]]()
-        """Kernels by the part of the step and the kind of layer; see `parts.py`."""
-        self.bytes_of = Counter[tuple[str, str]]()
-        self._counting = False
         self.clear()
 
     def clear(self) -> None:
@@ -83,9 +69,7 @@ class EmulatedGPU(TorchDispatchMode):
         """What happens inside, as a row, once it is over."""
         self.clear()
         row: dict[str, Any] = {}
-        self._counting = True
         yield row
-        self._counting = False
         row |= {"operations": self.operations.total(), "launches": self.launches, "bytes": self.bytes}
         row |= {"waits": dict(self.waits), "uploads": dict(self.uploads)}
 
@@ -139,16 +123,8 @@ class EmulatedGPU(TorchDispatchMode):
         if func.is_view or name in NO_KERNEL:
             return
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        moved = _moved(name, args, given, made, kwargs)
-        started = _launches(name, args)
-        self.launches += started
-        self.bytes += moved
-        if self._by_place and self._counting:
-            place, part = f"{_place(True)} {name}", asked_by(sys._getframe(1))
-            self.places[place] += started
-            self.bytes_at[place] += moved
-            self.parts[part] += started
-            self.bytes_of[part] += moved
+        self.launches += _launches(name, args)
+        self.bytes += _moved(name, args, given, made, kwargs)
 
 
 def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> int:
@@ -205,15 +181,14 @@ def _is_last(t: Tensor) -> bool:
     return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
 
 
-def _place(line: bool = False) -> str:
-    """The innermost function of `groupwise` on the stack (the model's, where there is none), with its line if asked."""
+def _place() -> str:
+    """The innermost function of `groupwise` on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None and f"{_SEPARATOR}groupwise{_SEPARATOR}" not in frame.f_code.co_filename:
         frame = frame.f_back
     if frame is None:
         return "elsewhere"
-    file = frame.f_code.co_filename.split(f"groupwise{_SEPARATOR}")[-1]
-    return f"{file}:{frame.f_lineno}" if line else f"{file}:{frame.f_code.co_qualname}"
+    return f"{frame.f_code.co_filename.split(f'groupwise{_SEPARATOR}')[-1]}:{frame.f_code.co_qualname}"
 
 
 _SEPARATOR = "/"

@@ -65,14 +65,14 @@ def _noise(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
 
 @patch.object(philox_noise, "kernel_on", lambda device: _noise if device.type == "cuda" else philox_noise.noise_)
 @patch.object(base, "device_memory", lambda kind, index: MEMORY)
-def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU]:
+def run(case: Case) -> dict[str, Any]:
     """One step, with the counts of its forward and backward pass, and of the rest: a row.
 
     Raises:
         Refused: what CUDA would refuse.
         Waits: the host asks for a value.
     """
-    gpu = EmulatedGPU(by_place)
+    gpu = EmulatedGPU()
     model, loss, batch = _workload(case, gpu)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=True)
@@ -82,7 +82,7 @@ def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU
             loss().sum().backward()
         with gpu, gpu.counted() as rest:
             optimizer.step()
-        return _row(case, batch, passed, rest), gpu
+        return _row(case, batch, passed, rest)
     groups = per_layer(model) if case.mode.endswith("layer") else flat(model)
     start = [0.1 / math.sqrt(len(groups))] * len(groups)
     thresholds: AdaptiveThresholds | FixedThresholds = FixedThresholds(start)
@@ -112,7 +112,7 @@ def run(case: Case, by_place: bool = False) -> tuple[dict[str, Any], EmulatedGPU
             thresholds.update(counts, batch, noise, 0)
             engine.reset()
             engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
-    return _row(case, batch, passed, rest), gpu
+    return _row(case, batch, passed, rest)
 
 
 @cache
