@@ -75,22 +75,6 @@ def test_what_accelerate_does_to_gradients_between_steps_changes_nothing():
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
-def test_accelerates_backward_in_the_losses_is_refused():
-    accelerator, model, _, plain = prepared()
-
-    def backward_too(model, batch):
-        made = losses(model, batch)
-        if training:
-            accelerator.backward(made.sum())
-        return made
-
-    training: list[bool] = []
-    private = make_private(model, plain, DATA, backward_too, **SETTINGS)
-    training.append(True)
-    with pytest.raises(UserError, match="let the private step run the backward pass"):
-        private.step()
-
-
 def module(step, automatic: bool, wrapped: bool = False):
     """A Lightning module whose training step is ``step(self)``; it is fitted, and then returned."""
     import lightning

@@ -14,7 +14,6 @@ from groupwise.errors import UserError
 from groupwise.integrations.arguments import REFUSED, check_arguments
 from groupwise.integrations.resume import key_path
 from groupwise.integrations.transformers import PrivateTrainer
-from groupwise.privacy import NoiseSource
 from tests.integrations.test_transformers import Kill, Killed
 from tests.integrations.tiny import Texts, arguments, collate, copy_run, encoder, privacy, trainer, weights
 
@@ -246,13 +245,6 @@ def test_misuse_is_refused_in_a_sentence(tmp_path, way, folders):
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
 
 
-def test_a_secure_source_is_taken_with_secure_noise(tmp_path):
-    source = NoiseSource.from_seed(1, secure=True)
-    run = trainer(tmp_path, budget=privacy(secure_noise=True), noise_source=source, save_strategy="no", max_steps=1)
-    run.train()
-    assert run.private.core.noise.secure
-
-
 def test_a_folder_beside_which_no_key_can_be_kept_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.integrations.resume.why_unwritable", lambda folder: f"no permission in {folder}")
     run = trainer(tmp_path / "out")
@@ -312,17 +304,6 @@ def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp
     assert args.max_grad_norm == 0
     assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is what all who say nothing have
     assert caplog.text.count("max_grad_norm") == (given == 0.5)
-
-
-def test_other_loops_of_accelerate_are_left_alone(tmp_path):
-    """Its optimisers share one state, which says whether they step."""
-    run = trainer(tmp_path, save_strategy="no", max_steps=1)
-    run.train()
-    assert run.accelerator.sync_gradients
-    run = trainer(tmp_path, callbacks=[Kill(1)], max_steps=2)
-    with pytest.raises(Killed):
-        run.train()
-    assert run.accelerator.sync_gradients
 
 
 def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):

@@ -18,7 +18,6 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
-from groupwise.private import dataset_sums as reading
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -214,14 +213,6 @@ def test_an_exported_model_is_loaded_back(tmp_path):
     assert torch.equal(weights(loaded), weights(run.model))
 
 
-def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
-    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    run = trainer(tmp_path, eval_dataset=Texts(12, seed=2), **best)
-    run.train()
-    loaded = RobertaForSequenceClassification.from_pretrained(run.state.best_model_checkpoint)
-    assert torch.equal(weights(loaded), weights(run.model))
-
-
 class Sentences(Texts):
     """Texts for a causal model: the first three tokens are no targets."""
 
@@ -296,38 +287,6 @@ def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path, whole):
     assert not torch.equal(weights(whole.model), weights(half.model)), "it does compute in bfloat16"
 
 
-def test_an_empty_batch_is_a_step_too(tmp_path):
-    few = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "logging_steps": 1}
-    run = trainer(tmp_path, save_strategy="no", max_steps=8, **few)
-    run.train()
-    drawn = [len(run.private.core.sampler.indices(step)) for step in range(8)]
-    assert 0 in drawn and run.private.executed == run.state.global_step == 8
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_examples_are_read_by_one_loader_for_all_steps(tmp_path, whole, monkeypatch, workers):
-    made = []
-
-    class Counted(reading.DataLoader):
-        def __init__(self, *given, **options):
-            made.append(options)
-            super().__init__(*given, **options)
-
-    monkeypatch.setattr(reading, "DataLoader", Counted)
-    run = trainer(tmp_path, save_strategy="no", dataloader_num_workers=workers)
-    run.train()
-    assert [options["num_workers"] for options in made] == [workers] * (workers > 0)
-    assert torch.equal(weights(run.model), weights(whole.model)) and run.private._sums._batches is None
-
-
-def test_losses_of_ones_own_and_checkpointed_activations(tmp_path):
-    plain = trainer(tmp_path, encoder(0.0), save_strategy="no")
-    plain.train()
-    same = trainer(tmp_path, encoder(0.0), losses=losses, save_strategy="no", activation_checkpointing=True)
-    same.train()
-    torch.testing.assert_close(weights(same.model), weights(plain.model))
-
-
 def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
     parser = HfArgumentParser((TrainingArguments, PrivacyArguments))
     words = ["--output_dir", str(tmp_path), "--epsilon", "8", "--clip", "flat", "--rescale", "False"]
@@ -335,15 +294,6 @@ def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
     assert isinstance(args, TrainingArguments)
     assert budget == PrivacyArguments(epsilon=8, clip="flat", rescale=False)
     assert all(text in parser.format_help() for text in ("--noise_multiplier", "--accountant", "--target_quantile"))
-
-
-def test_settings_reach_the_plan_and_the_thresholds(tmp_path):
-    budget = privacy(noise="weighted", target_quantile=0.8, quantile_budget=0.2, initial_threshold=2.0, rescale=False)
-    run = trainer(tmp_path, budget=budget, save_strategy="no", max_steps=1)
-    run.train()
-    assert run.private.plan.quantile_budget == 0.2 and run.private.core.allocation == "weighted"
-    moved = run.private.core.thresholds.clip_thresholds / 2.0
-    assert float(moved.log().abs().max()) < 10, "they began at 2"
 
 
 def test_a_folder_of_another_run_is_not_taken_for_its_own(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from groupwise.errors import UserError
 from groupwise.planner.__main__ import largest_microbatch, least_devices, main, make_plan
 from groupwise.planner.estimate import Estimate, kinds
-from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
 
 SETTINGS = ["devices=2", "length=32", "batch=4", "examples=40", "rank=4", "dtype=float32", "microbatch=1"]
@@ -73,25 +72,6 @@ def test_the_fastest_microbatch_is_chosen(estimate, plan):
     seconds = [estimate.setting(work, estimate.ranges(work)).per_device for work in works]
     assert plan.setting.per_device == min(seconds)
     assert works[seconds.index(min(seconds))].microbatch == plan.options.microbatch
-
-
-def test_1f1b_fills_up_to_one_microbatch_a_stage(estimate, changed):
-    work = replace(estimate.work, microbatch=2)
-    assert (estimate.microbatches(work, 2), estimate.microbatches(work, 4)) == (2, 4)
-    assert changed(schedule="gpipe").microbatches(work, 4) == 2
-
-
-def test_stages_beyond_three_blocks_follow_from_three(estimate):
-    kind = Kind(4, False, False)
-    assert estimate.footprint(estimate.work, kind, "device") == estimate.imagined(estimate.work, kind, "device")
-
-
-def test_more_devices_and_less_length_need_less_memory(estimate, changed):
-    by_devices = [fullest(estimate, stages) for stages in (1, 2, 4)]
-    assert by_devices == sorted(by_devices, reverse=True) and len(set(by_devices)) == 3
-    assert fullest(estimate, 2, length=16, places=16) < fullest(estimate, 2)
-    assert fullest(estimate, 2, rematerialize=False) > fullest(estimate, 2)
-    assert fullest(changed(schedule="gpipe"), 2) > fullest(estimate, 2)
 
 
 def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):

@@ -151,14 +151,6 @@ def test_the_midi_model_starts_from_public_text_and_says_so(little_text, tmp_pat
     assert "Public in-domain text: vocabulary from sgd_dialogues" in capsys.readouterr().out
 
 
-def test_pretraining_learns(tmp_path):
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(TEXT)
-    quick = ("train.steps=12", "optim.learning_rate=1e-2")
-    row = run(smoke(tmp_path, "pretrain_causal", "clip=none", f"data.corpus={corpus}", *quick))
-    assert row["valid/perplexity"] < 30  # of 8,257 tokens
-
-
 def test_in_context_trains_nothing_and_says_that_it_is_not_private(little_text, tmp_path, capsys):
     row = run(smoke(tmp_path, "samsum", "clip=none", "eval.shots=2", "eval.prompt_set=1"))
     assert row["plan.private"] is False and row["plan.steps"] == 0 and "test/rouge1" in row

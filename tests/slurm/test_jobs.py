@@ -58,12 +58,6 @@ def test_a_step_that_takes_too_long_is_given_up_before_the_time_is_over():
     assert ended("signal.signal(signal.SIGTERM, signal.SIG_IGN)", seconds=1) == (255, ["requeued"])
 
 
-def test_a_second_warning_changes_nothing():
-    again = "os.kill(os.getpid(), signal.SIGUSR2); print(len(stop)); raise KeyboardInterrupt"
-    code, told = ended("stop = []; signal.signal(signal.SIGTERM, lambda *_: stop.append(1))", again)
-    assert code == 255 and told[0] == "1"
-
-
 def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
     with _stop_flag() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -78,11 +72,6 @@ def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
 )
 def test_a_run_takes_a_task_a_process(processes, most, nodes):
     assert slurm.shape(processes, most) == nodes
-
-
-def test_processes_that_do_not_share_out_are_refused():
-    with pytest.raises(UserError, match="9 processes cannot be split evenly"):
-        slurm.shape(9, 8)
 
 
 def test_without_slurm_it_says_where_to_go(monkeypatch):
