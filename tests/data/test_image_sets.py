@@ -16,21 +16,6 @@ def test_shapes_types_and_range():
     assert (data.channels, data.image_size, data.num_classes) == (1, 8, 10)
 
 
-def test_the_split_is_stratified():
-    data = load_digits()
-    share = data.y_test.bincount() / (data.y_train.bincount() + data.y_test.bincount())
-    assert ((share >= 0.2) & (share < 0.205)).all()
-
-
-def test_the_split_covers_every_digit_once():
-    from sklearn.datasets import load_digits as read
-
-    data = load_digits()
-    ours = torch.cat([data.x_train, data.x_test]).flatten(1)
-    theirs = torch.from_numpy(read().data * 255 / 16).round().to(torch.uint8)
-    assert sorted(map(tuple, ours.tolist())) == sorted(map(tuple, theirs.tolist()))
-
-
 def test_the_split_is_the_same_every_time():
     first, second = load_digits(), load_digits()
     assert torch.equal(first.x_test, second.x_test)

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.text import (
-    linearise_mr,
-    linearise_triples,
-    load_dart,
-    load_e2e,
-    read_dart_json,
-    read_e2e_csv,
-)
+from groupwise.data.text import linearise_mr, linearise_triples, load_dart, load_e2e, read_dart_json, read_e2e_csv
 from groupwise.data.text_examples import Request
 from groupwise.errors import UserError
 

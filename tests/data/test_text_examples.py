@@ -5,13 +5,7 @@ import os
 
 import pytest
 
-from groupwise.data.text_examples import (
-    Request,
-    by_source,
-    read_json_list,
-    read_text,
-    sha256_of_examples,
-)
+from groupwise.data.text_examples import Request, by_source, read_json_list, read_text, sha256_of_examples
 from groupwise.errors import UserError
 
 
