@@ -240,10 +240,7 @@ REFUSED: dict[str, Misuse] = {
         "gives example 0 otherwise among others than alone",
     ),
     "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
-    "torch seeded while the losses are made": (
-        lambda: in_the_losses(seeded),
-        "was seeded .* not from the secret key",
-    ),
+    "torch seeded while the losses are made": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
     "a mean loss, or any that is not one number an example": (

@@ -98,16 +98,6 @@ def test_operations_bytes_and_copies_are_counted(told) -> None:
     assert copied.split() == ["cpu", "0.0", "1", "1"]
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch) -> None:
-    from benchmarks.emulated import guard
-    from groupwise.errors import UserError
-
-    monkeypatch.setenv("PATH", "")
-    assert "g++" in (guard.why_not() or "")
-    with pytest.raises(UserError, match="no g\\+\\+"):
-        guard.load()
-
-
 # -- steps: forward, backward, release and update ----------------------------------------------------------------------
 
 WAITS = {"clipping/thresholds_and_counts.py:ThresholdsAndCounts._on_host"}

@@ -192,14 +192,8 @@ def test_the_most_positions(fresh, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (
-            {"architecture": "robrta"},
-            r"model\.architecture=robrta is not a model type of transformers",
-        ),
-        (
-            {"shape": {"n_lyer": 2}},
-            r"model\.shape\.n_lyer is not a key of a gpt2 config \(did you mean n_layer\?\)",
-        ),
+        ({"architecture": "robrta"}, r"model\.architecture=robrta is not a model type of transformers"),
+        ({"shape": {"n_lyer": 2}}, r"model\.shape\.n_lyer is not a key of a gpt2 config \(did you mean n_layer\?\)"),
         ({"shape": {"n_layer": "two"}}, r"model\.shape does not fit a gpt2 \(.*expected int, got str"),
         ({"shape": {"n_embd": 16, "n_head": 3}}, r"model\.architecture=gpt2 cannot be built .*divisible.*model\.shape"),
         ({"shape": {"vocab_size": 50}}, "The tokeniser has 60 tokens, but model.architecture=gpt2 embeds only 50"),

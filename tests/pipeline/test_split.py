@@ -157,10 +157,7 @@ COUNTS = {case: (1 + i % 2, 3 + i % 2) for i, case in enumerate(CASES)}
 
 @pytest.mark.parametrize(
     ("case", "counts"),
-    [
-        *COUNTS.items(),
-        *(pytest.param(case, tuple(range(1, BLOCKS + 1)), marks=pytest.mark.slow) for case in CASES),
-    ],
+    [*COUNTS.items(), *(pytest.param(case, tuple(range(1, BLOCKS + 1)), marks=pytest.mark.slow) for case in CASES)],
 )
 def test_stages_one_after_the_other_are_the_whole_model(case, counts):
     make, kind = CASES[case]

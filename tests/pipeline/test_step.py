@@ -34,11 +34,7 @@ PRODUCT = [
         (2, 4), ("gpt2", "lora", "wrn"), ("1f1b", "gpipe"), ("fixed", "adaptive"), (False, True)
     )
 ]
-FIRST = {
-    "gpt2": (2, "1f1b", "fixed", False),
-    "lora": (2, "1f1b", "adaptive", True),
-    "wrn": (2, "gpipe", "fixed", True),
-}
+FIRST = {"gpt2": (2, "1f1b", "fixed", False), "lora": (2, "1f1b", "adaptive", True), "wrn": (2, "gpipe", "fixed", True)}
 """Of each model; with what differs from it in all four, every pair of values stands in some case."""
 
 

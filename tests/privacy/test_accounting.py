@@ -15,11 +15,7 @@ from scipy.stats import norm
 
 from groupwise.errors import UserError
 from groupwise.privacy import accountants, accounting
-from groupwise.privacy.accountants import (
-    epsilon_pld,
-    epsilon_rdp,
-    gaussian_epsilon,
-)
+from groupwise.privacy.accountants import epsilon_pld, epsilon_rdp, gaussian_epsilon
 from groupwise.privacy.accounting import epsilon_bounds, epsilon_prv
 
 pytestmark = pytest.mark.usefixtures("cold")

@@ -8,13 +8,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import (
-    MOST_NOISE,
-    ORDERS,
-    epsilon_rdp,
-    gaussian_epsilon,
-    rdp_of_steps,
-)
+from groupwise.privacy.accountants import MOST_NOISE, ORDERS, epsilon_rdp, gaussian_epsilon, rdp_of_steps
 from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_prv
 from groupwise.privacy.calibration import calibrate, split_noise
 from groupwise.privacy.plan import make_plan
@@ -24,8 +18,7 @@ RATE, STEPS, DELTA = 0.1, 100, 1e-5
 
 
 @pytest.mark.parametrize(
-    "epsilon",
-    [*(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (1e-15, 1e-8)), 1e-4, 0.01, 200.0, 1e4, 1e8],
+    "epsilon", [*(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (1e-15, 1e-8)), 1e-4, 0.01, 200.0, 1e4, 1e8]
 )
 def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
     found = calibrate(epsilon, DELTA, RATE, STEPS)

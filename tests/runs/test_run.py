@@ -25,16 +25,7 @@ GIVEN = ("privacy.epsilon=null", "privacy.noise_multiplier=0.001")
 """So little noise that epsilon has a closed form: a process of its own would compose it anew."""
 PLANNED = "train.steps=2"
 """Of most runs here: one plan is calibrated, and its epsilon composed, once for all of them."""
-MODES = (
-    "none",
-    "flat",
-    "ghost",
-    "fixed_layer",
-    "adaptive_layer",
-    "adaptive_flat",
-    "fixed_block",
-    "adaptive_block",
-)
+MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer", "adaptive_flat", "fixed_block", "adaptive_block")
 
 
 def smoke(tmp_path: Path, *overrides: str):

@@ -127,10 +127,7 @@ def test_what_the_host_draws_would_stand_still_and_is_refused(draw):
 
 OWN = np.random.default_rng(0)
 CALLS = iter(range(1, 1000))
-STEPS_OF_THEIR_OWN = {
-    "generator": lambda task: float(OWN.random()),
-    "counter": lambda task: 1.0 / next(CALLS),
-}
+STEPS_OF_THEIR_OWN = {"generator": lambda task: float(OWN.random()), "counter": lambda task: 1.0 / next(CALLS)}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -108,13 +108,7 @@ def refusals(ranks) -> dict[str, str]:
     fully_shard(part.blocks[0], mesh=init_device_mesh("cpu", (2,)))
     halves = network(True, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     models = {"flat": network(True), "alone": network(True)}
-    settings = {
-        "flat": {"clip": "flat"},
-        "tied": {},
-        "part": {},
-        "halves": {},
-        "alone": {"ranks": Alone()},
-    }
+    settings = {"flat": {"clip": "flat"}, "tied": {}, "part": {}, "halves": {}, "alone": {"ranks": Alone()}}
     found = {}
     for name, model in {**models, "tied": tied, "part": part, "halves": halves}.items():
         given = {"ranks": ranks, "noise_multiplier": 1.0, "steps": 1, "batch_size": 8, **settings[name]}

@@ -14,19 +14,7 @@ from trust.models import __main__ as command
 from trust.models import check
 from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
-from trust.models.rows import (
-    EXACT,
-    FALSE_ALARM,
-    HEAD,
-    MODES,
-    REFUSED,
-    TRACEBACK,
-    WRONG,
-    Row,
-    as_csv,
-    summary,
-    tables,
-)
+from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables
 from trust.models.truth import find_truth
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}

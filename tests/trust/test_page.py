@@ -5,16 +5,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import UserError
-from trust.page import (
-    EVIDENCE,
-    NOTHING,
-    Evidence,
-    audit_summary,
-    faults_summary,
-    fill,
-    full,
-    planted_summary,
-)
+from trust.page import EVIDENCE, NOTHING, Evidence, audit_summary, faults_summary, fill, full, planted_summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "trust.md"

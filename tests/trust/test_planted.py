@@ -16,12 +16,7 @@ from trust.planted_bugs.cases import CASES
 from trust.planted_bugs.worst import Given
 
 BY_NAME = {case.name: case for case in CASES}
-QUICK = {
-    "one_stream": 40,
-    "public_masks": 40,
-    "thresholds_first": 60,
-    "last_microbatch": 60,
-}
+QUICK = {"one_stream": 40, "public_masks": 40, "thresholds_first": 60, "last_microbatch": 60}
 """Some of the bugs that few plays show, for the fast tests; no_noise and no_clipping are in other tests below."""
 
 

@@ -17,10 +17,7 @@ UNET = {
     "attention_head_dim": 4,
 }
 AUTOENCODER = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
-BLOCKS_OF_AUTOENCODER = {
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-}
+BLOCKS_OF_AUTOENCODER = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 4}
 ON_LATENTS = {**HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8}
 PICTURE, LATENT = (3, 16, 16), (4, 8, 8)

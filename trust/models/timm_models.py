@@ -114,13 +114,7 @@ TIMM = (
     of("Swin v2 (timm)", "swin_transformer_v2.SwinTransformerV2", **WINDOWS, window_size=4),
     of("MaxViT (timm)", "maxxvit.MaxxVit", cfg=maxvit, **SMALL),
     of("MaxxViT (timm), LayerNorm", "maxxvit.MaxxVit", cfg=maxvit_next, **SMALL),
-    of(
-        "GCViT (timm)",
-        "gcvit.GlobalContextVit",
-        **WINDOWS,
-        window_size=(4, 4),
-        layer_scale=0.5,
-    ),
+    of("GCViT (timm)", "gcvit.GlobalContextVit", **WINDOWS, window_size=(4, 4), layer_scale=0.5),
     of("MLP-Mixer (timm)", "mlp_mixer.MlpMixer", **MIXER),
     of(
         "ResMLP (timm)",

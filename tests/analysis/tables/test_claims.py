@@ -24,14 +24,7 @@ from groupwise.analysis.findings import (
     verdicts,
 )
 from groupwise.analysis.results import Folders, settings_of
-from groupwise.analysis.statistics import (
-    Contrast,
-    detectable,
-    differences,
-    holm,
-    p_trend,
-    summarise,
-)
+from groupwise.analysis.statistics import Contrast, detectable, differences, holm, p_trend, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
