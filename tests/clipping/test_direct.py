@@ -114,12 +114,12 @@ def test_microbatches_in_flight(double, make_partition):
                 engine.check_output(outputs[m])
             if norms == "bookkeeping":
                 for m in (1, 0):
-                    with engine.backward_of(m, 3):
+                    with engine.backward_of(m):
                         outputs[m].square().sum().backward()
             elif engine.examples == 0:
                 squares = {}
                 for m in (1, 0):
-                    with engine.norms_of(m, 3):
+                    with engine.norms_of(m):
                         outputs[m].square().sum().backward()
                     squares[m] = engine.squared_norms[0]
                 assert all(p.grad is None for p in model.parameters())
@@ -127,7 +127,7 @@ def test_microbatches_in_flight(double, make_partition):
             else:
                 for m in (1, 0):
                     factors = engine.factors(squares[m])
-                    with engine.sums_of(m, 3, factors):
+                    with engine.sums_of(m, factors):
                         outputs[m].square().sum().backward()
     for name, gradient in expected.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
@@ -237,7 +237,7 @@ class TestRefusals:
         model = nn.Sequential(nn.Linear(5, 3))
         with attach(model, per_layer(model), 1.0, direct=True) as engine:
             model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
-            with pytest.raises(UserError, match=r"Layer '0' got its weight in torch.bfloat16"):
+            with pytest.raises(UserError, match=r"Layer '0' got '0.weight' in torch.bfloat16"):
                 clip_batch(engine, squares_of(model), torch.randn(4, 5))
 
     def test_losses_of_a_forward_pass_that_is_over(self, double):

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.clip_plan import CallSite, ClipPlan
+from groupwise.clipping.clip_plan import FIRST, CallSite, ClipPlan
 from groupwise.clipping.example_by_example import _for_all
-from groupwise.clipping.layouts import FIRST
 from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
 from tests.clipping.alone import looped

@@ -88,7 +88,7 @@ def test_thresholds_of_a_pipelines_two_passes_count_as_well():
         for begin in (engine.norms_of, engine.sums_of):
             with engine.forward(3, microbatch="m"):
                 losses = model(x).square().sum(1)
-            with begin("m", 3):
+            with begin("m"):
                 losses.sum().backward()
             engine.set_thresholds(0.125)
         assert engine.sensitivity("add_remove").thresholds.tolist() == [0.25]

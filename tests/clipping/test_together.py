@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, autograd, clip_factors, factors, flat, per_layer
+from groupwise.clipping import attach, clip_factors, factors, flat, group_pass, per_layer
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, joined_sums, squares_together
@@ -55,7 +55,7 @@ def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[li
 @pytest.mark.parametrize("make_partition", [per_layer, flat])
 def test_sums_of_equal_layers_are_made_at_once(together, monkeypatch, make_partition):
     made = []
-    monkeypatch.setattr(autograd, "joined_sums", lambda *given: made.append(joined_sums(*given)) or made[-1])
+    monkeypatch.setattr(group_pass, "joined_sums", lambda *given: made.append(joined_sums(*given)) or made[-1])
     model = nn.Sequential(*[nn.LayerNorm(4) for _ in range(3)])
     with attach(model, make_partition(model), 0.3) as engine:
         clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(5, 4))

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.clip_plan import CallSite, ClipPlan, UntracedCall
-from groupwise.clipping.layouts import SHARED, Layout, Order
+from groupwise.clipping.clip_plan import SHARED, CallSite, ClipPlan, Layout, Order, UntracedCall
 from groupwise.errors import UserError
 from tests.clipping.test_trace import assert_exact, of_rows
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, Sensitivity, autograd, groups, microbatches
+from groupwise.clipping import ClippingEngine, Sensitivity, group_pass, groups
 from groupwise.clipping.factors import keep_finite, with_drop_mask
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
@@ -122,7 +122,7 @@ def first_layer_unclipped() -> Iterator[None]:
                 found[i] = with_drop_mask(keep_finite(torch.ones_like(found[i]), squares[i], found[i].dtype))
         return found
 
-    with patch.object(autograd, "clip_factors_of", factors), patch.object(microbatches, "clip_factors_of", factors):
+    with patch.object(group_pass, "clip_factors_of", factors):
         yield
 
 
@@ -134,7 +134,7 @@ def tied_use_missed() -> AbstractContextManager[object]:
         later = [replace(call, rule=rule) for call, rule in zip(calls[1:], unnoticed, strict=True)]
         return [], [*calls[:1], *later]
 
-    return patch.object(microbatches, "stack_calls", stack_calls)
+    return patch.object(group_pass, "stack_calls", stack_calls)
 
 
 class _Unnoticed:  # as much of a rule as a closing group asks for
@@ -155,7 +155,7 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:
     """The norm of a tied weight adds up squares of its uses, without their inner products."""
-    return patch.object(microbatches, "stack_calls", lambda calls: ([], calls))
+    return patch.object(group_pass, "stack_calls", lambda calls: ([], calls))
 
 
 @contextmanager

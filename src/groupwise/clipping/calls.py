@@ -1,4 +1,4 @@
-"""Runs layers and products inside their groups: looks up where an input holds the batch, and the group's open pass.
+"""Runs layers, and products with single parameters, inside their groups: as calls of the pass that runs.
 
 Besides the model's own layers a group may have members that are none: a parameter that a module uses by itself, and
 linear maps and embeddings inside a module. They are made when they are first used.
@@ -6,17 +6,17 @@ linear maps and embeddings inside a module. They are made when they are first us
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from groupwise.clipping.autograd import CopiesFunction, DirectFunction, LayerFunction, probe_of
+from groupwise.clipping.autograd import CopiesFunction, LateFunction, LayerFunction, probe_of
+from groupwise.clipping.clip_plan import FIRST, Layout
+from groupwise.clipping.group_pass import GroupPass
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
-from groupwise.clipping.layouts import FIRST, Layout
-from groupwise.clipping.microbatches import GroupPass, OpenPasses
 from groupwise.clipping.partition import COPIED
+from groupwise.clipping.passes import Passes, hides_batch
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
@@ -49,40 +49,12 @@ class LayerCalls:
         context: what their rules share.
     """
 
-    def __init__(self, groups: tuple[ClippingGroup, ...], passes: OpenPasses, context: RuleContext) -> None:
+    def __init__(self, groups: tuple[ClippingGroup, ...], passes: Passes, context: RuleContext) -> None:
         self.passes, self._context = passes, context
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], ClippedLayer] = {}
         self.compared: set[tuple[object, ...]] = set()
         """Operations whose results for examples one by one were seen to be those for the batch."""
-
-    def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
-        """Where the input of a call holds the batch, as the plan has it.
-
-        Args:
-            label: of the layer or parameter.
-            x: its input.
-            meets: x meets a parameter, or what was made of one, outside of a layer.
-
-        Raises:
-            UntracedCall: the plan does not know it.
-            UserError: it is inside of `torch.func`, or x is nested or sparse.
-        """
-        if _hides_batch():
-            _refuse_transforms(label)
-        if x.is_nested or x.layout is not torch.strided:
-            _refuse_layout(label, x)
-        return self.passes.forward_pass.find(label, x, meets)
-
-    @property
-    def batch(self) -> int:
-        """B of the forward pass."""
-        return self.passes.forward_pass.examples
-
-    @property
-    def traces(self) -> bool:
-        """Whether the forward pass is one of the trace."""
-        return self.passes.forward_pass.traces
 
     # -- members that are no layers of the model ------------------------------------------------------------------
 
@@ -124,11 +96,11 @@ class LayerCalls:
 
     def copies(self, group: ClippingGroup, place: int) -> Tensor:
         """A parameter's copies (B, *shape), made once a forward pass."""
-        batch = self.batch
         key = ("parameter", group.index, place)
         if key not in self._members:
             home, local = group.homes[place]
-            if find_rule(home) is not None and home.get_parameter(local).numel() > COPIED and batch > 1:
+            large = home.get_parameter(local).numel() > COPIED and self.passes.current.examples > 1
+            if large and find_rule(home) is not None:
                 warnings.warn(
                     f"groupwise has no rule for what is done with {group.names[place]} beside its layer: it is clipped "
                     "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
@@ -137,38 +109,47 @@ class LayerCalls:
             rule = ParameterRule(home, local)
             self._members[key] = ClippedLayer(group.names[place], rule, (True,), (place,), self._context.for_layer())
         member, parameter = self._members[key], group.parameters[place]
-        group_pass = self.passes.open.get(group.index)
+        group_pass = self.passes.current.groups.get(group.index)
         if group_pass is not None and place in group_pass.copies:
             return group_pass.copies[place]
-        group_pass, probe = self.enter(group, member, parameter.device)
+        group_pass, probe = self.enter(group, member)
         copies: Tensor = CopiesFunction.apply(group_pass, member, probe, parameter.detach())
         group_pass.copies[place] = copies
         return copies
 
     # -- calls of layers ------------------------------------------------------------------------------------------
 
-    def enter(
-        self, group: ClippingGroup, member: ClippedLayer, device: torch.device
-    ) -> tuple[GroupPass, Tensor | None]:
+    def enter(self, group: ClippingGroup, member: ClippedLayer) -> tuple[GroupPass, Tensor | None]:
         """The group's pass for a call, and its probe."""
-        group_pass = self.passes.pass_of(group, member)
-        return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass, device)
+        group_pass = self.passes.current.enter(group, member)
+        return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass)
 
     def layer(self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
         """What stands in place of a layer's forward."""
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
-        if len(args) != 1 or kwargs:
-            args = (only_argument(module, member.name, args, kwargs),)
-        x, values = member.rule.prepare(args[0]), member.rule.values()
+        if len(args) + len(kwargs) != 1:
+            raise UserError(
+                f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
+                "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+            )
+        values = member.rule.values()  # whole tensors now, if they are shards in between
         for place, value in zip(member.parameter_indices, values, strict=True):
-            if place is not None and value is not None and not isinstance(value, nn.Parameter):
+            if place is None or value is None:
+                continue
+            if not isinstance(value, nn.Parameter):
                 raise UserError(
                     f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
                     f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
                     "module (torch.nn.utils.parametrize)."
                 )
-        return self.run(group, member, x, values)
+            if value.dtype not in (torch.float32, torch.float64):
+                raise UserError(
+                    f"Layer {member.name!r} got {group.names[place]!r} in {value.dtype}, in which a clipped sum may "
+                    "outgrow its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
+                )
+        x = args[0] if args else next(iter(kwargs.values()))
+        return self.run(group, member, member.rule.prepare(x), values)
 
     def run(
         self, group: ClippingGroup, member: ClippedLayer, x: Tensor, values: Values, layout: Layout | None = None
@@ -176,11 +157,15 @@ class LayerCalls:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
-        if (
-            self.passes.forward_pass.examples == 1 and _lacks_batch(member.rule, x) and not _hides_batch()
-        ):  # squeezed away
-            return self.run(group, member, x.unsqueeze(0), values, Layout()).squeeze(0)
-        layout = layout or self.find(member.label, x)
+        running = self.passes.current
+        if running.examples == 1 and _lacks_batch(member.rule, x) and not hides_batch():  # squeezed away
+            return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
+        layout = layout or running.find(member.label, x)
+        if group.direct and layout != FIRST:
+            raise UserError(
+                f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
+                "axis, and in shards (direct=True) no other layout is possible: do without fully_shard."
+            )
         if layout.shared:
             return self._without_batch(group, member, x, values)
         if layout.axis and (layout.each > 1 or not member.rule.features_last):
@@ -191,22 +176,11 @@ class LayerCalls:
         return self._apply(group, member, layout, x, values)
 
     def _apply(self, group: ClippingGroup, member: ClippedLayer, layout: Layout, x: Tensor, values: Values) -> Tensor:
+        shards = values if group.direct else []
         if torch.is_autocast_enabled(x.device.type):
-            x, values = autocast(member.rule.autocast, x, values)
-        group_pass, probe = self.enter(group, member, x.device)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x)
-        return y
-
-    def run_direct(self, group: ClippingGroup, member: ClippedLayer, x: Tensor, parameters: Values) -> Tensor:
-        """A layer's output where it returns its parameters' gradients itself; x has the batch as its first axis."""
-        if self.find(member.label, x) != FIRST:
-            raise UserError(
-                f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
-                "axis, and in shards (direct=True) no other layout is possible: do without fully_shard."
-            )
-        x, _ = autocast(member.rule.autocast, x, [])
-        group_pass, probe = self.enter(group, member, x.device)
-        y: Tensor = DirectFunction.apply(group_pass, member, probe, x, *parameters)
+            x, values = autocast(member.rule.autocast, x, [] if shards else values)
+        group_pass, probe = self.enter(group, member)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x, *shards)
         return y
 
     def _run_rows(self, group: ClippingGroup, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
@@ -226,7 +200,7 @@ class LayerCalls:
             inputs, lowered = autocast(member.rule.autocast, x, values)
             like, _ = member.rule.forward(inputs, *lowered)
         made: list[Tensor] = []
-        rows = x.unsqueeze(0).expand(self.batch, *x.shape)
+        rows = x.unsqueeze(0).expand(self.passes.current.examples, *x.shape)
 
         def make() -> Tensor:
             if not made:
@@ -251,21 +225,75 @@ class GroupOrigin:
     @property
     def traces(self) -> bool:
         """Whether the forward pass is one of the trace, in which nothing is clipped."""
-        return self.calls.traces
+        return self.calls.passes.current.traces
 
     def find(self, x: Tensor, meets: bool = True) -> Layout:
         """Where a plain tensor that meets the `PerExample` holds the batch; `meets`: in an operation without a rule."""
-        return self.calls.find(self.label, x, meets)
+        return self.calls.passes.current.find(self.label, x, meets)
 
 
-def only_argument(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a layer is called with; more than one argument is refused."""
-    if len(args) + len(kwargs) != 1:
-        raise UserError(
-            f"Layer {name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
-            "and it is clipped for calls with its input alone: leave the others out, or freeze it."
-        )
-    return args[0] if args else next(iter(kwargs.values()))
+class ParameterUse(GroupOrigin):
+    """A parameter that modules may read by themselves while the model runs: the origin of a `PerExample`."""
+
+    def __init__(
+        self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
+    ) -> None:
+        super().__init__(calls, group, f"Parameter {label!r}")
+        self.place, self.parameter = place, parameter
+
+    def copies(self) -> Tensor:
+        """(B, *shape), made once a forward pass."""
+        return self.calls.copies(self.group, self.place)
+
+    def pairs(self, bias: PerExample) -> bool:
+        """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
+        return isinstance(bias.origin, ParameterUse) and bias.origin.group is self.group
+
+    def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
+        """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
+        member, values = self._product("transposed" if weight.transposed else "linear", weight, bias)
+        return self.calls.run(self.group, member, x, values, layout)
+
+    def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
+        """The rows that x says, by the rule of such layers."""
+        member, values = self._product("embedding", weight, None, padding_idx)
+        return self.calls.run(self.group, member, x, values, layout)
+
+    def bags(
+        self, weight: PerExample, x: Tensor, counts: Tensor | None, padding_idx: int | None, layout: Layout
+    ) -> Tensor:
+        """The sums (B, d) of the rows that x (B, L) says times their counts, by `BagRule`."""
+        member, values = self._product("bags", weight, None, padding_idx)
+        return self.calls.run(self.group, member, x, [values[0], counts], layout).squeeze(1)
+
+    def late(
+        self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
+        are in the list by then; `like` (B, T, ...) holds the examples as x does."""
+        member, (w, b) = self._product("linear", weight, bias)
+        layout = self.find(like, meets=False)
+        group_pass, probe = self.calls.enter(self.group, member)
+        assert w is not None
+        zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
+        return w, b, LateFunction.apply(group_pass, member, layout, probe, inputs, zeros)
+
+    def _product(
+        self, kind: str, weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
+    ) -> tuple[ClippedLayer, Values]:
+        """The member of the group that a product belongs to, and the values of its parameters."""
+        uses: list[Use | None] = []
+        values: Values = []
+        for each in (weight, bias) if kind in ("linear", "transposed") else (weight,):
+            if each is None:
+                values.append(None)
+                uses.append(None)
+                continue
+            whole: Tensor = each.origin.parameter.detach()
+            value = whole if each.part is None else whole[each.part]
+            values.append(value)
+            uses.append(Use(each.origin.place, value.shape, each.part, padding_idx))
+        return self.calls.product(kind, self.group, tuple(uses)), values
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:
@@ -276,24 +304,3 @@ def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:
     if rule.features_last:
         return x.dim() == 1 and x.is_floating_point()
     return rule.has_batch(x.dim() + 1) and not rule.has_batch(x.dim())
-
-
-def _hides_batch() -> bool:
-    """Whether tensors are those of `torch.func` or of `torch.autograd.forward_ad`, which show fewer axes."""
-    functorch: Any = torch._C._functorch
-    return functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def _refuse_transforms(label: str) -> NoReturn:
-    raise UserError(
-        f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, which hide the "
-        "batch axis: use it on the whole batch (derivatives by finite differences), or freeze it."
-    )
-
-
-def _refuse_layout(label: str, x: Tensor) -> NoReturn:
-    nested = "pad them to the longest (torch.nested.to_padded_tensor), and give the model a mask"
-    raise UserError(
-        f"{label} got a {'nested' if x.is_nested else 'sparse'} tensor, whose examples are not told apart: "
-        f"{nested if x.is_nested else 'make it dense (to_dense)'}."
-    )

@@ -5,17 +5,16 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args
-from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from groupwise.clipping.autograd import DirectFunction, GroupFunction
+from groupwise.clipping.autograd import GroupFunction, LayerFunction
 from groupwise.clipping.gradients import refuse_bypass
 from groupwise.clipping.groups import ClippingGroup
-from groupwise.clipping.microbatches import BackwardPass
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
+from groupwise.clipping.passes import Pass
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 
@@ -118,17 +117,16 @@ class Attached:
                 _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
 
 
-def check_groups(groups: Sequence[ClippingGroup], current: BackwardPass, direct: bool) -> None:
-    """Refuse a group of which no layer took part; with `direct`, whose layers report themselves, a single layer.
+def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
+    """Refuse a group of which no layer took part; or a single layer, where layers return their sums themselves.
 
     Raises:
         UserError: naming the group or the layer, and a parameter of it; a second pass on other numbers than the first.
     """
-    for group_pass in current.passes.values():
-        group_pass.recomputed.check()
+    running.recomputed.check()
     for group in groups:
-        silent = [member for member in group.members if member.name not in current.reported] if direct else []
-        if group.index not in current.closed or silent:
+        silent = [member for member in group.members if group.direct and member.name not in running.reported]
+        if group.index not in running.closed or silent:
             member = silent[0] if silent else group.members[0]
             what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
             name = group.names[next(place for place in member.parameter_indices if place is not None)]
@@ -142,11 +140,7 @@ def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
     raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
 
 
-Leaves = dict[int, "ref[Tensor]"]
-"""Tensors that are no parameters and get a gradient, by their id."""
-
-
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, known: Leaves | None = None) -> Leaves:
+def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
     """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
@@ -156,16 +150,10 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, kno
         losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
         shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
-        known: what the last pass returned. A tensor that no pass makes for itself learns, and nobody clips it.
-
-    Returns:
-        The other tensors that get a gradient: inputs, say, or what a pipeline's stage received.
 
     Raises:
         UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
     """
-    group, direct = GroupFunction.__name__ + "Backward", DirectFunction.__name__ + "Backward"
-    leaves: Leaves = {}
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
     while stack:
@@ -173,8 +161,8 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, kno
         if node is None or node in seen:
             continue
         seen.add(node)
-        kind = node.name()
-        if kind == group and node._forward_cls is GroupFunction:
+        kind, ours = node.name(), getattr(node, "_forward_cls", None)
+        if ours is GroupFunction:
             continue
         if kind == "CheckpointFunctionBackward":
             raise UserError(
@@ -194,16 +182,5 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False, kno
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
                 "gradient nobody clips: make it part of the model before attaching, or freeze it."
             )
-        if isinstance(variable, Tensor):
-            before = (known or {}).get(id(variable))
-            if before is not None and before() is variable:
-                raise UserError(
-                    f"Pass after pass the losses use one tensor of shape {tuple(variable.shape)} that requires a "
-                    "gradient and is no parameter of the model, so nobody would clip it: make it a torch.nn.Parameter "
-                    "of the model before attaching, or detach it."
-                )
-            leaves[id(variable)] = ref(variable)
-        ours = kind == direct and node._forward_cls is DirectFunction
-        following = node.next_functions[:2] if ours else node.next_functions  # probe and input
+        following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)
-    return leaves

@@ -1,14 +1,63 @@
-"""Says where the calls of a model's layers hold the examples: what a trace has found, and a step looks up."""
+"""Says where tensors hold the examples of a batch: what a trace has found of a model's calls, and a step looks up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from groupwise.clipping.layouts import SHARED, Layout, Order
 from groupwise.errors import UserError
+
+
+class Order(Enum):
+    """How the rows of one axis belong to the examples."""
+
+    GROUPED = "each example's rows together, as by repeat_interleave"
+    """(B·k, ...): windows of an image, choices of a question, frames of a film; and k = 1."""
+    TILED = "one row of every example after the other, as by cat"
+    """(k·B, ...): the two halves of a pair after `torch.cat`."""
+    SHARED = "no axis"
+    """The same for every example: positions, learned queries."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a tensor holds the batch: on `axis`, k = `each` rows for every example, in an order."""
+
+    axis: int = 0
+    each: int = 1
+    order: Order = Order.GROUPED
+
+    @property
+    def shared(self) -> bool:
+        """Whether the tensor is the same for all examples."""
+        return self.order is Order.SHARED
+
+    def moved(self, by: int) -> "Layout":
+        """The same with that many axes in front."""
+        return replace(self, axis=self.axis + by) if by else self
+
+    def examples_first(self, t: Tensor) -> Tensor:
+        """(B, …) where an example has one row, else (B, k, …); the batch is on axis 0, or on another with k = 1."""
+        if self.axis:
+            return t.movedim(self.axis, 0)
+        if self.each == 1:
+            return t
+        if self.order is Order.TILED:
+            return t.unflatten(0, (self.each, -1)).movedim(1, 0)
+        return t.unflatten(0, (-1, self.each)) if self.each else t.unsqueeze(0)  # no rows: of one example
+
+    def rows_of(self, rows: int, examples: slice) -> Tensor:
+        """Numbers of the rows (of B·k, on whatever axis) that belong to some of the examples, in such an order that the
+        layout still holds for them."""
+        chosen = replace(self, axis=0).examples_first(torch.arange(rows))[examples]
+        return (chosen.mT if self.order is Order.TILED and self.each > 1 else chosen).flatten()
+
+
+FIRST, SHARED = Layout(), Layout(order=Order.SHARED)
 
 LENGTHS = 3
 """Numbers of rows an example that traces of a call have shown, from which on any number is taken."""
@@ -93,12 +142,21 @@ class ClipPlan:
             )
         return found
 
-    def find_again(self, label: str, x: Tensor, examples: int) -> Layout | None:
-        """The layout of a call that runs once more, in the backward pass; None where its size does not tell which."""
-        found = {
-            layout for site in self.calls.get(label, ()) if (layout := site.find(tuple(x.shape), examples)) is not None
-        }
-        return found.pop() if len(found) == 1 else None
+    def find_again(self, label: str, x: Tensor, examples: int) -> Layout:
+        """The layout of a call that runs once more, in the backward pass.
+
+        Raises:
+            UserError: its size does not tell which.
+        """
+        sites = self.calls.get(label, ())
+        found = {layout for site in sites if (layout := site.find(tuple(x.shape), examples)) is not None}
+        if len(found) != 1:
+            raise UserError(
+                f"{label} runs inside the backward pass on a tensor of shape {tuple(x.shape)}, which it did not get in "
+                "the forward pass, or got with the batch on several axes: use checkpointing with use_reentrant=False, "
+                "around this layer alone or not at all."
+            )
+        return found.pop()
 
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """What either knows."""

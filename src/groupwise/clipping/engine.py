@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward, run_norms, total_squares
+from groupwise.clipping.autograd import run_backward, run_norms
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import (
     Attached,
-    Leaves,
     check_groups,
     check_losses,
     check_model,
@@ -20,13 +19,12 @@ from groupwise.clipping.checks import (
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
-from groupwise.clipping.forward_pass import Note
 from groupwise.clipping.gradients import ClippedGradients
-from groupwise.clipping.microbatches import NOT_NAMED, BackwardPass, OpenPasses
+from groupwise.clipping.group_pass import Phase, total_squares
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
+from groupwise.clipping.passes import NOT_NAMED, Note, Pass, Passes
 from groupwise.clipping.patching import Patches
-from groupwise.clipping.phases import Phase
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.runs import Runs
@@ -85,10 +83,8 @@ class ClippingEngine(ThresholdsAndCounts):
         super().__init__(model, layers, partition, clip_rule, context, direct)
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._passes = OpenPasses(ClippedGradients({} if direct else trained))
-        self._checked = False
-        self._leaves: Leaves = {}
-        self._walks = WALKS
+        self._passes = Passes(ClippedGradients({} if direct else trained))
+        self._checked, self._walks = False, WALKS
         self._into = None if direct else [*(group.anchor for group in self.groups), *trained.values()]
         """What gets a gradient: groups, which clip it, and parameters, of which it is refused."""
         self._attached = Attached(model, shards=direct)
@@ -217,55 +213,38 @@ class ClippingEngine(ThresholdsAndCounts):
             UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
                 a trainable parameter that the losses do not reach.
         """
-        self._passes.refuse_nesting()
-        forward_pass = self._passes.last
-        if forward_pass is None:
-            raise UserError(
-                "No forward pass waits for this backward pass: compute the losses inside engine.forward(examples), "
-                "once for each backward pass."
-            )
-        try:
-            check_losses(losses, forward_pass.examples)
-            self._attached.check_same()
+        ghost = self.norms == "ghost"
+        with self._backward(Phase.NORMS if ghost else Phase.CLIP) as running:
+            check_losses(losses, running.examples)
             if self._direct or self._walks:
                 self._walks -= 1
-                self._leaves = check_paths(losses, self._names, self._direct, self._leaves)
-        except UserError:
-            self._passes.end()
-            raise
-        ghost = self.norms == "ghost"
-        with self._backward(Phase.NORMS if ghost else Phase.CLIP, losses.shape[0]) as current:
+                check_paths(losses, self._names, self._direct)
             if ghost:
-                current = self._second_pass(self._ghost_norms(losses))
+                squares = self._ghost_norms(running, losses)
+                running.begin_sums(squares, self.factors(squares))
             run_backward(losses, self._into)
-            self._check_reached(current)
-            self._count(current.squared_norms, losses.shape[0])
+            self._check_reached(running)
+            self._count(running.squared_norms, running.examples)
 
-    def _ghost_norms(self, losses: Tensor) -> Tensor:
+    def _ghost_norms(self, running: Pass, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""
-        group_pass = self._passes.open.get(0)
+        group_pass = running.groups.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
         run_norms(losses, group_pass.probe)
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
-    def _second_pass(self, squares: Tensor) -> BackwardPass:
-        """Second pass: the same again, so that it rounds as the first, and each layer's rows times the factors."""
-        factors = self.factors(squares)
-        current = BackwardPass(Phase.SUMS, len(squares), self._passes.open, factors, {0: squares})
-        self._passes.backward_pass = current
-        return current
-
     @contextmanager
-    def _backward(self, phase: Phase, examples: int, *microbatch: Hashable) -> Iterator[BackwardPass]:
-        """Inside, layers report; afterwards the passes that took part are over."""
+    def _backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
+        """Inside, layers report; afterwards the pass is over."""
+        self._attached.check_same()
         try:
-            with self._passes.backward(phase, examples, *microbatch) as current, full_float32():
+            with self._passes.backward(phase, microbatch) as running, full_float32():
                 self._begin_clipping()
                 # Layers are patched here, too, for what runs once more (checkpointing).
                 with self._passes.gradients.collected(), self._patches.installed():
-                    yield current
+                    yield running
         finally:
             self._context.products.clear()
 
@@ -281,15 +260,15 @@ class ClippingEngine(ThresholdsAndCounts):
         check_paths(output, self._names, shards=self._direct)
 
     @contextmanager
-    def backward_of(self, microbatch: Hashable, examples: int, absent: int = 0) -> Iterator[None]:
+    def backward_of(self, microbatch: Hashable, absent: int = 0) -> Iterator[None]:
         """A backward pass inside, by anybody and from any output of `forward(…, microbatch)`, clips and is counted.
 
         Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
 
         Args:
             microbatch: the name that `forward` got; it may be used again afterwards.
-            examples: rows of the microbatch.
-            absent: how many of them, at the end, are fillers: their losses have weight 0, and they are not counted.
+            absent: how many of its examples, at the end, are fillers: their losses have weight 0, and they are not
+                counted.
 
         Raises:
             UserError: no such forward pass; inside another one; a group or parameter that was not reached; a filler
@@ -297,63 +276,59 @@ class ClippingEngine(ThresholdsAndCounts):
         """
         if self.norms == "ghost":
             raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of.")
-        if not 0 <= absent <= examples:
-            raise UserError(f"{absent} of {examples} examples cannot be absent: give a number from 0 to {examples}.")
-        self._attached.check_same()
-        with self._backward(Phase.CLIP, examples, microbatch) as current:
+        with self._backward(Phase.CLIP, microbatch) as running:
+            present = running.examples - absent
+            if not 0 <= present <= running.examples:
+                raise UserError(f"{absent} of {running.examples} examples cannot be absent: give a number that can.")
             yield
             first = not self._checked
-            self._check_reached(current)
-            norms, present = current.squared_norms, examples - absent
+            self._check_reached(running)
+            norms = running.squared_norms
             if absent:
                 self._check_fillers(norms, absent, wait=first)
                 norms = {k: squares[:present] for k, squares in norms.items()}
             self._count(norms, present)
 
     @contextmanager
-    def norms_of(self, microbatch: Hashable, examples: int) -> Iterator[None]:
-        """A backward pass inside only makes `squared_norms[k]`, ‖g_k^(i)‖², (examples,): no parameter gets a gradient.
+    def norms_of(self, microbatch: Hashable) -> Iterator[None]:
+        """A backward pass inside only makes `squared_norms[k]`, ‖g_k^(i)‖², (B,): no parameter gets a gradient.
 
         It uses the graph up, so `sums_of` needs the forward pass again. Nothing is counted (see `count_norms`).
 
         Raises:
             UserError: no such forward pass; inside another one; a group that was not reached.
         """
-        self._attached.check_same()
-        with self._backward(Phase.NORMS, examples, microbatch) as current:
+        with self._backward(Phase.NORMS, microbatch) as running:
             yield
-            check_groups(self.groups, current, self._direct)
-            self.squared_norms = current.squared_norms
+            check_groups(self.groups, running)
+            self.squared_norms = running.squared_norms
 
     @contextmanager
-    def sums_of(self, microbatch: Hashable, examples: int, factors: Tensor | None = None) -> Iterator[None]:
+    def sums_of(self, microbatch: Hashable, factors: Tensor | None = None) -> Iterator[None]:
         """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad, and is not counted; the losses are as they were.
 
         Args:
             microbatch: the name that `forward` got.
-            examples: rows of the microbatch.
-            factors: (examples,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
+            factors: (B,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
 
         Raises:
             UserError: no such forward pass; inside another one; a parameter that was not reached; several groups.
         """
         if len(self.groups) != 1:
             raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
-        self._attached.check_same()
-        with self._backward(Phase.SUMS, examples, microbatch) as current:
-            current.factors = None if factors is None else with_drop_mask(factors)
+        with self._backward(Phase.SUMS, microbatch) as running:
+            running.factors = None if factors is None else with_drop_mask(factors)
             yield
-            self._check_reached(current)
+            self._check_reached(running)
 
-    def _check_reached(self, current: BackwardPass) -> None:
-        check_groups(self.groups, current, self._direct)
+    def _check_reached(self, running: Pass) -> None:
+        check_groups(self.groups, running)
         self._passes.gradients.check()
         self._checked = True
 
     def detach(self) -> None:
         """Let go of what waits; the model itself is as it was after each pass."""
         self._passes.forget()
-        self._passes.end()
 
     def __enter__(self) -> "ClippingEngine":
         return self

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from groupwise.clipping.layouts import Layout
+from groupwise.clipping.clip_plan import Layout
 from groupwise.errors import UserError
 
 

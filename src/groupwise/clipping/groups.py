@@ -48,7 +48,7 @@ class ClippingGroup:
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
     """Their names in the whole model."""
-    inputs: tuple[nn.Parameter, ...]
+    summed: tuple[nn.Parameter, ...]
     """The parameters whose sums it forms; none where layers return them."""
     anchor: Tensor
     """What leads from the group to autograd's graph: a leaf that gets no gradient."""
@@ -59,6 +59,11 @@ class ClippingGroup:
     """The groups that close with it, itself included; () where it closes alone."""
     masks: bool = True
     """Whether rows of examples that are left out become zeros, where that is not looked up (see `with_drop_mask`)."""
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether layers return their parameters' sums to autograd themselves."""
+        return not self.summed
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -106,7 +111,7 @@ def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
 
 def _may_wait(group: ClippingGroup) -> bool:
     """Whether its sums may wait for those of other groups."""
-    return is_async_device(group.threshold) or total_numel(*group.inputs) <= most_kept(group.threshold)
+    return is_async_device(group.threshold) or total_numel(*group.summed) <= most_kept(group.threshold)
 
 
 LEAST = 1e-30

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.checks import check_losses
 from groupwise.clipping.engine import attach
-from groupwise.clipping.microbatches import NOT_NAMED
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition, per_layer
+from groupwise.clipping.passes import NOT_NAMED
 from groupwise.clipping.unchanged import unchanged
 
 
@@ -53,7 +53,7 @@ def gradient_norms(
             losses = engine.losses(losses_of, rows)
             check_losses(losses, len(rows))
             engine.check_output(losses)
-            with engine.norms_of(NOT_NAMED, len(rows)):
+            with engine.norms_of(NOT_NAMED):
                 run_backward(losses)
             found.append(engine.per_example_norms.cpu())
     norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0, dtype=torch.float64)

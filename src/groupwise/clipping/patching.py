@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from groupwise.clipping.calls import LayerCalls, only_argument
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup
-from groupwise.clipping.parameter_uses import ParameterUse
+from groupwise.clipping.calls import LayerCalls, ParameterUse
+from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.rules.base import find_rule
@@ -80,8 +79,7 @@ class Patches:
                     raise UserError(
                         f"Layer {layer.name!r} has its forward replaced already: take off what wraps it first."
                     )
-                run = self._run_direct if direct else calls.layer
-                forward = partial(run, layer.module, *members[layer.name])
+                forward = partial(calls.layer, layer.module, *members[layer.name])
             if forward is not None:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
         if not direct:
@@ -125,22 +123,6 @@ class Patches:
         refuse_batch_statistics(name, module)
         with FrozenStatistics():
             return forward(*args, **kwargs)
-
-    def _run_direct(
-        self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if not torch.is_grad_enabled():
-            return type(module).forward(module, *args, **kwargs)
-        rule = member.rule
-        parameters = rule.values()  # whole tensors now, shards in between
-        for name, parameter, wanted in zip(rule.parameter_names, parameters, member.wanted, strict=True):
-            if wanted and parameter is not None and parameter.dtype not in (torch.float32, torch.float64):
-                raise UserError(
-                    f"Layer {member.name!r} got its {name} in {parameter.dtype}, in which a clipped sum may outgrow "
-                    "its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
-                )
-        x = rule.prepare(only_argument(module, member.name, args, kwargs))
-        return self.calls.run_direct(group, member, x, parameters)
 
 
 class FrozenStatistics(TorchFunctionMode):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from groupwise.clipping.clip_plan import Layout, Order
 from groupwise.clipping.example_by_example import example_by_example, for_examples
-from groupwise.clipping.layouts import Layout, Order
 from groupwise.errors import UserError
 
 

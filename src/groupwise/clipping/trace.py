@@ -15,9 +15,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from groupwise.clipping.clip_plan import CallSite, ClipPlan
-from groupwise.clipping.forward_pass import Note
-from groupwise.clipping.layouts import FIRST, SHARED, Layout, Order
+from groupwise.clipping.clip_plan import FIRST, SHARED, CallSite, ClipPlan, Layout, Order
+from groupwise.clipping.passes import Note
 from groupwise.clipping.runs import Runs, fingerprints, moved_losses, moved_rows
 from groupwise.errors import UserError
 

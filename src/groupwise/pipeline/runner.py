@@ -192,7 +192,7 @@ class StageRunner:
             return self._pass(microbatches, (_nothing, _nothing), randomness)
 
         def clipped(i: int) -> AbstractContextManager[object]:
-            return engine.backward_of(i, microbatches[i].examples, microbatches[i].absent)
+            return engine.backward_of(i, microbatches[i].absent)
 
         return self._pass(microbatches, (self._forward(engine, microbatches), clipped), randomness)
 
@@ -208,7 +208,7 @@ class StageRunner:
 
         @contextmanager
         def norms(i: int) -> Iterator[None]:
-            with engine.norms_of(i, microbatches[i].examples):
+            with engine.norms_of(i):
                 yield
             found.append(engine.squared_norms[0])
 
@@ -223,7 +223,7 @@ class StageRunner:
         kept = [_weigh(microbatch, row != 0) for microbatch, row in zip(microbatches, factors, strict=True)]
 
         def sums(i: int) -> AbstractContextManager[object]:
-            return engine.sums_of(i, kept[i].examples, factors[i])
+            return engine.sums_of(i, factors[i])
 
         self._pass(kept, (self._forward(engine, kept), sums), randomness)
         return losses

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from groupwise.clipping import ClipPlan, attach, flat, matmul, per_layer
-from groupwise.clipping.layouts import FIRST, Layout
+from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.norm_methods import RATES, Rates
 from groupwise.pipeline.split import cut
 from groupwise.pipeline.stage import Stage
@@ -240,7 +240,7 @@ class Passes:
         if self._engine is None:
             return nullcontext()
         passes = {"norms": self._engine.norms_of, "sums": self._engine.sums_of}
-        return passes.get(self._name, self._engine.backward_of)(0, self._work.microbatch)
+        return passes.get(self._name, self._engine.backward_of)(0)
 
 
 @dataclass(frozen=True)

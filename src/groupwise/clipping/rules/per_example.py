@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from groupwise.clipping.layouts import Layout
+from groupwise.clipping.clip_plan import Layout
 from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted
 from groupwise.errors import UserError

@@ -1,0 +1,251 @@
+"""Follows each microbatch through its forward and backward pass: which calls its layers make, and what they must do.
+
+A pipeline runs forward passes of several microbatches before the first of them runs backward. Each is a `Pass` of its
+own, and a backward pass reaches the groups of one of them only.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from groupwise.clipping.clip_plan import SHARED, ClipPlan, Layout
+from groupwise.clipping.gradients import ClippedGradients
+from groupwise.clipping.group_pass import GroupPass, Phase
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup
+from groupwise.clipping.precision import refuse_float16
+from groupwise.errors import UserError
+
+Note = Callable[[str, int, Tensor, bool], Layout]
+"""Called in a pass of the trace when a layer or parameter gets an input: its label, the number of the call, the input,
+and whether that meets a parameter, or what was made of one, outside of a layer; returns where the batch is."""
+
+NOT_NAMED: Hashable = object()
+"""The microbatch of an ordinary forward pass, which its backward pass follows at once."""
+
+
+class Pass:
+    """A microbatch of B examples, forward and backward.
+
+    Args:
+        examples: B.
+        passes: of the engine.
+        note: tells where the layers' inputs hold the examples, in a pass of the trace; the plan does in all others.
+    """
+
+    def __init__(self, examples: int, passes: "Passes", note: Note | None = None) -> None:
+        self.examples, self.passes, self.traces = examples, passes, note is not None
+        self.groups: dict[int, GroupPass] = {}
+        """Groups of which a layer has run, by their index."""
+        self.ended = False
+        """Whether the forward pass has: what runs now runs once more, inside the backward pass (checkpointing)."""
+        self.phase: Phase | None = None
+        """What the backward pass is for, while it runs."""
+        self.factors: Tensor | None = None
+        """In a backward pass for sums, by what rows are multiplied, (B,), or None; 0 for examples left out."""
+        self.squared_norms: dict[int, Tensor] = {}
+        self.closed: set[int] = set()
+        self.reported: set[str] = set()
+        """Layers that returned their gradients themselves."""
+        self.recomputed = Recomputed()
+        self._plan, self._note = passes.plan, note
+        self._counts: dict[str, int] = {}
+
+    def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
+        """Where the input x of the next call of a layer or parameter holds the batch.
+
+        Args:
+            label: of the layer or parameter.
+            x: its input.
+            meets: x meets a parameter, or what was made of one, outside of a layer.
+
+        Raises:
+            UntracedCall: the plan does not know the call.
+            UserError: it is inside of `torch.func`; x is nested or sparse; a call that runs once more is another one.
+        """
+        if hides_batch():
+            raise UserError(
+                f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, which "
+                "hide the batch axis: use it on the whole batch (derivatives by finite differences), or freeze it."
+            )
+        if x.is_nested or x.layout is not torch.strided:
+            kind, remedy = "sparse", "make it dense (to_dense)"
+            if x.is_nested:
+                kind, remedy = "nested", "pad them to the longest (torch.nested.to_padded_tensor), and give a mask"
+            raise UserError(f"{label} got a {kind} tensor, whose examples are not told apart: {remedy}.")
+        if self.examples == 1 and not self.traces:  # all rows are the one example's
+            return SHARED if x.dim() == 0 else Layout(0, len(x))
+        if self.ended:
+            return self._plan.find_again(label, x, self.examples)
+        nth = self._counts.get(label, 0)
+        self._counts[label] = nth + 1
+        if self._note is not None:
+            return self._note(label, nth, x, meets)
+        return self._plan.find(label, nth, x, self.examples)
+
+    def enter(self, group: ClippingGroup, member: ClippedLayer) -> GroupPass:
+        """A layer runs, for its group in this pass; what runs once more (checkpointing) joins what has run before."""
+        found = self.groups.get(group.index)
+        if self.phase is not None:
+            if found is None:
+                raise UserError(
+                    f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
+                    "use_reentrant=False."
+                )
+            self.recomputed.on = True
+            return found
+        if found is None:
+            refuse_float16(member.label, group.threshold.device.type)
+            found = self.groups[group.index] = GroupPass(group, self)
+        found.note(member)
+        return found
+
+    def together(self, one: GroupPass) -> list[GroupPass]:
+        """The groups that close with one: those beside it that have no probe yet."""
+        found = []
+        for group in one.group.together or (one.group,):
+            other = self.groups.setdefault(group.index, GroupPass(group, self))
+            if other is one or (other.probe is None and not other.over):
+                found.append(other)
+        return found
+
+    def begin_sums(self, squares: Tensor, factors: Tensor) -> None:
+        """After a backward pass for norms, the same again for sums, so that it rounds as the first."""
+        self.phase, self.factors, self.squared_norms = Phase.SUMS, factors, {0: squares}
+        self.reported.clear()
+
+    def end(self) -> None:
+        """It is over: let go of all that leads back to the graph, which leads to it."""
+        for group_pass in self.groups.values():
+            group_pass.release()
+        self.groups.clear()
+
+
+class Passes:
+    """The passes of one engine: the one that runs, and those that wait for their backward pass.
+
+    Args:
+        gradients: of the model's parameters, to which the clipped sums are added.
+    """
+
+    def __init__(self, gradients: ClippedGradients) -> None:
+        self.gradients, self.plan = gradients, ClipPlan()
+        self.running: Pass | None = None
+        self._waiting: dict[Hashable, Pass] = {}
+
+    @property
+    def current(self) -> Pass:
+        """The one that runs."""
+        assert self.running is not None, "layers run as they are outside of the engine's passes"
+        return self.running
+
+    @contextmanager
+    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, note: Note | None = None) -> Iterator[None]:
+        """What runs inside is a forward pass of B examples; a named one waits for `backward(…, microbatch)`, and one
+        without a name until the next forward pass. One that fails is forgotten.
+
+        Raises:
+            UserError: inside of another pass.
+        """
+        if self.running is not None:
+            raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
+        self._end(NOT_NAMED)
+        begun = self.running = Pass(examples, self, note)
+        try:
+            yield
+        except BaseException:
+            begun.end()
+            raise
+        finally:
+            begun.ended, self.running = True, None
+        if note is not None:
+            begun.end()
+        elif begun.groups or microbatch is NOT_NAMED:  # else gradients were off
+            self._waiting[microbatch] = begun
+
+    @contextmanager
+    def backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
+        """Inside, the groups of a microbatch (or of the last forward pass) take part; afterwards its pass is over.
+
+        Raises:
+            UserError: inside another one; no forward pass of that name waits.
+        """
+        outer = self.running
+        if outer is not None and outer.phase is not None:
+            raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
+        found = self._waiting.pop(microbatch, None)
+        if found is None and microbatch is NOT_NAMED:
+            raise UserError(
+                "No forward pass waits for this backward pass: compute the losses inside engine.forward(examples), "
+                "once for each backward pass."
+            )
+        if found is None:
+            raise UserError(
+                f"Microbatch {microbatch!r} has no forward pass that waits: run the model with gradients on inside "
+                f"forward(examples, {microbatch!r}) first, once for each backward pass."
+            )
+        found.phase, self.running = phase, found
+        try:
+            yield found
+        finally:
+            found.phase, self.running = None, outer
+            found.end()  # also after an error: a probe's node holds the passes that hold it
+
+    def forget(self) -> None:
+        """Drop the microbatches that wait."""
+        for microbatch in list(self._waiting):
+            self._end(microbatch)
+
+    def _end(self, microbatch: Hashable) -> None:
+        if (waiting := self._waiting.pop(microbatch, None)) is not None:
+            waiting.end()
+
+
+def hides_batch() -> bool:
+    """Whether tensors are those of `torch.func` or of `torch.autograd.forward_ad`, which show fewer axes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+class Recomputed:
+    """What the layers received in both backward passes of ghost clipping, two numbers a row, if a checkpoint computes
+    again in each.
+
+    The factors of the second pass are of the norms of the first: a mask that is drawn again in between (a checkpoint
+    with `preserve_rng_state=False`, a generator of one's own) would release sums that nothing bounds.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        """Whether a checkpoint has computed something once more."""
+        self._first: list[Tensor] = []
+        self._second: list[Tensor] = []
+
+    def note(self, phase: Phase | None, tensors: Sequence[Tensor | None]) -> None:
+        """A layer received output gradients and what it had kept."""
+        if not self.on or phase is Phase.CLIP:
+            return
+        prints = self._second if phase is Phase.SUMS else self._first
+        for t in tensors:
+            if t is not None and t.is_floating_point() and t.dim() > 0:
+                rows = t.detach().reshape(len(t), -1)
+                lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+                prints.append(torch.stack([rows.sum(1, dtype=torch.float64), lengths]))
+
+    def check(self) -> None:
+        """Compare the passes; what came before the first recomputation of the first pass was there in both.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        if not self._second:  # norms alone were asked
+            return
+        pairs = list(zip(self._first, self._second[len(self._second) - len(self._first) :], strict=True))
+        same = [((one - two).abs() <= 1e-3 * one[1]) | (one == two) | one.isnan() for one, two in pairs]
+        if same and not bool(torch.stack([each.all() for each in same]).all()):
+            raise UserError(
+                "Activation checkpointing gave other numbers in the second backward pass of ghost clipping than in "
+                "the first, whose norms bound nothing then: let it keep torch's random state (preserve_rng_state), "
+                "draw from torch's own generator, or clip flat."
+            )
