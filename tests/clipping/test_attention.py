@@ -1,4 +1,4 @@
-"""Attention in plain operations is torch's own: outputs, weights and every gradient, to 1e-12 in float64."""
+"""Attention that runs operation by operation is torch's: outputs, weights and every gradient, to 1e-12 in float64."""
 
 from functools import partial
 from itertools import product
@@ -62,17 +62,11 @@ def lively(module: nn.MultiheadAttention) -> nn.MultiheadAttention:
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("which", "products"), [("qqq", 1), ("qkk", 2), ("qkv", 3), ("qqv", 2), ("qkq", 3)], ids=lambda value: str(value)
-)
-def test_each_way_to_share_inputs(double, which, products, bias, batch_first, need_weights):
+@pytest.mark.parametrize("which", ["qqq", "qkk", "qkv", "qqv", "qkq"])
+def test_each_way_to_share_inputs(double, which, bias, batch_first, need_weights):
     module = lively(nn.MultiheadAttention(E, HEADS, bias=bias, batch_first=batch_first))
     length = L if "qqv" in which or which == "qkq" else S
     same(module, inputs_of(module, which, length), need_weights=need_weights)
-    with patch.object(F, "linear", side_effect=F.linear) as linear:
-        expressed(module, *inputs_of(module, which, length))
-    assert linear.call_count == products + 1 + (batch_first and which == "qqv")  # of which the module makes two views
-    assert all(len(call.args[0]) == B for call in linear.call_args_list), "batch first"
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

@@ -21,7 +21,6 @@ from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
 from groupwise.clipping.rules.embedding import EmbeddingRule
-from groupwise.clipping.rules.embedding_bag import BagRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
@@ -66,7 +65,7 @@ class LayerCalls:
         """A layer of a group's parameters: its weight and its bias, if that trains.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)), "embedding" or "bags".
+            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
             group: whose parameters they are.
             uses: one for each parameter; None where there is none, or it does not train.
         """
@@ -80,9 +79,8 @@ class LayerCalls:
             assert weight is not None
             rule: LayerRule
             with torch.device("meta"):
-                if kind in ("embedding", "bags"):
-                    table = nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx)
-                    rule = EmbeddingRule(table) if kind == "embedding" else BagRule(table)
+                if kind == "embedding":
+                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
                 else:
                     kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
                     rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
@@ -258,13 +256,6 @@ class ParameterUse(GroupOrigin):
         """The rows that x says, by the rule of such layers."""
         member, values = self._product("embedding", weight, None, padding_idx)
         return self.calls.run(self.group, member, x, values, layout)
-
-    def bags(
-        self, weight: PerExample, x: Tensor, counts: Tensor | None, padding_idx: int | None, layout: Layout
-    ) -> Tensor:
-        """The sums (B, d) of the rows that x (B, L) says times their counts, by `BagRule`."""
-        member, values = self._product("bags", weight, None, padding_idx)
-        return self.calls.run(self.group, member, x, [values[0], counts], layout).squeeze(1)
 
     def late(
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]

@@ -164,6 +164,8 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
         aligned = [_align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(aligned, spec)
         return func(*args, **kwargs)
+    for leaf, where in zip(leaves, places, strict=True):
+        _refuse_tiled(leaf, where, origin)
     values = [_value(leaf) for leaf in leaves]
     return example_by_example(func, values, spec, copies, places, name, origin.label, origin.compared)
 
@@ -172,13 +174,16 @@ def _place(leaf: Any, origin: Any) -> Layout | None:
     """Where an argument of an operation holds the batch; None where it does not."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, PerExample) or not leaf.numel():
         return None
-    layout = origin.find(leaf)
-    if layout.order is Order.TILED:
+    layout: Layout = origin.find(leaf)
+    return None if layout.shared else layout
+
+
+def _refuse_tiled(leaf: Any, place: Layout | None, origin: Any) -> None:
+    if place is not None and place.order is Order.TILED:
         raise UserError(
             f"{origin.label} meets a tensor of shape {tuple(leaf.shape)} that holds one row of every example after the "
             "other, in which its copies are not told apart: put each example's rows together, or freeze it."
         )
-    return None if layout.shared else layout
 
 
 def _of_the_batch(copies: PerExample) -> Tensor:
@@ -187,6 +192,7 @@ def _of_the_batch(copies: PerExample) -> Tensor:
     place = _place(copies.like, copies.origin)
     if place is None:
         return copies
+    _refuse_tiled(copies.like, place, copies.origin)
     if copies.origin.traces:
         return copies.like
     rows = copies.rows
@@ -208,6 +214,8 @@ def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
             "be told whose they are: freeze it, or give it one row."
         )
     rows = rows.movedim(0, axis + 1).squeeze(axis) if axis else rows.squeeze(1)
+    if place.order is Order.TILED:
+        return torch.cat([rows] * place.each, axis)
     return rows if place.each == 1 else rows.repeat_interleave(place.each, axis)
 
 
@@ -262,9 +270,9 @@ _TRANSPOSES = {"get T", "get mT", "get H", "get mH", "t", "adjoint", "transpose"
 
 def _seen_otherwise(name: str, args: Any, kwargs: Any) -> Any:
     """Operations that only look at a parameter in another way, and ask nothing of what it meets; None of others."""
-    if kwargs or not args or not isinstance(args[0], PerExample):
+    if not args or not isinstance(args[0], PerExample) or (kwargs and name != "split"):
         return None
-    seen, rest = args[0], args[1:]
+    seen, rest = args[0], (*args[1:], *kwargs.values())  # torch names the axis of `split`
     if name == "repeat":
         times = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
         counts = list(zip(times, (*(1,) * (len(times) - seen.dim()), *seen.shape), strict=True))

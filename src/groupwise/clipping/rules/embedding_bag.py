@@ -1,78 +1,16 @@
-"""Clips bags of embeddings (`F.embedding_bag`, `nn.EmbeddingBag`): the rows of a bag have one output gradient.
+"""Clips bags of embeddings (`F.embedding_bag`, `nn.EmbeddingBag`), which are sums, means or maxima of embeddings.
 
 Bags get one length; what is not there counts nothing. With offsets the first axis of the input is no batch: an example
 is a bag, and there are as many as offsets (less the last, where the module includes it).
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.clipping.factors import drop_zero_rows, scale_rows
-from groupwise.clipping.per_example import PerExample, in_place_of
-from groupwise.clipping.precision import floor, inflate_norms, squared_row_norms, upcast
+from groupwise.clipping.per_example import in_place_of
 from groupwise.clipping.products import refuse_options
-from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, Wanted
-from groupwise.clipping.rules.embedding import EmbeddingRule, distinct, slack_of_repeats
 from groupwise.errors import UserError
-
-
-class BagRule(EmbeddingRule):
-    """Sums of rows, y = Σ_l c_l W[x_l] over the places l of a bag: weight (V, d).
-
-    With s_v = Σ_{l: x_l = v} c_l the gradient of a bag is s gᵀ for its output gradient g, of norm ‖s‖‖g‖. The output is
-    (B, 1, d), with as many axes as the rows of an embedding. `saved` is (x, c like x, or None where all are 1).
-    """
-
-    batched: ClassVar[tuple[int, ...]] = (0, 1)
-    stacks: ClassVar[bool] = False
-
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
-        weight, counts = parameters
-        assert weight is not None
-        padding = self.module.padding_idx
-        y = F.embedding_bag(x, weight, mode="sum", per_sample_weights=counts, padding_idx=padding)
-        return y.unsqueeze(1), (x, counts)
-
-    def counts(self, saved: Saved, g: Tensor) -> Tensor:
-        """c like x, 0 at padding."""
-        x, counts = saved
-        assert x is not None
-        counts = g.new_ones(()).expand(x.shape) if counts is None else counts.to(g.dtype)
-        padding = self.module.padding_idx
-        return counts if padding is None else counts.masked_fill(x == padding, 0)
-
-    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices (B, T) and the gradients of the rows there, (B, T, d), of all bags of an example."""
-        x, g = saved[0], upcast(g)
-        assert x is not None
-        return x.flatten(1), (self.counts(saved, g).unsqueeze(-1) * g).flatten(1, -2)
-
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
-        x = saved[0]
-        if x is None or x.dim() > 2:  # several bags of an example
-            return super().squared_norms(saved, g, wanted, context)
-        g = upcast(g).squeeze(1)
-        counts, places = self.counts(saved, g), distinct(x)
-        sums = counts.new_zeros(x.shape).scatter_add_(1, places, counts)
-        lengths = counts.double().abs() * torch.linalg.vector_norm(g, dim=1, keepdim=True, dtype=torch.float64)
-        squares = squared_row_norms(sums) * (squared_row_norms(g) + floor(g[0].numel(), g.dtype))
-        return inflate_norms(squares, slack_of_repeats(places, lengths, g.dtype))
-
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
-        x, g = saved[0], upcast(g)
-        assert x is not None
-        alike = saved[1] is None and self.module.padding_idx is None
-        kept = None if alike else drop_zero_rows(factors, self.counts(saved, g)).flatten()
-        g = scale_rows(g, factors).flatten(0, -2)
-        bags = torch.arange(len(g), device=g.device)
-        owners, sizes = bags.repeat_interleave(x.shape[-1]), torch.full_like(bags, x.shape[-1])
-        backward, size = torch.ops.aten._embedding_bag_dense_backward, self.module.num_embeddings
-        return (backward(g, x.flatten(), owners, sizes, bags[:0], size, False, 0, kept),)
 
 
 @in_place_of(F.embedding_bag)
@@ -120,27 +58,12 @@ def embedding_bag(
         inside = (input != padding_idx) if inside is None else inside & (input != padding_idx)
     if mode == "max":
         return _maxima(F.embedding(input, weight, padding_idx), inside)
-    total = None
-    if isinstance(weight, PerExample) and weight.is_matrix and (counts is None or not counts.requires_grad):
-        total = _by_rule(weight, input, counts, inside, padding_idx)
-    if total is None:
-        rows = F.embedding(input, weight, padding_idx)
-        rows = rows if counts is None else rows * counts.unsqueeze(2)
-        total = (rows if inside is None else rows.masked_fill(~inside.unsqueeze(2), 0)).sum(1)
+    rows = F.embedding(input, weight, padding_idx)
+    rows = rows if counts is None else rows * counts.unsqueeze(2)
+    total = (rows if inside is None else rows.masked_fill(~inside.unsqueeze(2), 0)).sum(1)
     if mode == "sum":
         return total
     return total / (max(input.shape[1], 1) if inside is None else inside.sum(1, keepdim=True).clamp_min(1))
-
-
-def _by_rule(
-    weight: PerExample, x: Tensor, counts: Tensor | None, inside: Tensor | None, padding_idx: int | None
-) -> Tensor | None:
-    """Sums over bags by their rule; None where all examples share them."""
-    layout = weight.origin.find(x, meets=False)
-    if counts is None and inside is not None and padding_idx is None:
-        counts = inside.to(weight.dtype)
-    total: Tensor | None = None if layout.shared else weight.origin.bags(weight, x, counts, padding_idx, layout)
-    return total
 
 
 def _places(input: Tensor, offsets: Tensor, include_last: bool) -> tuple[Tensor, Tensor]:

@@ -154,11 +154,6 @@ class HFConv1DRule(LinearRule):
             for kind in type(module).__mro__
         )
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
-        weight, bias = parameters
-        assert weight is not None
-        return linear(x, weight.t(), bias), (x, weight)
-
 
 class FrozenLinear:
     """The forward of a frozen layer, by the products of layers that train: adapters' base layers take most of a step.
