@@ -10,7 +10,7 @@ from groupwise.clipping.gram import OuterProducts as Outer
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import find_layers
 from groupwise.clipping.rules.base import RuleContext
-from groupwise.clipping.rules.conv import Conv2dRule
+from groupwise.clipping.rules.conv import ConvRule
 from tests.clipping.conftest import BATCH, CASES, make_case
 from tests.clipping.traced import clip_batch, trace_batch
 from tests.clipping.turns import in_turn
@@ -98,7 +98,7 @@ def test_every_layer_of_a_case_has_a_rule(name):
 def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
     seen = []
     monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
-    rule = Conv2dRule(layer)
+    rule = ConvRule(layer)
     y, saved = rule.forward(torch.randn(2, 3, space, space), layer.weight.detach(), layer.bias.detach())
     rule.squared_norms(saved, torch.randn_like(y), (True, False), RuleContext(methods=NormMethods("gram")))
     assert set(seen) == {longest}

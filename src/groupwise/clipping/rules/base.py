@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,8 @@ class RuleContext:
         return replace(self, own_group=own_group, methods=NormMethods(self.methods.formula, self.methods.rates))
 
 
-Saved = tuple[Tensor | None, ...]
+Saved = tuple[Any, ...]
+"""Tensors, or None, that a rule keeps from a call's forward pass."""
 Wanted = tuple[bool, ...]
 Gradients = tuple[Tensor | None, ...]
 Clip = Callable[[Tensor], Tensor]
@@ -49,7 +50,7 @@ Clip = Callable[[Tensor], Tensor]
 class LayerRule(ABC):
     """What the engine must know of one type of layer."""
 
-    layer_type: ClassVar[type[nn.Module]]
+    layer_type: ClassVar[type[nn.Module] | tuple[type[nn.Module], ...]]
     parameter_names: ClassVar[tuple[str, ...]]
     autocast: ClassVar[Literal["lower", "float32", "keep"]] = "lower"
     """What torch.autocast does to this layer's inputs: lower precision, float32, or nothing."""
@@ -58,7 +59,7 @@ class LayerRule(ABC):
     features_last: ClassVar[bool] = False
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
-    """Whether several calls can become one (`stack`)."""
+    """Whether it has `rows`, so that several calls can become one."""
     indexed: ClassVar[bool] = False
     """Whether sums are numbers in few rows of the parameter (`weighted_rows`)."""
     claims: ClassVar[str] = ""
@@ -70,9 +71,10 @@ class LayerRule(ABC):
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
         """Whether this rule is right for the module: subclasses count only if they left `forward` alone."""
-        return isinstance(module, cls.layer_type) and type(module).forward is cls.layer_type.forward
+        kinds = cls.layer_type if isinstance(cls.layer_type, tuple) else (cls.layer_type,)
+        return any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
 
-    def values(self) -> list[Tensor | None]:
+    def values(self) -> list[Any]:
         """The parameters' values, in the order of their names."""
         return [self.module._parameters.get(name) for name in self.parameter_names]
 
@@ -91,14 +93,14 @@ class LayerRule(ABC):
         return x
 
     @abstractmethod
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         """The layer's output and what its backward needs, in a tuple whose positions mean the same at every call."""
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
     def arrange(self, saved: Saved, g: Tensor) -> Tensor:
         """The output gradient in the memory layout that the rest works on."""
-        return g
+        return g.contiguous() if self.features_last or not saved else in_format_of(saved[0], g)
 
     @abstractmethod
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
@@ -178,9 +180,14 @@ class LayerRule(ABC):
 
     # -- parameters that are used more than once ------------------------------------------------------------------
 
+    def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The first saved tensor and the output gradients of all positions of an example, (B, T, ...) each."""
+        raise UserError(f"{type(self).__name__} says that its calls stack, but not how: give it `rows`.")
+
     def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
-        """Several calls of the layer as one whose gradients are the sums of theirs."""
-        raise UserError(f"{type(self).__name__} says that its calls stack, but not how: give it `stack`.")
+        """Several calls of the layer as one, one after the other along the positions: (B, ΣT, ...)."""
+        inputs, gradients = zip(*(self.rows(saved, g) for saved, g in calls), strict=True)
+        return (torch.cat(inputs, 1), *calls[0][0][1:]), torch.cat(gradients, 1)
 
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts | None:
         """The first parameter's gradients as sums of outer products, in the order of its axes; None: not of that kind.
@@ -251,7 +258,8 @@ def total_numel(*tensors: object) -> int:
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
-def in_format_of(x: Tensor, g: Tensor) -> Tensor:
+def in_format_of(x: Any, g: Tensor) -> Tensor:
     """g in the memory format of x, contiguous or channels_last: kernels read the two side by side."""
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    last = isinstance(x, Tensor) and x.dim() == 4 and not x.is_contiguous()
+    last = last and x.is_contiguous(memory_format=torch.channels_last)
     return g.contiguous(memory_format=torch.channels_last) if last else g.contiguous()

@@ -30,7 +30,7 @@ from groupwise.clipping.precision import (
     upcast,
 )
 from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, chunk_floats, register_rule
-from groupwise.clipping.rules.conv import Conv1dRule, Conv2dRule, Conv3dRule, ConvRule, positions_first
+from groupwise.clipping.rules.conv import ConvRule, positions_first
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.clipping.rules.ws_conv import STANDARDIZATION_EPS, WSConv2d
 
@@ -62,9 +62,8 @@ class FilterRule(LayerRule):
     def prepare(self, x: Tensor) -> Tensor:
         return super().prepare(autocast("lower", x, [])[0])
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias, gain = parameters
-        assert weight is not None
         used, *rest = self.compute(upcast(weight).flatten(1), None if gain is None else gain.reshape(-1, 1))
         used = used.view_as(weight).to(x.dtype)
         y, _ = super().forward(x, used, None if bias is None else bias.to(x.dtype))  # type: ignore[safe-super]
@@ -83,7 +82,6 @@ class FilterRule(LayerRule):
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         x, weight, _, scale, _, length = saved
-        assert x is not None and weight is not None and scale is not None and length is not None
         if not _of_used(wanted)[0]:
             return super().squared_norms(saved, g, _of_used(wanted), context)
         positions = (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
@@ -136,7 +134,6 @@ class FilterRule(LayerRule):
         """Squared norms (n,) from inner products, each moved by its rounding towards the larger norm."""
         x, g = saved[0], upcast(g)
         direction, scale, taken, length = (t for t in saved[2:] if t is not None)
-        assert x is not None
         x = upcast(x)
         if isinstance(self, ConvRule):
             xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
@@ -163,7 +160,6 @@ class FilterRule(LayerRule):
     def _seen(self, x: Tensor, filters: Tensor) -> Tensor:
         """What filters (q, K) make of inputs of n examples, (n, T, q)."""
         weight = self.values()[0]
-        assert weight is not None
         filters = filters.view(-1, *weight.shape[1:])
         if isinstance(self, ConvRule):
             return positions_first(self.convolve(x, filters))
@@ -171,7 +167,7 @@ class FilterRule(LayerRule):
 
 
 @register_rule
-class WSConv2dRule(FilterRule, Conv2dRule):
+class WSConv2dRule(FilterRule, ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,)."""
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
@@ -184,7 +180,7 @@ class WSConv2dRule(FilterRule, Conv2dRule):
 
 
 @register_rule
-class StdConv2dRule(FilterRule, Conv2dRule):
+class StdConv2dRule(FilterRule, ConvRule):
     """`StdConv2d` and `ScaledStdConv2d` of timm (BiT, NF-ResNets), and transformers' `WeightStandardizedConv2d`.
 
     Weight (p, c/groups, kh, kw), bias (p,), gain (p, 1, 1, 1). The classes are recognised by their names, so that
@@ -230,18 +226,17 @@ class WeightNormRule(FilterRule):
         (found, *more) = lists["weight"].children()
         return type(found) is parametrizations._WeightNorm and found.dim == 0 and not more  # type: ignore[attr-defined]
 
-    def values(self) -> list[Tensor | None]:
+    def values(self) -> list[Any]:
         inside = self.module.get_submodule(_LIST)
         return [inside.original1, self.module.bias, inside.original0]
 
     def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        assert gain is not None
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         scale, ones = gain / norms, torch.ones_like(norms)
         return rows * scale, rows / norms, scale, ones, ones
 
 
-for _rule in (LinearRule, Conv1dRule, Conv2dRule, Conv3dRule):
+for _rule in (LinearRule, ConvRule):
     register_rule(type(f"WeightNorm{_rule.__name__}", (WeightNormRule, _rule), {}))
 
 

@@ -28,7 +28,6 @@ from groupwise.clipping.rules.base import (
     Saved,
     Wanted,
     chunk_floats,
-    in_format_of,
     register_rule,
 )
 from groupwise.clipping.rules.geometry import Geometry
@@ -46,18 +45,21 @@ FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
 product of the output gradients and what each position sees."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
+"""What convolutions compute with, if no subclass has changed it; transposed ones share a method."""
 
 
+@register_rule
 class ConvRule(LayerRule):
     """Convolutions: weight (p, c/groups, *k), bias (p,). `saved` begins with (x, weight used)."""
 
+    layer_type: ClassVar[Any] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     module: Any  # one of the convolution classes: they share these attributes
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
-        own, usual = (getattr(kind, "_conv_forward", None) for kind in (type(module), cls.layer_type))
-        return super().handles(module) and own is usual
+        return super().handles(module) and getattr(type(module), "_conv_forward", None) in _FORWARDS
 
     def has_batch(self, axes: int) -> bool:
         return axes == len(self.module.kernel_size) + 2
@@ -81,9 +83,8 @@ class ConvRule(LayerRule):
         padding = (0,) * len(m.kernel_size) if unpadded else tuple(m.padding)
         return Geometry(tuple(m.kernel_size), tuple(m.stride), padding, tuple(m.dilation), m.groups)
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
-        assert weight is not None
         return self.convolve(x, weight, bias), (x, weight)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,21 +93,19 @@ class ConvRule(LayerRule):
         rest = shape.stride, shape.padding, shape.dilation, shape.groups
         return _CONV[x.dim() - 2](x, weight, bias, *rest)  # type: ignore[operator]
 
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        assert saved[0] is not None
-        return in_format_of(saved[0], g)
-
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
-        assert x is not None and weight is not None
         return self._backward(g, x, weight, [True, False, False])[0]
 
-    def _backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool], groups: int | None = None
+    def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        """Gradients of the layer's input, weight and bias, where the mask asks for them."""
+        return self._convolution_backward(g, x, weight, mask, self.geometry.groups)
+
+    def _convolution_backward(
+        self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool], groups: int
     ) -> tuple[Tensor, ...]:
-        """Gradients of input, weight and bias, where the mask asks for them."""
         shape = self.geometry
-        rest = (shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), groups or shape.groups, mask)
+        rest = (shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), groups, mask)
         return torch.ops.aten.convolution_backward(g, x, weight, [weight.shape[0]], *rest)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
@@ -132,14 +131,14 @@ class ConvRule(LayerRule):
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x, weight = saved[:2]
-        assert x is not None and weight is not None
-        rows, inputs, out = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x)), g.shape[2:]
-        few = len(g) * out.numel() <= FEW_ROWS and weight.numel() >= MANY_WEIGHTS
-        if wanted[0] and few and x.device.type == "cpu" and self.geometry.groups == 1:
-            seen = self.geometry.windows(inputs, out).transpose(1, 2).flatten(0, 1)
+        gradients, inputs = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x))
+        read, rows = self.sides((inputs, weight), gradients)
+        few = len(g) * rows.shape[2:].numel() <= FEW_ROWS and weight.numel() >= MANY_WEIGHTS
+        if wanted[0] and few and g.device.type == "cpu" and self.geometry.groups == 1:
+            seen = self.geometry.windows(read, rows.shape[2:]).transpose(1, 2).flatten(0, 1)
             weights = matmul.product(rows.transpose(0, 1).flatten(1), seen).view(weight.shape)
-            return weights, rows.flatten(2).sum((0, 2)) if wanted[1] else None
-        _, weights, bias = self._backward(rows, inputs, upcast(weight), [False, *wanted])
+            return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
+        _, weights, bias = self._backward(gradients, inputs, upcast(weight), [False, *wanted])
         return weights if wanted[0] else None, bias if wanted[1] else None
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
@@ -162,7 +161,6 @@ class ConvRule(LayerRule):
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """What the weight's gradient is made of: inputs (B, c, *space) and output gradients (B, p, *out)."""
-        assert saved[0] is not None
         return saved[0], g
 
     def _by_groups(self, x: Tensor, g: Tensor) -> Tensor:
@@ -170,7 +168,8 @@ class ConvRule(LayerRule):
         n, shape = len(x), self._filter()
         like = g.new_empty(1).expand(n * g.shape[1], *shape)
         gradients, inputs = g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:])
-        weights = self._backward(gradients, inputs, like, [False, True, False], n * self.geometry.groups)[1]
+        groups, mask = n * self.geometry.groups, [False, True, False]
+        weights = self._convolution_backward(gradients, inputs, like, mask, groups)[1]
         return weights.view(n, -1, *shape)
 
     def _filter(self) -> tuple[int, ...]:
@@ -211,24 +210,3 @@ def positions_first(g: Tensor) -> Tensor:
     if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2)
     return g.flatten(2).mT
-
-
-@register_rule
-class Conv1dRule(ConvRule):
-    """`nn.Conv1d`."""
-
-    layer_type: ClassVar[type[nn.Module]] = nn.Conv1d
-
-
-@register_rule
-class Conv2dRule(ConvRule):
-    """`nn.Conv2d`."""
-
-    layer_type: ClassVar[type[nn.Module]] = nn.Conv2d
-
-
-@register_rule
-class Conv3dRule(ConvRule):
-    """`nn.Conv3d`."""
-
-    layer_type: ClassVar[type[nn.Module]] = nn.Conv3d

@@ -1,7 +1,6 @@
 """Clips embeddings: one example's gradient adds the output gradients of equal indices; nothing is ever one-hot."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +27,8 @@ class EmbeddingRule(LayerRule):
     def refuse(self) -> str | None:
         return refuse_embedding(self.module)
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         (weight,) = parameters
-        assert weight is not None
         return F.embedding(x, weight, self.module.padding_idx), (x,)
 
     def input_gradient(self, saved: Saved, g: Tensor) -> None:
@@ -39,17 +37,11 @@ class EmbeddingRule(LayerRule):
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Indices (B, T) and their output gradients (B, T, d), zero at padding."""
         indices = saved[0]
-        assert indices is not None
         indices = indices.reshape(indices.shape[0], -1)
         g = upcast(g).reshape(*indices.shape, g.shape[-1])
         if self.module.padding_idx is not None:
             g = g.masked_fill((indices == self.module.padding_idx).unsqueeze(-1), 0)
         return indices, g
-
-    def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
-        """All indices of an example in a row, (B, ΣT), and their output gradients (B, ΣT, d)."""
-        indices, gradients = zip(*(self.rows(saved, g) for saved, g in calls), strict=True)
-        return (torch.cat(indices, 1),), torch.cat(gradients, 1)
 
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts:
         return OuterProducts(*self.rows(saved, g))

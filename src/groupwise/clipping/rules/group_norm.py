@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from groupwise.clipping.precision import upcast
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, in_format_of, register_rule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 from groupwise.errors import UserError
 
 LARGEST_GRID = 65_535
@@ -36,15 +36,11 @@ class GroupNormRule(LayerRule):
     def has_batch(self, axes: int) -> bool:
         return True
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         x = x if _stays_channels_last(x) else x.contiguous()
         y, mean, rstd = torch.native_group_norm(x, weight, bias, *self._sizes(x), self.module.eps)
         return y, (x, weight, mean, rstd, None, None)
-
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        assert saved[0] is not None
-        return in_format_of(saved[0], g)
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
         return self.begin_backward(saved, g, True)[0]
@@ -52,7 +48,6 @@ class GroupNormRule(LayerRule):
     def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
         """The input gradient, and in the place of the rest the gradients (B, C) of weight and bias."""
         x, weight, mean, rstd = saved[:4]
-        assert x is not None and mean is not None and rstd is not None
         kernel, (b, c, space, groups) = torch.ops.aten.native_group_norm_backward, self._sizes(x)
         if _stays_channels_last(x):
             masks = [needs_input, False, False]

@@ -4,7 +4,6 @@ For y = x Wᵀ + b at T positions (the product of all axes between batch and fea
 dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` says how norms are found.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -43,23 +42,17 @@ class LinearRule(LayerRule):
     transposed: ClassVar[bool] = False
     """The weight is stored as (d, p)."""
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
-        assert weight is not None
         return linear(x, weight.t() if self.transposed else weight, bias), (x, weight)
-
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        return g.contiguous()
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         _, weight = saved
-        assert weight is not None
         return product(g, weight.t() if self.transposed else weight)
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs (B, T, d) and output gradients (B, T, p): both bfloat16, or float32 at least."""
         x = saved[0]
-        assert x is not None
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
     def method(self, x: Tensor, g: Tensor, context: RuleContext) -> str:
@@ -71,12 +64,10 @@ class LinearRule(LayerRule):
 
     def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
         x = saved[0]
-        assert x is not None
         return wanted[0] and self.method(x, g, context) == "materialize"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
         x = saved[0]
-        assert x is not None
         if not wanted[0]:
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
         method = self.method(x, g, context)
@@ -96,7 +87,6 @@ class LinearRule(LayerRule):
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x = saved[0]
-        assert x is not None
         half, dropped = keeps_half(x, g), dropped_examples(factors)
         if not half:
             x, g = upcast(x), upcast(g)
@@ -125,11 +115,6 @@ class LinearRule(LayerRule):
             turned = left.shape[2] > right.shape[2] and left.shape[2] * right.shape[2] <= THIN
             weight = batched(right.mT, left).mT if turned else batched(left.mT, right)
         return weight, g.sum(1) if wanted[1] else None
-
-    def stack(self, calls: Sequence[tuple[Saved, Tensor]]) -> tuple[Saved, Tensor]:
-        """Calls one after the other along the sequence: (B, ΣT, d) and (B, ΣT, p)."""
-        inputs, gradients = zip(*(self.rows(saved, g) for saved, g in calls), strict=True)
-        return (torch.cat(inputs, 1), calls[0][0][1]), torch.cat(gradients, 1)
 
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts:
         x, g = self.rows(saved, g)

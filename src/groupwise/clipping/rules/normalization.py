@@ -5,7 +5,7 @@ RMSNorm has x̂ = x/√(mean x² + eps). The RMSNorm classes of transformers hav
 each example (`per_example.py`), take as long.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,11 @@ class LayerNormRule(LayerRule):
     batched: ClassVar[tuple[int, ...]] = (0, 3, 4)
     module: nn.LayerNorm
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         shape = list(self.module.normalized_shape)
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, self.module.eps)
         return y, (x, weight, bias, mean, rstd)
-
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        return g.contiguous()
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, bias, mean, rstd = saved
@@ -43,7 +40,6 @@ class LayerNormRule(LayerRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, _, _, mean, rstd = saved
-        assert x is not None and mean is not None and rstd is not None
         g = upcast(g)
         shape = g.shape[g.dim() - len(self.module.normalized_shape) :]
         between = tuple(range(1, g.dim() - len(shape)))
@@ -72,9 +68,8 @@ class RMSNormRule(LayerRule):
     features_last: ClassVar[bool] = True
     module: nn.RMSNorm
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         (weight,) = parameters
-        assert weight is not None
         if x.dim() <= weight.dim() or x.shape[-weight.dim() :] != weight.shape:
             raise UserError(
                 f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: the batch must come first, and "
@@ -86,13 +81,9 @@ class RMSNormRule(LayerRule):
         y = (wide * rstd).mul_(used) if used.dtype == wide.dtype else wide * rstd * used
         return y.to(x.dtype), (x, used, rstd)
 
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        return g.contiguous()
-
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         """(g∘w)/rms - x·⟨g∘w, x⟩/(n·rms³)."""
         x, used, rstd = saved
-        assert x is not None and used is not None and rstd is not None
         wide, g = upcast(x), upcast(g)
         along = (wide * g).flatten(-used.dim()) @ used.flatten()
         along = along.view(rstd.shape) * rstd.pow(3).div_(-used.numel())
@@ -100,6 +91,5 @@ class RMSNormRule(LayerRule):
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, used, rstd = saved
-        assert x is not None and used is not None and rstd is not None
         rows = (upcast(x) * upcast(g)).reshape(len(x), -1, used.numel())  # (B, T, n)
         return (torch.bmm(rstd.reshape(len(x), 1, -1).to(rows.dtype), rows).view(len(x), *used.shape),)

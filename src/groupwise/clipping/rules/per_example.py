@@ -1,5 +1,7 @@
 """Clips single parameters, and layers that see several rows of every example, from per-example gradients."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from groupwise.clipping.clip_plan import Layout
@@ -17,11 +19,11 @@ class ParameterRule(LayerRule):
         super().__init__(module)
         self.parameter_names = (name,)  # type: ignore[misc]
 
-    def values(self) -> list[Tensor | None]:
+    def values(self) -> list[Any]:
         """The parameter, which may be inside of a module that the layer claims."""
         return [self.module.get_parameter(self.parameter_names[0])]
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         """It is no layer."""
         raise UserError(f"Parameter {self.parameter_names[0]!r} was called as a layer.")
 
@@ -41,11 +43,11 @@ class FoldedRule(LayerRule):
         self.inner, self.layout = inner, layout
         self.batched = inner.batched  # type: ignore[misc]
 
-    def values(self) -> list[Tensor | None]:
+    def values(self) -> list[Any]:
         """As the layer itself."""
         return self.inner.values()
 
-    def forward(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Saved]:
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         """As the layer itself."""
         return self.inner.forward(x, *parameters)
 
