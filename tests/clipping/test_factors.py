@@ -17,7 +17,6 @@ from groupwise.clipping.factors import (
     is_async_device,
     keep_finite,
     scale_rows,
-    weigh_rows,
 )
 from groupwise.config.keys import CHOICES
 
@@ -51,7 +50,7 @@ def test_rows_left_out_add_exactly_nothing(bad):
     factors = keep_finite(torch.ones(2), rows.square().sum(1))
     assert factors.tolist() == [1.0, 0.0]
     assert scale_rows(rows, factors).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert weigh_rows(factors, rows).tolist() == [1.0, 2.0]
+    assert add_weighed_rows(None, factors, rows).tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4)])
@@ -61,7 +60,7 @@ def test_rows_of_any_shape_are_scaled_and_added_up(shape):
     assert torch.equal(scale_rows(rows, factors), rows * weights)
     if len(shape) > 1:
         expected = (rows * weights).sum(0)
-        torch.testing.assert_close(weigh_rows(factors, rows), expected)
+        torch.testing.assert_close(add_weighed_rows(None, factors, rows), expected)
         total = torch.ones_like(expected)
         assert add_weighed_rows(total, factors, rows) is total
         torch.testing.assert_close(total, 1 + expected)

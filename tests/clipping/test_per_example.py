@@ -220,7 +220,7 @@ def test_a_row_that_is_repeated_takes_no_memory_for_each_time():
 def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
     model = Uses((5,), lambda p, layer, x: layer(x)[..., :5] * p + layer.weight[x[..., 0].long().abs() % 5])
     model.layer = nn.Linear(5, 1000)
-    with attach(model, flat(model), 1.0) as engine, pytest.warns(UserWarning, match=r"layer.weight beside its layer"):
+    with attach(model, flat(model), 1.0) as engine, pytest.warns(UserWarning, match=r"weight of Linear"):
         clip(engine, rows_of(model, torch.randn(7, 3, 5)), range(7))
 
 

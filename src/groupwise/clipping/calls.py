@@ -15,11 +15,10 @@ from groupwise.clipping.autograd import CopiesFunction, LateFunction, LayerFunct
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.group_pass import GroupPass
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
-from groupwise.clipping.partition import COPIED
 from groupwise.clipping.passes import Passes, hides_batch
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule, RuleContext, find_rule
+from groupwise.clipping.rules.base import LayerRule, RuleContext
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.clipping.rules.per_example import ParameterRule
@@ -27,6 +26,10 @@ from groupwise.errors import UserError
 
 Values = list[Tensor | None]
 """The values of a layer's parameters, in the order of its rule's `parameter_names`."""
+
+
+COPIED = 4096
+"""Parameters of fewer numbers cost little where every example has a copy."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,9 @@ class LayerCalls:
         key = ("parameter", group.index, place)
         if key not in self._members:
             home, local = group.homes[place]
-            large = home.get_parameter(local).numel() > COPIED and self.passes.current.examples > 1
-            if large and find_rule(home) is not None:
+            if home.get_parameter(local).numel() > COPIED and self.passes.current.examples > 1:
                 warnings.warn(
-                    f"groupwise has no rule for what is done with {group.names[place]} beside its layer: it is clipped "
+                    f"groupwise has no rule for what is done with {local} of {type(home).__name__}: it is clipped "
                     "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
                     stacklevel=2,
                 )

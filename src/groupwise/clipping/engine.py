@@ -22,7 +22,7 @@ from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
 from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.group_pass import Phase, total_squares
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
-from groupwise.clipping.partition import Partition, check_partition, find_layers, warn_of_copies
+from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import NOT_NAMED, Note, Pass, Passes
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32
@@ -93,7 +93,6 @@ class ClippingEngine(ThresholdsAndCounts):
         self.set_thresholds(thresholds)
         calls = LayerCalls(self.groups, self._passes, self._context)
         self._patches = Patches(model, layers, self.groups, calls, direct)
-        warn_of_copies(layers)
 
     def reset(self) -> None:
         """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""

@@ -128,11 +128,6 @@ def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
     return drop_zero_rows(factors, rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)))
 
 
-def weigh_rows(factors: Tensor, rows: Tensor) -> Tensor:
-    """Σ_i factor_i · rows_i for rows (B, ...)."""
-    return add_weighed_rows(None, factors, rows)
-
-
 def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
     weights, dropped = factors.to(rows.dtype), dropped_examples(factors)

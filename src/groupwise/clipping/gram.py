@@ -53,14 +53,12 @@ class InputProducts:
 
     def __init__(self) -> None:
         self._known: tuple[tuple[object, ...], StorageWeakRef, Tensor] | None = None
-        self.reused = 0
 
     def of(self, x: Tensor) -> Tensor:
         """XXᵀ (B, T, T) of x (B, T, d); not to be changed."""
         if self._known is not None:
             key, storage, products = self._known
             if key == _key(x) and not storage.expired():  # while it lives, no other tensor can have its address
-                self.reused += 1
                 return products
         products = self_products(x)
         self._known = _key(x), StorageWeakRef(x.untyped_storage()), products

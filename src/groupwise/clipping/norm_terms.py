@@ -22,9 +22,6 @@ FEW = 1 << 20
 FEW_ON_CPU = 1 << 14
 """The same on a CPU, where starting an operation costs less."""
 
-FEW_LAYERS = 4
-"""Layers a group whose squares are added up place by place, for all groups at once."""
-
 
 class Terms(ABC):
     """What one layer's squared norms are made of."""
@@ -152,10 +149,4 @@ def squares_together(reported: Sequence[Sequence[Terms | Tensor]]) -> list[Tenso
     for terms in same.values():
         done |= zip(map(id, terms), type(terms[0]).squares_of(terms).unbind(), strict=True)
     found = [[done[id(term)] if isinstance(term, Terms) else term for term in terms] for terms in reported]
-    if len(found) < 2 or max(map(len, found)) > FEW_LAYERS:
-        return [squares[0] if len(squares) == 1 else torch.stack(squares).sum(0) for squares in found]
-    totals = torch.stack([squares[0] for squares in found]).unbind()
-    for place in range(1, max(map(len, found))):
-        more = [(total, squares[place]) for total, squares in zip(totals, found, strict=True) if len(squares) > place]
-        torch._foreach_add_([total for total, _ in more], [squares for _, squares in more])
-    return list(totals)
+    return [squares[0] if len(squares) == 1 else torch.stack(squares).sum(0) for squares in found]

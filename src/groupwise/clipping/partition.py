@@ -3,9 +3,7 @@
 A partition into groups is the one idea of which every clipping mode is a case.
 """
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.rules import REWRITTEN, WITHOUT_COPIES
+from groupwise.clipping.rules import REWRITTEN
 from groupwise.clipping.rules.base import LayerRule, find_rule
 from groupwise.errors import UserError
 
@@ -90,9 +88,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             own += [(f"{rule.claims}.{local}", p) for local, p in inside.named_parameters(recurse=False)]
         trainable = {local: p for local, p in own if p.requires_grad}
         if trainable:
-            layers.append(
-                Layer(name, module, rule, trainable, None if rule else REWRITTEN.get(_type_among(module, REWRITTEN)))
-            )
+            layers.append(Layer(name, module, rule, trainable, None if rule else _rewritten(module)))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -105,9 +101,9 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
-def _type_among(module: nn.Module, types: Iterable[Any]) -> Any:
-    """The type whose forward a module has; None where it has one of its own, or computed weights."""
-    same = (kind for kind in types if isinstance(module, kind) and type(module).forward is kind.forward)
+def _rewritten(module: nn.Module) -> Forward | None:
+    """The forward of a module in terms of layers with rules, if its own is torch's and no weight is computed."""
+    same = (new for kind, new in REWRITTEN.items() if isinstance(module, kind) and type(module).forward is kind.forward)
     return None if is_parametrized(module) else next(same, None)
 
 
@@ -144,28 +140,6 @@ def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
             f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
             f"bounded: {'' if module.running_mean is None else keep}replace it by GroupNorm, LayerNorm or "
             "torchvision.ops.FrozenBatchNorm2d."
-        )
-
-
-COPIED = 4096
-"""Parameters of fewer numbers cost little where every example has a copy."""
-
-
-def warn_of_copies(layers: tuple[Layer, ...]) -> None:
-    """Say once for which types of modules every example gets a copy of parameters that are not small."""
-    kinds = Counter(
-        type(layer.module).__name__
-        for layer in layers
-        if layer.rule is None
-        and _type_among(layer.module, WITHOUT_COPIES) is None
-        and any(p.numel() > COPIED for p in layer.trainable.values())
-    )
-    if kinds:
-        listed = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
-        warnings.warn(
-            f"groupwise has no rule for modules of these types: {listed}. They are clipped exactly, but where they use "
-            "their parameters in other ways than linear layers do, with a gradient for each example in memory.",
-            stacklevel=4,
         )
 
 

@@ -80,8 +80,7 @@ def explain(engine: ClippingEngine) -> str:
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
-    shared = engine.products_reused
-    return "\n".join([*lines, f"Inner products of inputs taken over from the layer before: {shared} times."])
+    return "\n".join(lines)
 
 
 def _row(member: ClippedLayer) -> tuple[str, ...]:

@@ -136,11 +136,6 @@ class ThresholdsAndCounts:
         return self._unmasked and bool(self._on_host()[1].any())
 
     @property
-    def products_reused(self) -> int:
-        """How often a layer took XXᵀ from the layer before, which had the same input."""
-        return self._context.products.reused
-
-    @property
     def per_example_norms(self) -> Tensor:
         """‖g_k^(i)‖ of the last microbatch, (K, B); not private."""
         return torch.stack([self.squared_norms[k] for k in range(len(self.groups))]).clamp_min(0).sqrt()

@@ -19,9 +19,7 @@ from groupwise.clipping.rules import (  # noqa: F401
 )
 from groupwise.clipping.rules.base import LayerRule, find_rule, register_rule
 
-__all__ = ["REWRITTEN", "WITHOUT_COPIES", "LayerRule", "find_rule", "register_rule"]
+__all__ = ["REWRITTEN", "LayerRule", "find_rule", "register_rule"]
 
 REWRITTEN: dict[Any, Callable[..., Any]] = dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), recurrent.recurrent)
 """Types of modules that are made of linear layers, and their forwards in those terms."""
-WITHOUT_COPIES = (*REWRITTEN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.MultiheadAttention, nn.EmbeddingBag)
-"""Types of modules whose parameters go into functions that are made of linear layers and embeddings."""
