@@ -8,7 +8,8 @@ often than the spacing of float32 asks for.
 
 numpy's vectorised functions may differ in their last bit from processor to processor, and so may the draws. Where the
 package was installed with a C compiler, `normals.c` draws pairs four times as fast: the same bits on every processor,
-and numpy's but for the last two. Noise from a published key stays numpy's, so that a training is repeated to the bit without a compiler too.
+and numpy's but for the last two. Noise from a published key stays numpy's, so that a training is repeated to the bit
+without a compiler too.
 """
 
 import ctypes
