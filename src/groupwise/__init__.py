@@ -1,23 +1,55 @@
-"""Differentially private deep learning with group-wise clipping."""
+"""Differentially private deep learning with group-wise clipping, in PyTorch.
+
+Train your own model (docs/loop.md, `help(groupwise.make_private)`):
+
+    def losses(model, batch):  # one loss per example, (b,), never their mean
+        inputs, labels = batch
+        return cross_entropy(model(inputs), labels, reduction="none")
+
+    private = groupwise.make_private(model, optimizer, dataset, losses, epsilon=8, epochs=10, batch_size=512)
+    for step in private.steps():  # len() of it is how many
+        scheduler.step()
+    print(private.statement())
+
+    groupwise.fix_model(model)                                      replaces BatchNorm, and says what it changed
+    groupwise.gradient_norms(model, losses_of, rows)                norms of single examples, without privacy
+    from groupwise.privacy import make_plan                         sigma for an epsilon, and the reverse
+    from groupwise.integrations.transformers import PrivateTrainer  in the place of transformers' Trainer
+
+`groupwise.clipping` and `groupwise.privacy` are the two libraries that it is built from.
+On a command line: `groupwise --help`, and `python run.py --help` in a checkout.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.clipping import gradient_norms
-    from groupwise.private import Private, make_private
+    from groupwise.private import Private, fix_model, make_private
 
 __version__ = "0.1.0"
-__all__ = ["Private", "__version__", "gradient_norms", "make_private"]
+__all__ = ["Private", "__version__", "fix_model", "gradient_norms", "make_private"]
 _OWNERS = {
     "Private": "groupwise.private",
+    "fix_model": "groupwise.private",
     "gradient_norms": "groupwise.clipping",
     "make_private": "groupwise.private",
 }
+_INSTEAD = {
+    **dict.fromkeys(("PrivacyEngine", "make_private_with_epsilon"), "groupwise.make_private(model, ..., epsilon=8)"),
+    "ModuleValidator": "groupwise.fix_model(model)",
+    "BatchMemoryManager": "groupwise.make_private(..., microbatch=64)",
+}
+"""Opacus' names -> what to call here."""
 
 
 def __getattr__(name: str) -> Any:
     """The public names, when they are asked for: the package alone imports no torch."""
     if name in _OWNERS:
         return getattr(import_module(_OWNERS[name]), name)
-    raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
+    hint = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module 'groupwise' has no attribute {name!r}{hint}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

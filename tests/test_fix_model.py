@@ -1,0 +1,135 @@
+"""`fix_model` replaces what no private training takes, keeps weights, and says exactly what it has changed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import groupwise
+from groupwise.errors import UserError
+
+
+def network(norm: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm, nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def train(model: nn.Module) -> None:
+    x, y = torch.randn(40, 3, 8, 8), torch.randint(2, (40,))
+    model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = groupwise.make_private(
+        model,
+        optimizer,
+        TensorDataset(x, y),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+        noise_multiplier=1,
+        steps=2,
+        batch_size=10,
+    )
+    for _ in private.steps():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(16, 4), (128, 32), (256, 32), (6, 1), (3, 1), (24, 6), (1, 1), (7, 1), (14, 2)]
+)
+def test_batch_norm_becomes_group_norm_with_its_own_parameters(channels, groups):
+    norm = nn.BatchNorm2d(channels, eps=1e-3)
+    norm.weight.data.uniform_()
+    model = nn.Sequential(nn.Conv2d(3, channels, 1), norm)
+    assert groupwise.fix_model(model) == [
+        f"1: BatchNorm2d({channels}) became GroupNorm({groups}, {channels}); weight and bias are kept."
+    ]
+    assert type(model[1]) is nn.GroupNorm and model[1].num_groups == groups and model[1].eps == 1e-3
+    assert model[1].weight is norm.weight and model[1].bias is norm.bias and model[1].training
+    x = torch.randn(5, 3, 4, 4)
+    assert torch.equal(model[1](x := model[0](x)), F.group_norm(x, groups, norm.weight, norm.bias, 1e-3))
+    assert groupwise.fix_model(model) == []
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(16),
+        nn.BatchNorm2d(16, affine=False),
+        nn.BatchNorm2d(16, track_running_stats=False),
+        nn.SyncBatchNorm(16),
+        nn.InstanceNorm2d(16, affine=True, track_running_stats=True),
+    ],
+    ids=str,
+)
+def test_what_was_refused_trains_privately(norm):
+    model = network(norm)
+    with pytest.raises(UserError, match="mixes the examples"):
+        train(model)
+    assert len(groupwise.fix_model(model)) == 1
+    train(model)
+
+
+def test_instance_norm_computes_the_same_in_training():
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    model, x = nn.Sequential(norm), torch.randn(3, 4, 5, 5)
+    expected = model(x)
+    assert "training computes the same" in groupwise.fix_model(model)[0]
+    assert torch.equal(model(x), expected) and model[0].weight is norm.weight
+    assert model[0].running_mean is None and [*model[0].state_dict()] == ["weight", "bias"]
+
+
+def test_learnt_statistics_are_said_to_be_lost():
+    model = network(nn.BatchNorm2d(16))
+    model(torch.randn(4, 3, 8, 8))
+    assert "mean and variance is dropped" in groupwise.fix_model(model)[0]
+
+
+def test_what_is_not_refused_stays():
+    model = network(nn.BatchNorm2d(16))
+    model[1].eval()
+    assert groupwise.fix_model(model) == [] and type(model[1]) is nn.BatchNorm2d
+    model[1].track_running_stats, model[1].running_mean, model[1].running_var = False, None, None
+    assert len(groupwise.fix_model(model)) == 1 and not model[1].training  # it would use the batch's even in eval mode
+
+
+def test_a_layer_in_two_places_is_one_layer_afterwards():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm1d(8)), "b": nn.Identity()})
+    model["b"] = model["a"][0]
+    said = groupwise.fix_model(model)
+    assert [sentence.partition(":")[0] for sentence in said] == ["a.0", "b"] and model["b"] is model["a"][0]
+
+
+def test_an_optimizer_made_before_still_fits():
+    model = network(nn.BatchNorm2d(16))
+    model(torch.randn(4, 3, 8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groupwise.fix_model(model)
+    moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert moved == {id(parameter) for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)])
+def test_options_of_an_embedding_are_taken_back(option, value):
+    model = nn.Sequential(nn.Embedding(10, 4, **{option: value}))
+    [said] = groupwise.fix_model(model)
+    assert said.startswith(f"0: Embedding without {option}={value}: ")
+    assert not getattr(model[0], option) and groupwise.fix_model(model) == []
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (nn.Sequential(nn.BatchNorm1d(4), WithActivation(4)), "another class"),
+        (nn.Sequential(nn.BatchNorm1d(4), nn.LazyBatchNorm1d()), "no size yet"),
+        (nn.BatchNorm1d(4), "is a BatchNorm1d itself"),
+    ],
+)
+def test_what_cannot_be_replaced_exactly_is_refused_and_nothing_changes(model, says):
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UserError, match=says):
+        groupwise.fix_model(model)
+    assert [type(module) for module in model.modules()] == before
