@@ -80,7 +80,7 @@ def test_all_that_the_suite_imports_is_declared() -> None:
 
 def test_all_that_tests_and_commands_of_the_checkout_import_is_declared() -> None:
     everything = declared("suite", "language", "secure", "dev")
-    assert undeclared(imported(files_of("tests", "trust", "benchmarks", "examples", "analysis")), everything) == set()
+    assert undeclared(imported(files_of("tests", "trust", "benchmarks", "examples", "notebooks")), everything) == set()
 
 
 def test_extras_and_pins_name_the_same_packages() -> None:

@@ -1,0 +1,62 @@
+"""`python -m groupwise.privacy`: σ for an ε, ε for a σ, and ε along the way."""
+
+import re
+import sys
+
+import pytest
+
+from groupwise.privacy import make_plan
+from groupwise.privacy.__main__ import HELP, main
+
+SETTING = "n=5000 batch=500 steps=100 delta=1e-5"
+
+
+def said(words: str, monkeypatch, capsys) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["privacy", *words.split()])
+    return main(), *capsys.readouterr()
+
+
+def test_sigma_and_back(monkeypatch, capsys):
+    code, out, _ = said(f"epsilon=4 {SETTING}", monkeypatch, capsys)
+    plan = make_plan(dataset_size=5000, expected_batch_size=500, steps=100, delta=1e-5, epsilon=4)
+    assert code == 0 and out.startswith(plan.statement())
+    rows = [line.split() for line in out.splitlines()[-10:]]
+    assert [row[0] for row in rows] == [str(step) for step in range(10, 101, 10)]
+    assert [row[1] for row in rows] == [f"{step / 10:.1f}" for step in range(10, 101, 10)]
+    assert float(rows[4][2]) == round(plan.spent_epsilon(50), 4) and 3.99 < float(rows[-1][2]) <= 4
+    sigma = re.search(r"sigma\s+=\s+([\d.]+)", out).group(1)
+    _, back, _ = said(f"sigma={sigma} {SETTING}", monkeypatch, capsys)
+    assert abs(float(back.split()[-1]) - 4) < 0.01
+
+
+def test_epochs_are_steps_and_delta_has_a_default(monkeypatch, capsys):
+    _, out, _ = said("sigma=1 n=5000 batch=500 epochs=10", monkeypatch, capsys)
+    assert "100 steps" in out and f"delta = {5000**-1.1:g}" in out
+
+
+def test_help(monkeypatch, capsys):
+    for words in ("", "--help", "epsilon=3 -h"):
+        assert said(words, monkeypatch, capsys)[:2] == (0, f"{HELP}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (f"epsilon=4 sigma=1 {SETTING}", "give one of epsilon and sigma"),
+        (SETTING, "give one of epsilon and sigma"),
+        ("epsilon=4 n=5000 batch=500", "give one of epochs and steps"),
+        ("epsilon=4 batch=500 steps=3", "n is missing"),
+        ("epsilon=4 n=5000 bach=500 steps=3", "did you mean batch?"),
+        ("epsilon=four n=5000 batch=500 steps=3", "epsilon=four does not fit"),
+        ("epsilon=4 n=inf batch=500 steps=3", "n=inf does not fit"),
+        ("epsilon=4 n=5000 batch=nan steps=3", "batch=nan does not fit"),
+        ("epsilon=4 n=5000 batch=5001 steps=3", "at most n"),
+        ("epsilon=4 n=5000.5 batch=500 steps=3", "dataset_size is 5000.5"),
+        ("epsilon=4 n=5000 batch=500 steps=3.5", "steps is 3.5"),
+        ("epsilon=4 n=5000 batch=500 epochs=0", "steps is 0"),
+        (f"epsilon=4 {SETTING} accountant=moments", "accountant is 'moments'"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says, monkeypatch, capsys):
+    code, out, err = said(words, monkeypatch, capsys)
+    assert (code, out) == (2, "") and err.startswith("error: ") and says in err and err.count("\n") == 1
