@@ -1,9 +1,11 @@
 """Checks the arguments of `make_private` that need no other: their types, the model, the optimiser, unknown names."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -43,6 +45,10 @@ WHOLE = {"microbatch": 1, "num_workers": 0}
 INSTEAD = {
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
     "sample_rate": "give batch_size, which is sample_rate times the number of examples",
+    "poisson_sampling": "leave it out, as batches are always Poisson samples",
+    "loss_reduction": "leave it out, as losses(model, batch) gives one loss for each example",
+    "batch_first": "leave it out, as the trace finds the batch axis",
+    **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source, NoiseSource.fresh(secure=True) say"),
 }
 """Names that are no arguments -> what to do."""
 
@@ -88,6 +94,26 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             raise UserError(
                 f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
             )
+
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+
+def knows_names(make: Callable[Given, Made]) -> Callable[Given, Made]:
+    """`make_private`, which refuses names that are neither arguments of it nor fields of `ClipConfig`.
+
+    First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
+    would miss ``model`` and ``data``.
+    """
+    arguments = inspect.signature(make).parameters
+
+    @wraps(make)
+    def call(*values: Given.args, **named: Given.kwargs) -> Made:
+        check_settings([name for name in named if name not in arguments], arguments)
+        return make(*values, **named)
+
+    return call
 
 
 def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:

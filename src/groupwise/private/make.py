@@ -1,6 +1,5 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
-import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from groupwise.private.arguments import (
     check_model,
     check_optimizer,
     check_parameters,
-    check_settings,
+    knows_names,
 )
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
@@ -37,6 +36,7 @@ from groupwise.training.private_step import PrivateStep, agreed_noise, are_shard
 from groupwise.training.ranks import Alone, Ranks
 
 
+@knows_names
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -102,7 +102,6 @@ def make_private(
     """
     check_optimizer(optimizer)
     check_kinds(locals())
-    check_settings(settings, inspect.signature(make_private).parameters)
     ranks = ranks or Alone()
     check_model(model, ranks)
     check_parameters(model, optimizer)
@@ -139,7 +138,7 @@ def make_private(
             accountant=accountant,
         )
         if not made.noise_multiplier:
-            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
+            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=3)
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = trainable[0].device

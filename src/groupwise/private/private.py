@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -94,7 +94,11 @@ class Private:
     def __repr__(self) -> str:
         """The model, and how many steps were taken."""
         kind = type(self.model).__name__
-        return f"<private training of a {kind}: {self.executed} of {self.plan.steps} steps, {self.plan.epsilon:g}-DP>"
+        plan = self.plan
+        return (
+            f"<private training of a {kind}: {self.executed} of {plan.steps} steps taken, all of them "
+            f"({plan.epsilon:.4g}, {plan.delta:g})-DP>"
+        )
 
     # -- what was promised and spent -----------------------------------------------------------------------------------
 
@@ -120,6 +124,10 @@ class Private:
         It is a guarantee if nothing of the run decided how many they are; else the plan's is (docs/privacy.md).
         """
         return self.plan.spent_epsilon(self.executed)
+
+    def epsilon_at(self, delta: float) -> float:
+        """ε of the steps that were executed, at another δ, with the same noise (seconds)."""
+        return replace(self.plan, delta=delta).spent_epsilon(self.executed)
 
     @property
     def thresholds(self) -> dict[str, float]:

@@ -1,0 +1,112 @@
+"""Whoever comes from Opacus is answered with the name here; help and repr say what a person wants to know."""
+
+import pydoc
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import groupwise
+from groupwise.__main__ import COMMANDS, main
+from groupwise.errors import UserError
+from groupwise.private.arguments import INSTEAD
+
+
+def make(**given):
+    model = nn.Linear(4, 2)
+    return groupwise.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TensorDataset(torch.randn(40, 4), torch.randint(2, (40,))),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+        **{"noise_multiplier": 1.0, "steps": 4, "batch_size": 10, **given},
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("max_grad_norm", "threshold"),
+        ("target_epsilon", "epsilon"),
+        ("target_delta", "delta"),
+        ("module", "model"),
+        ("data_loader", "data"),
+        ("criterion", "losses"),
+        ("clipping", "clip"),
+        ("grad_sample_mode", "clip"),
+        ("total_steps", "steps"),
+        ("max_physical_batch_size", "microbatch"),
+    ],
+)
+def test_opacus_arguments_are_answered_with_the_name_here(theirs, ours):
+    with pytest.raises(UserError, match=rf"no setting '{theirs}' \(did you mean {ours}\?\)"):
+        make(**{theirs: 1})
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_has_no_name_here_is_answered_too(name):
+    with pytest.raises(UserError, match=f"no setting '{name}': "):
+        make(**{name: True})
+
+
+def test_opacus_whole_call_is_answered_before_python_misses_arguments():
+    with pytest.raises(UserError, match=r"'module' \(did you mean model\?\)"):
+        groupwise.make_private(module=1, optimizer=2, data_loader=3, noise_multiplier=1, max_grad_norm=1)
+
+
+@pytest.mark.parametrize("name", groupwise._INSTEAD)
+def test_opacus_classes_are_answered(name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': use groupwise"):
+        getattr(groupwise, name)
+
+
+def test_a_private_training_says_what_it_is():
+    private = make(delta=1e-3)
+    assert repr(private) == (
+        f"<private training of a Linear: 0 of 4 steps taken, all of them ({private.plan.epsilon:.4g}, 0.001)-DP>"
+    )
+    steps = private.steps(3)
+    assert len(steps) == 3
+    assert [len(steps) for _ in steps] == [2, 1, 0] and len(private.steps()) == 1
+
+
+def test_epsilon_at_another_delta():
+    private = make(delta=1e-3)
+    for _ in private.steps(2):
+        pass
+    assert private.epsilon_at(1e-3) == private.epsilon < private.epsilon_at(1e-6)
+    plan = groupwise.privacy.make_plan(
+        dataset_size=40, expected_batch_size=10, steps=2, delta=1e-6, noise_multiplier=1.0
+    )
+    assert private.epsilon_at(1e-6) == pytest.approx(plan.epsilon, rel=1e-9)
+    with pytest.raises(UserError, match="delta is 2"):
+        private.epsilon_at(2)
+
+
+def test_help_is_a_guide():
+    page = pydoc.render_doc(groupwise, renderer=pydoc.plaintext)
+    assert "make_private(model, optimizer, dataset, losses" in page and "fix_model(model" in page
+    assert dir(groupwise) == sorted(groupwise.__all__)
+    assert all(getattr(groupwise, name) is not None for name in groupwise.__all__)
+
+
+def test_the_command_lists_its_commands_and_runs_them(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["groupwise"])
+    assert main() == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    monkeypatch.setattr(sys, "argv", ["groupwise", "privcy"])
+    assert main() == 2 and "did you mean privacy?" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["groupwise", "privacy", "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0 and "epsilon=8 or sigma=2.5" in capsys.readouterr().out
+
+
+def test_a_warning_is_of_the_users_line():
+    with pytest.warns(UserWarning, match="nothing is private") as warned:
+        make(noise_multiplier=0.0)
+    assert warned[0].filename == __file__
