@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import IterableDataset
-from transformers import T5Config, T5ForConditionalGeneration
 
 from groupwise.errors import UserError
 from groupwise.integrations.arguments import REFUSED, check_arguments
@@ -152,19 +151,12 @@ def mixed(model, inputs):
     return losses * losses.mean()
 
 
-def seq2seq(folder: Path) -> None:
-    sizes = {"vocab_size": 50, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    trainer(folder, T5ForConditionalGeneration(T5Config(**sizes)))
+def without_labels(folder: Path) -> None:
+    trainer(folder, data_collator=lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}).train()
 
 
-def regression(folder: Path) -> None:
-    model = encoder(num_labels=2, problem_type="multi_label_classification")
-
-    def both(rows):
-        batch = collate(rows)
-        return batch | {"labels": F.one_hot(batch["labels"], 2).float()}
-
-    trainer(folder, model, data_collator=both).train()
+def smoothed_by_others(folder: Path) -> None:
+    trainer(folder, losses=mixed, label_smoothing_factor=0.1)
 
 
 class Stream(IterableDataset):
@@ -193,7 +185,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, losses=mixed).train(),
         "a layer or the loss mixes the examples of a batch",
     ),
-    "labels that are no classes or tokens": (regression, "no whole numbers as 'labels'"),
+    "no labels": (without_labels, "no whole numbers as 'labels'"),
+    "smoothing beside losses of one's own": (smoothed_by_others, "smooth in losses"),
     "labels beyond the model's classes": (
         lambda f: trainer(f, train_dataset=Rows(range(3))).train(),
         "has the label 2, and the model has 2 classes",
@@ -207,7 +200,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, budget=privacy(secure_noise=True)),
         "secure_noise=True does not reach the given noise_source",
     ),
-    "an encoder-decoder without losses": (seq2seq, "makes its inputs from the labels"),
     "a dataset without numbered examples": (
         lambda f: trainer(f, train_dataset=Stream()).train(),
         "without a length or numbered examples",
@@ -258,7 +250,6 @@ ARGUMENTS = {
     "torch_compile": True,
     "use_liger_kernel": True,
     "neftune_noise_alpha": 5.0,
-    "label_smoothing_factor": 0.1,
     "auto_find_batch_size": True,
     "dataloader_drop_last": True,
     "include_num_input_tokens_seen": "all",

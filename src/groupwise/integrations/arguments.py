@@ -1,12 +1,14 @@
 """Says what a private training by transformers is given, and refuses what of `TrainingArguments` cannot be private."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import transformers
 from transformers import TrainingArguments
 
-from groupwise.errors import UserError
+from groupwise.config.names import OURS
+from groupwise.errors import UserError, did_you_mean
 
 
 def _option(default: Any, text: str) -> Any:
@@ -35,6 +37,19 @@ class PrivacyArguments:
     rescale: bool | None = _option(None, "Adaptive: rescale all thresholds to the norm --threshold.")
     secure_noise: bool = _option(False, "Draw noise and batches from a cipher, on a lattice (slower, on the CPU).")
 
+    @classmethod
+    def of(cls, given: "PrivacyArguments | Mapping[str, Any]") -> "PrivacyArguments":
+        """These arguments, or a mapping of them; raises `UserError` for a name that is none, with the name here."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise UserError(f"privacy={given!r} does not fit: give PrivacyArguments(epsilon=8), or a dict of them.")
+        known = [item.name for item in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UserError(f"privacy knows no {name!r}{did_you_mean(OURS.get(name, name), known)}.")
+        return cls(**given)
+
     def settings(self) -> dict[str, Any]:
         """The arguments of `make_private` that were given; ``secure_noise`` is none of them."""
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -57,7 +72,6 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "joins layers that have to be clipped: leave it out",
     "neftune_noise_alpha": "scales its noise by the padded length, which depends on the other examples of a batch: "
     "leave it out",
-    "label_smoothing_factor": "is a mean over the batch: smooth in losses(model, inputs), one loss for each example",
     "auto_find_batch_size": "begins the training again with another batch size, each time at the price of another "
     "epsilon: set per_device_train_batch_size",
     "dataloader_drop_last": "has nothing to drop, since every step draws each example by itself: leave it out",
@@ -92,13 +106,21 @@ def check_arguments(args: TrainingArguments) -> None:
     if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # nobody asked for the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0: each example's gradient is clipped before the noise, "
-            "and their sum is not clipped again."
+            f"and their sum not again. The norm for that is PrivacyArguments(threshold={args.max_grad_norm:g})."
         )
     args.max_grad_norm = 0.0
 
 
 SETTINGS = (
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args"),
+    *(
+        "learning_rate",
+        "label_smoothing_factor",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "optim",
+        "optim_args",
+    ),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
 )

@@ -19,12 +19,16 @@ LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
 GIVE_LOSSES = "give PrivateTrainer(losses=...), a function of (model, inputs) that returns one loss for each example"
 
 
-def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False) -> Tensor:
+def cross_entropies(
+    model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False, smoothing: float = 0.0
+) -> Tensor:
     """Cross-entropy of logits (b, C) with labels (b,), or its mean over tokens, of (b, T, V) with (b, T); returns (b,).
 
     Args:
-        model, inputs: of b examples; the labels are not given to the model, which would average over the batch.
+        model, inputs: of b examples; the labels are not given to the model, which would average over the batch. A
+            decoder reads them shifted to the right, as an encoder-decoder has it.
         shifted: the logits at position t are of token t + 1, as in a causal model.
+        smoothing: the share of each target that all classes or tokens have alike.
 
     Raises:
         UserError: labels of another kind or shape, or that name no class.
@@ -32,8 +36,11 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise UserError(f"The inputs have no whole numbers as 'labels', so no loss is known for them: {GIVE_LOSSES}.")
-    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    logits = at_least_float32(outputs["logits"])
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    shift_right = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if labels.ndim == 2 and shift_right is not None and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = shift_right(labels=labels)
+    logits = at_least_float32(model(**inputs)["logits"])
     if labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1 or labels.shape != logits.shape[:-1]:
         raise UserError(
             f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}, which is neither "
@@ -47,34 +54,78 @@ def cross_entropies(model: nn.Module, inputs: dict[str, Any], *, shifted: bool =
             f"make a model of as many as there are ({IGNORED} predicts nothing)."
         )
     if labels.ndim == 1:
-        return F.cross_entropy(logits, labels, reduction="none")
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    return token_losses(logits, labels).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
+    return token_losses(logits, labels, smoothing).sum(1) / (labels != IGNORED).sum(1).clamp(min=1)
 
 
-CANDIDATES: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
+def means_over_outputs(model: nn.Module, inputs: dict[str, Any], *, loss: Callable[..., Tensor] = F.mse_loss) -> Tensor:
+    """Mean over an example's outputs of ``loss`` of logits (b, C) and labels (b, C) or, for C = 1, (b,); returns (b,).
+
+    Squared errors for regression, `F.binary_cross_entropy_with_logits` for several labels at once.
+    """
+    labels = inputs["labels"]
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    logits = at_least_float32(outputs["logits"])
+    if logits.shape[0] != labels.shape[0] or logits.numel() != labels.numel():
+        raise UserError(
+            f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}: give as "
+            f"many labels as outputs, or {GIVE_LOSSES}."
+        )
+    return loss(logits.flatten(1), labels.reshape(len(labels), -1).to(logits.dtype), reduction="none").mean(1)
 
 
-def find_losses(model: nn.Module, examples: Sequence[dict[str, Any]], tolerance: float) -> LossesOf:
-    """The cross-entropies, shifted or not, that are what the model itself computes from labels.
+def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Question answering: half the cross-entropies of a span's first and last token, (b,).
+
+    Padding is no answer: its logits are left out, as otherwise an example's loss would follow the length of others.
+    """
+    ends = ("start", "end")
+    outputs = model(**{name: value for name, value in inputs.items() if not name.endswith("_positions")})
+    mask = inputs.get("attention_mask")
+    total: Any = 0
+    for end in ends:
+        logits, position = at_least_float32(outputs[f"{end}_logits"]), inputs[f"{end}_positions"].reshape(-1)
+        if mask is not None:
+            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
+        inside = (position >= 0) & (position < (logits.shape[1] if mask is None else mask.sum(1)))
+        losses = F.cross_entropy(logits, position.where(inside, 0), reduction="none")
+        total = total + losses.where(inside, 0.0) / 2
+    return total
+
+
+def find_losses(
+    model: nn.Module, examples: Sequence[dict[str, Any]], tolerance: float, smoothing: float = 0.0
+) -> LossesOf:
+    """The losses of single examples whose mean is what the model itself computes from labels.
 
     Args:
         model: that returns a ``loss`` when it is given labels. examples: inputs of one example each.
         tolerance: how far the two may be apart, relative to 1 at least.
+        smoothing: of labels, which the model's own loss does not have.
 
     Raises:
-        UserError: neither is, or the model computes no loss.
+        UserError: none is, or the model computes no loss.
     """
+    candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
+    labels = examples[0].get("labels")
+    if "start_positions" in examples[0]:
+        candidates = (span_losses,)
+    elif isinstance(labels, Tensor) and labels.is_floating_point():
+        several = partial(means_over_outputs, loss=F.binary_cross_entropy_with_logits)
+        candidates = (means_over_outputs, several)
+    if smoothing and cross_entropies not in candidates:
+        raise UserError(f"label_smoothing_factor={smoothing} is for classes or tokens, and these labels are neither.")
     with eval_mode(model), torch.no_grad():
-        found = [(_distance(model, losses_of, examples), losses_of) for losses_of in CANDIDATES]
+        found = [(_distance(model, losses_of, examples), losses_of) for losses_of in candidates]
     distance, losses_of = min(found, key=lambda pair: pair[0])
     if not distance <= tolerance:
         raise UserError(
-            f"The model's own loss is not the cross-entropy of its labels (they differ by {distance:.2g}), so it would "
-            f"train for something else: {GIVE_LOSSES}."
+            f"The model's own loss is none that is known here (cross-entropy, squared error; they differ by "
+            f"{distance:.2g}), so it would train for something else: {GIVE_LOSSES}."
         )
-    return losses_of
+    return partial(losses_of, smoothing=smoothing) if smoothing else losses_of  # type: ignore[call-arg]
 
 
 def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str, Any]]) -> float:

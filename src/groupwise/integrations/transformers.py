@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,9 +58,10 @@ class PrivateTrainer(Trainer):
 
     Args:
         model, args, others: as `transformers.Trainer` has them.
-        privacy: budget, clipping and noise.
-        losses: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the
-            cross-entropy of ``labels`` for classification and language models (-100 predicts nothing).
+        privacy: budget, clipping and noise; also as a dict, ``{"epsilon": 8}``.
+        losses: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the model's
+            own where it is known: cross-entropy of ``labels`` for classification, decoders and encoder-decoders (-100
+            predicts nothing), for regression and several labels at once, and of spans for question answering.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
 
     Raises:
@@ -75,12 +76,12 @@ class PrivateTrainer(Trainer):
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
         *,
-        privacy: PrivacyArguments,
+        privacy: PrivacyArguments | Mapping[str, Any],
         losses: LossesOf | None = None,
         noise_source: NoiseSource | None = None,
         **others: Any,
     ) -> None:
-        args = args or TrainingArguments("tmp_trainer")
+        args, privacy = args or TrainingArguments("tmp_trainer"), PrivacyArguments.of(privacy)
         check_arguments(args)
         if privacy.secure_noise and noise_source is not None and not noise_source.secure:
             raise UserError(
@@ -92,9 +93,10 @@ class PrivateTrainer(Trainer):
                 "losses(model, inputs), one loss for each."
             )
         super().__init__(model, args, **others)
-        if losses is None and getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+        if losses is not None and self.args.label_smoothing_factor:
             raise UserError(
-                "An encoder-decoder makes its inputs from the labels, so no loss is known for it: give losses."
+                f"label_smoothing_factor={self.args.label_smoothing_factor} does not reach the losses that were given: "
+                "smooth in losses(model, inputs), and leave it out."
             )
         if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
             raise UserError(
@@ -140,7 +142,10 @@ class PrivateTrainer(Trainer):
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's around it
         rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
         losses = self._given_losses or find_losses(
-            model, [self._inputs([row]) for row in rows], tolerance=0.02 if self.args.bf16 else 1e-5
+            model,
+            [self._inputs([row]) for row in rows],
+            tolerance=0.02 if self.args.bf16 else 1e-5,
+            smoothing=self.args.label_smoothing_factor,
         )
         self.private = make_private(
             model,

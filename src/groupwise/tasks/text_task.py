@@ -111,10 +111,10 @@ def at_least_float32(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of each token, 0 where the label is `IGNORED`: (B, P, V), (B, P) -> (B, P)."""
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view(labels.shape)
+    how: Any = {"ignore_index": IGNORED, "reduction": "none", "label_smoothing": smoothing}
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **how).view(labels.shape)
 
 
 def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:

@@ -1,0 +1,142 @@
+"""`PrivateTrainer` knows the losses of transformers' kinds of tasks: the model's own, one for each example."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import LabelSmoother
+
+from groupwise.errors import UserError
+from groupwise.integrations.losses import find_losses, span_losses
+from groupwise.integrations.transformers import PrivacyArguments, PrivateTrainer
+
+SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+BART = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 20,
+}
+
+
+def roberta(auto: Any = AutoModelForSequenceClassification, **options: Any) -> nn.Module:
+    return auto.from_config(AutoConfig.for_model("roberta", vocab_size=30, **SIZES, **options))
+
+
+def rows(labels: Callable[[torch.Generator], dict[str, Any]], count: int = 40) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(4, 30, (8,), generator=generator), **labels(generator)} for _ in range(count)]
+
+
+def tokens(g: torch.Generator) -> dict[str, Tensor]:
+    return {"labels": torch.cat([torch.randint(4, 30, (4,), generator=g), torch.tensor([1, -100])])}
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict[str, Any]]]] = {
+    "regression": (lambda: roberta(num_labels=1), lambda g: {"labels": torch.randn((), generator=g)}),
+    "two numbers": (
+        lambda: roberta(num_labels=2, problem_type="regression"),
+        lambda g: {"labels": torch.randn(2, generator=g)},
+    ),
+    "several labels": (
+        lambda: roberta(num_labels=3, problem_type="multi_label_classification"),
+        lambda g: {"labels": torch.randint(2, (3,), generator=g).float()},
+    ),
+    "question answering": (
+        lambda: roberta(AutoModelForQuestionAnswering),
+        lambda g: {name: torch.randint(8, (), generator=g) for name in ("start_positions", "end_positions")},
+    ),
+    "t5": (lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=30, **T5)), tokens),
+    "bart": (lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=30, **BART)), tokens),
+}
+
+
+def batch_of(some: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in some]) for name in some[0]}
+
+
+def private(folder: Path, model: nn.Module, data: Any, **options: Any) -> PrivateTrainer:
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=10, max_steps=2, report_to=[], save_strategy="no", **options
+    )
+    return PrivateTrainer(model, args, privacy={"epsilon": 8}, train_dataset=data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_losses_are_found_and_train(tmp_path, kind):
+    torch.manual_seed(0)
+    make, labels = KINDS[kind]
+    model, data = make(), rows(labels)
+    losses_of = find_losses(model, [batch_of([row]) for row in data[:3]], 1e-5)
+    model.eval()
+    ours = losses_of(model, batch_of(data[:6]))
+    assert ours.shape == (6,)
+    for row, loss in zip(data[:6], ours, strict=True):
+        assert torch.isclose(model(**batch_of([row])).loss, loss, rtol=1e-4)
+    trainer = private(tmp_path, model, data)
+    assert 7.9 < trainer.train().metrics["epsilon"] <= 8
+
+
+@pytest.mark.parametrize("make", [lambda: roberta(num_labels=5), KINDS["t5"][0]], ids=["classes", "tokens"])
+def test_smoothed_labels_are_those_of_transformers(tmp_path, make):
+    model = make().eval()
+    labels = tokens if hasattr(model, "lm_head") else lambda g: {"labels": torch.randint(5, (), generator=g)}
+    data = rows(labels)
+    one = batch_of(data[:1])
+    losses_of = find_losses(model, [one], 1e-5, smoothing=0.2)
+    assert torch.isclose(LabelSmoother(0.2)(model(**one), one["labels"]), losses_of(model, one)[0], rtol=1e-5)
+    private(tmp_path, model, data, label_smoothing_factor=0.2).train()
+
+
+def test_smoothing_is_for_classes_and_tokens():
+    make, labels = KINDS["regression"]
+    with pytest.raises(UserError, match="these labels are neither"):
+        find_losses(make(), [batch_of(rows(labels, 1))], 1e-5, smoothing=0.1)
+
+
+def test_a_spans_loss_does_not_follow_the_padding():
+    """transformers' own does: the padding's logits are among those that the softmax is over."""
+    model = roberta(AutoModelForQuestionAnswering).eval()
+    short = batch_of(rows(KINDS["question answering"][1], 1)) | {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    longer = copy.copy(short)
+    longer["input_ids"] = torch.cat([short["input_ids"], torch.ones(1, 4, dtype=torch.long)], 1)
+    longer["attention_mask"] = torch.cat([short["attention_mask"], torch.zeros(1, 4, dtype=torch.long)], 1)
+    assert torch.isclose(span_losses(model, short), span_losses(model, longer), rtol=1e-5)
+    assert not torch.isclose(model(**short).loss, model(**longer).loss, rtol=1e-5)
+
+
+def test_an_answer_beyond_the_text_has_no_loss():
+    model = roberta(AutoModelForQuestionAnswering).eval()
+    inputs = batch_of(rows(KINDS["question answering"][1], 2))
+    inputs["start_positions"] = inputs["end_positions"] = torch.tensor([3, 8])
+    first, beyond = span_losses(model, inputs)
+    assert first > 0 and beyond == 0
+
+
+def test_privacy_is_also_a_dict(tmp_path):
+    assert PrivacyArguments.of({"epsilon": 3, "clip": "flat"}) == PrivacyArguments(epsilon=3, clip="flat")
+    given = PrivacyArguments(epsilon=3)
+    assert PrivacyArguments.of(given) is given
+    for wrong, says in (
+        ({"target_epsilon": 3}, r"privacy knows no 'target_epsilon' \(did you mean epsilon\?\)"),
+        ({"max_grad_norm": 3}, r"'max_grad_norm' \(did you mean threshold\?\)"),
+        (8, "privacy=8 does not fit"),
+    ):
+        with pytest.raises(UserError, match=says):
+            PrivacyArguments.of(wrong)
