@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebook coverage lint format types clean
+	gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -156,8 +156,8 @@ goldens: $(STAMP) ## compare hashes, noise, plans, short runs and verdicts on mo
 api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html
 
-notebook: $(STAMP) ## examples/own_model.ipynb from its script, executed: seconds
-	$(BIN)/python scripts/notebook.py examples/own_model.py
+notebooks: $(STAMP) ## all of notebooks/ from their scripts, executed, with their outputs: minutes
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/notebook.py notebooks/*.py
 
 coverage: $(STAMP) ## the lines and branches of clipping and privacy that their own tests run, in percent
 	$(BIN)/python -m pytest tests/clipping tests/privacy -q -m "not slow" -n 0 --cov=groupwise.clipping --cov=groupwise.privacy --cov-branch \

@@ -1,25 +1,20 @@
-"""Makes a notebook of an example, with what it prints:  python scripts/notebook.py examples/own_model.py
+"""Makes notebooks of their scripts, with what they print and draw:  python scripts/notebook.py notebooks/tabular.py
 
-The docstring becomes the text on top, every paragraph a cell. The notebook lies beside the script, which is what is
-edited. A run's noise is secret, so numbers differ from one making to the next.
+A script has `# %%` above each cell, and is what is edited; the notebook beside it is made. A run's noise is secret, so
+numbers differ from one making to the next.
 """
 
-import ast
 import sys
 from pathlib import Path
 
 import jupytext
 from nbclient import NotebookClient
 from nbformat import NotebookNode
-from nbformat.v4 import new_markdown_cell
 
 
 def notebook_of(script: Path) -> NotebookNode:
     """The cells of a script, without any output; the same for the same script."""
-    text = script.read_text(encoding="utf-8")
-    notebook = jupytext.reads(text, fmt="py:light")
-    title, _, rest = (ast.get_docstring(ast.parse(text)) or script.stem).partition("\n")
-    notebook.cells[0] = new_markdown_cell(f"# {title.rstrip('.')}\n{rest}".rstrip())
+    notebook = jupytext.read(script, fmt="py:percent")
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for number, cell in enumerate(notebook.cells):
         cell["id"], cell["metadata"] = f"cell-{number}", {}
@@ -27,11 +22,17 @@ def notebook_of(script: Path) -> NotebookNode:
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run its cells from top to bottom in `folder`, and keep what they print; an error in a cell is raised."""
+    """Run its cells from top to bottom in `folder`, and keep what they show; an error in a cell is raised.
+
+    What they write on stderr, progress bars and warnings, is not kept.
+    """
     NotebookClient(
         notebook, timeout=3600, kernel_name="python3", resources={"metadata": {"path": folder}}, record_timing=False
     ).execute()
     notebook.metadata.pop("language_info", None)  # the Python that it was made with
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
 
 def main() -> int:
@@ -40,6 +41,7 @@ def main() -> int:
         notebook = notebook_of(script)
         execute(notebook, script.parent)
         jupytext.write(notebook, script.with_suffix(".ipynb"))
+        print(f"{script.with_suffix('.ipynb')}: {script.with_suffix('.ipynb').stat().st_size / 1024:.0f} KB")
     return 0
 
 

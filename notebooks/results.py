@@ -1,13 +1,12 @@
 # %% [markdown]
-# # Every table and figure, and what the rows say about the paper's claims
-# Files of the same: `make tables` and `make figures`.
+# # Every table, and what the rows say about the paper's claims
+# Each table has the paper's numbers beside ours; `make tables` writes the same as files. The figures are in
+# [the next notebook](figures.ipynb).
 
 # %%
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 
 from groupwise.analysis.coverage import coverage
-from groupwise.analysis.figure_style import content
-from groupwise.analysis.figures import KINDS, make
 from groupwise.analysis.findings import findings_table, rules, summary, verdicts
 from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.table_lines import table_lines
@@ -23,15 +22,8 @@ for name in TABLES:
 # %%
 table_lines("cifar", folders)
 
-# %%
-for name in KINDS:
-    display(Image(content(make(name, folders).figure, "png"), width=720))
-
 # %% [markdown]
-# The runs behind a figure: one row each.
-
-# %%
-make("adaptive_vs_fixed", folders).runs.rows[["cell", "seed", "scale", "hash", "git.sha"]]
+# The paper's claims, and whether the rows bear them out.
 
 # %%
 found = verdicts(folders)
