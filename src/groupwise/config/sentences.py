@@ -25,7 +25,7 @@ MERGING = "Error merging override "
 EXAMPLES = {
     "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
     "model.shape": "'+model.shape={n_layer:2}'",
-    "own_task": "'+own_task._target_=module.function'",
+    "own_task": "'+own_task.hidden=4'",
 }
 """Mappings of the user's own, and how an entry is given."""
 
@@ -39,7 +39,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     """The sentence for a key that the schema lacks, with the key that was probably meant."""
     for mapping, example in EXAMPLES.items():
         if key.startswith(f"{mapping}."):
-            return f"{mapping} has no entries yet, and new ones take a plus: {example}."
+            shown = f"`--cfg job --package {mapping}` shows"
+            return f"{key} is no entry of {mapping} here, which {shown}; new ones take a plus: {example}."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
