@@ -7,7 +7,6 @@ writes results/tables/coverage.md.
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from groupwise.analysis.results import (
     MINUS,
     SHOWN,
     TABLES,
+    Floors,
     Folders,
-    file_of,
+    read_all,
     read_floors,
+    seeds_of,
     settings_of,
     why_uninformative,
 )
@@ -64,17 +65,19 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
         UserError: a sweep is not there, or rows are at fault.
     """
     folders = folders or Folders()
+    floors = read_floors(folders.measured)
     lines = []
     for name in (*TABLES, *KINDS):
         sweep = read_sweep(folders.sweeps / f"{name}.yaml")
         compared = _compared(name, folders) if name in TABLES else {}
-        seeds = {scale: _seeds(sweep, scale, folders, KINDS[name].suffix if name in KINDS else "") for scale in SHOWN}
-        weak = {scale: _weak(sweep, scale, folders) for scale in SHOWN if scale != PAPER}
-        for cell in dict.fromkeys(cell.name for cell in sweep.cells(PAPER)):
-            counts = {scale: found.get(cell) for scale, found in seeds.items()}
-            useless = {scale: found[cell] for scale, found in weak.items() if cell in found}
-            status, why = compared.get(cell) or _uncompared(counts, useless, sweep, cell)
-            shown = {scale: f"{count[0]} of {count[1]}" if count else "" for scale, count in counts.items()}
+        measured = {at.scale: at for at in read_all(sweep, folders.measured)}
+        seeds = {scale: seeds_of(sweep, scale) for scale in SHOWN if scale == PAPER or scale in sweep.scales}
+        for cell in seeds[PAPER]:
+            there = {scale: at.of(cell) for scale, at in measured.items() if len(at.of(cell))}
+            status, why = compared.get(cell) or _uncompared(there, len(seeds[PAPER][cell]), sweep, cell, floors)
+            shown = dict.fromkeys(SHOWN, "")
+            for scale, of in seeds.items():
+                shown[scale] = f"{len(there.get(scale, ()))} of {len(of[cell])}" if cell in of else ""
             lines.append({"sweep": name, "cell": cell, **shown, "status": status, "why": why})
     return pd.DataFrame(lines, columns=list(COLUMNS))
 
@@ -93,52 +96,20 @@ def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
 
 
 def _uncompared(
-    counts: dict[str, tuple[int, int] | None], useless: dict[str, str], sweep: Sweep, cell: str
+    there: dict[str, pd.DataFrame], expected: int, sweep: Sweep, cell: str, floors: Floors
 ) -> tuple[str, str]:
-    at_paper = counts[PAPER] or (0, 0)
-    if at_paper[0]:
-        return (RUN, "") if at_paper[0] >= at_paper[1] else (INCOMPLETE, f"{at_paper[0]} of {at_paper[1]} seeds")
-    for scale, count in counts.items():
-        if count and count[0]:
-            if scale in useless:
-                return UNINFORMATIVE, f"scale={scale}; {useless[scale]}"
-            return REDUCED, f"scale={scale}; {needs([cell])}"
-    return NOT_RUN, why_not_run(sweep, [cell])
-
-
-def _weak(sweep: Sweep, scale: str, folders: Folders) -> dict[str, str]:
-    """Cell -> why its rows at that scale say nothing; cells whose rows do, or may, say something are left out."""
-    path, floors = file_of(sweep, scale, folders.measured), read_floors(folders.measured)
-    if not path.is_file():
-        return {}
-    found: dict[str, str] = {}
-    for cell, own in pd.read_csv(path).groupby("cell"):
-        task = settings_of(str(cell)).get("task", "")
-        metrics = [metric for at, metric in floors if at == task and metric in own and own[metric].notna().any()]
-        whys = (why_uninformative(task, metric, float(own[metric].mean()), floors) for metric in metrics)
-        if why := next(filter(None, whys), ""):
-            found[str(cell)] = why
-    return found
-
-
-def _seeds(sweep: Sweep, scale: str, folders: Folders, ending: str) -> dict[str, tuple[int, int]]:
-    """Cell -> how many of its seeds have rows at that scale, and how many there are."""
-    if scale != PAPER and scale not in sweep.scales:
-        return {}
-    path = folders.measured / f"{sweep.name}_{scale}{ending}.csv"
-    rows: set[tuple[str, int]] = set()
-    if path.is_file():
-        try:
-            frame = pd.read_csv(path, usecols=["cell", "seed"], dtype={"cell": str, "seed": int})
-        except ValueError as error:
-            raise UserError(
-                f"{path} does not parse ({str(error).splitlines()[0]}): collect the sweep again."
-            ) from error
-        rows = set(frame.drop_duplicates().itertuples(index=False, name=None))
-    expected = [(cell.name, cell.seed) for cell in sweep.cells(scale)]
-    total = Counter(name for name, _ in expected)
-    there = Counter(name for name, seed in expected if (name, seed) in rows)
-    return {name: (there[name], total[name]) for name in total}
+    """The status of a figure's cell, from its rows at the largest scale that has any."""
+    if not there:
+        return NOT_RUN, why_not_run(sweep, [cell])
+    scale, own = next(iter(there.items()))
+    if scale == PAPER:
+        return (RUN, "") if len(own) >= expected else (INCOMPLETE, f"{len(own)} of {expected} seeds")
+    task = settings_of(cell).get("task", "")
+    for metric in (metric for at, metric in floors if at == task and metric in own):
+        values = pd.to_numeric(own[metric], errors="coerce")
+        if values.notna().any() and (why := why_uninformative(task, metric, float(values.mean()), floors)):
+            return UNINFORMATIVE, f"scale={scale}; {why}"
+    return REDUCED, f"scale={scale}; {needs([cell])}"
 
 
 def refuse_unread(folders: Folders) -> None:
@@ -177,18 +148,17 @@ def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
     statuses = [
         word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN) if word != QUOTED
     ]
-    counts = [
-        [str(name), *(str(int((group["status"] == word).sum())) for word in statuses), str(len(group))]
-        for name, group in lines.groupby("sweep", sort=False)
-    ]
-    counts.append(["all", *(str(int((lines["status"] == word).sum())) for word in statuses), str(len(lines))])
+    counts = pd.crosstab(lines["sweep"], lines["status"])
+    counts = counts.reindex(index=lines["sweep"].unique(), columns=statuses, fill_value=0)
+    counts.loc["all"] = counts.sum()
+    counts["cells"] = counts.sum(axis=1)
     speed = "; ".join(measured_on) if measured_on else "nothing yet"
     benchmarks = " ".join(f"`{name}` (paper: {paper})." for name, paper in BENCHMARKS.items())
     parts = [
         "# Coverage: every cell of every table and figure",
         "Made by `python -m groupwise.analysis.coverage`. A cell is one line here and one run for each of its "
         "seeds; a cell that two sweeps share is in both.",
-        markdown(["sweep", *statuses, "cells"], counts),
+        markdown(["sweep", *counts], [list(map(str, row)) for row in counts.itertuples()]),
         "\n".join(f"- {word}: {WORDS[word]}." for word in statuses),
         f"Figures of speed and memory, made of the benchmark's rows: {benchmarks} Measured here on: {speed}.",
     ]

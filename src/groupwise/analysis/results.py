@@ -199,7 +199,7 @@ def read_measured(
             and seed, or of one run; a metric is missing or not finite.
     """
     path = file_of(sweep, scale, folder)
-    expected = _expected(sweep, scale)
+    expected = seeds_of(sweep, scale)
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
     sound = {
         "sweep": (re.escape(sweep.name), f"is of sweep={{}}, in the file of sweep={sweep.name}"),
@@ -235,7 +235,8 @@ def _refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str, column: str
         raise fault(path, odd, words.format(odd.iloc[0][column]))
 
 
-def _expected(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
+def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
+    """The seeds of each cell that the sweep has at that scale."""
     expected: dict[str, list[int]] = {}
     for cell in sweep.cells(scale):
         expected.setdefault(cell.name, []).append(cell.seed)

@@ -49,9 +49,7 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     world.write(rows.drop(index=6), "fixed_per_layer", "paper")
     world.write(world.rows("adaptivity"), "adaptivity")
     world.write(world.rows("quantile_budget", "paper").head(1), "quantile_budget", "paper")
-    (world.folders.measured / "gradnorm_cifar_mini_norms.csv").write_text(
-        "cell,seed,norm\n" + 2 * "clip=adaptive_layer privacy.epsilon=8 task=cifar,0,1.5\n"
-    )
+    world.write(world.rows("gradnorm_cifar"), "gradnorm_cifar")
     status = coverage(world.folders).set_index(["sweep", "cell"])["status"]
     assert status["fixed_per_layer", "clip=fixed_layer privacy.epsilon=3 task=cifar"] == "incomplete"
     assert status["fixed_per_layer", "clip=flat privacy.epsilon=3 task=cifar"] == "differs"
@@ -64,9 +62,6 @@ def test_a_cell_of_a_figure_that_hardly_learnt_says_so(world, monkeypatch):
     only(monkeypatch, world)
     for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
         world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
-        (world.folders.measured / "gradnorm_cifar_mini_norms.csv").write_text(
-            "cell,seed,norm\nclip=adaptive_layer privacy.epsilon=8 task=cifar,0,1.5\n"
-        )
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
         assert found["status"] == status
         assert ("one answer for every input has 10.0" in found["why"]) == (status == "uninformative")
