@@ -20,23 +20,17 @@ THROUGHPUT = (
     *("commit", "dirty", "torch", "opacus", "transformers", "python", "date", "peer"),
 )
 """The columns of throughput.csv: one row a round."""
-GROWTH = (
-    *("network", "axis", "value", *MACHINE, "method"),
-    *("round", "cpu_seconds", "wall_seconds", "peak_bytes", "status"),
-)
-"""The columns of growth.csv that are read: one row a network, axis, value, method and round."""
 LOOP_CELL = ("task", "scale", "clip", "parameters", "batch", "microbatch", *MACHINE)
-LOOP = (*LOOP_CELL, "round", "loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds", "ratio")
-"""The columns of loop.csv that are read: one row a round."""
+"""Columns of loop.csv that identify a run; rows that share them are its rounds."""
 SIDE_BY_SIDE = (
     *("method", "role", "seed", "learning_rate", "accuracy", "epsilon", "loop_lines", "script_lines"),
     *("cpu_seconds", "wall_seconds", "peak_bytes", *MACHINE),
 )
-"""The columns of opacus_side_by_side.csv that are read: one row a training; `role` is search or result."""
+"""The columns of opacus_side_by_side.csv: one row a training; `role` is search or result."""
 SMALL_MODELS = (
     *("model", "method", "parameters", "batch", *MACHINE, "rounds", "steps", "milliseconds", "ratio", "status"),
 )
-"""The columns of small_models.csv that are read: one row a model and method, medians over rounds."""
+"""The columns of small_models.csv: one row a model and method, medians over rounds."""
 METHODS = {
     "none": "non-private",
     "none_again": "non-private, again",
@@ -60,18 +54,15 @@ METHODS = {
 """Methods in the order of tables, with their names there."""
 
 
-def read_rows(path: Path, columns: tuple[str, ...] = THROUGHPUT) -> pd.DataFrame:
+def read_rows(path: Path) -> pd.DataFrame:
     """The rows of a benchmark's CSV.
 
     Raises:
-        UserError: there is no such file, or a column is missing.
+        UserError: there is no such file.
     """
     if not path.is_file():
         raise UserError(f"There are no measurements in {path}: run the benchmark first (make bench).")
-    frame = pd.read_csv(path)
-    if missing := [name for name in columns if name not in frame]:
-        raise UserError(f"{path} has no column {missing[0]!r}: it is not what this benchmark writes.")
-    return frame
+    return pd.read_csv(path)
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
@@ -97,9 +88,13 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     table[last] = groups[last].agg(lambda column: column.iloc[-1])
     table = table.reset_index()
     place = {name: number for number, name in enumerate(in_order(table["method"].unique()))}
-    table["_order"] = table["method"].map(place)
-    order = ["workload", *MACHINE, "layers", "batch", "_order", "memory_format"]
-    return table.sort_values(order, kind="stable").drop(columns="_order").reset_index(drop=True)
+    order = ["workload", *MACHINE, "layers", "batch", "method", "memory_format"]
+    return table.sort_values(
+        order,
+        kind="stable",
+        ignore_index=True,
+        key=lambda column: column.map(place) if column.name == "method" else column,
+    )
 
 
 def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
@@ -157,8 +152,5 @@ def was_measured(table: pd.DataFrame) -> pd.Series:
 def in_words(machine: tuple[Any, ...]) -> str:
     """A machine configuration, in the order of `MACHINE`, for captions."""
     device, hardware, threads, dtype = machine
-    return f"{hardware}, {dtype}" if device == "cuda" else f"{hardware}, {_threads(threads)}, {dtype}"
-
-
-def _threads(number: float) -> str:
-    return "1 thread" if number == 1 else f"{number:g} threads"
+    cores = "" if device == "cuda" else f", {threads:g} thread{'' if threads == 1 else 's'}"
+    return f"{hardware}{cores}, {dtype}"

@@ -12,12 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import (
-    GROWTH,
-    LOOP,
     MACHINE,
     METHODS,
-    SIDE_BY_SIDE,
-    THROUGHPUT,
     cells,
     growth_factors,
     in_order,
@@ -52,9 +48,8 @@ KINDS = {
     "fastdp": "fastest of fastDP",
     "private_transformers": "private-transformers",
 }
-PEERS = ("opacus", "fastdp", "private_transformers")
-
 """Prefix of method names, and the summary's name for the fastest of them."""
+PEERS = ("opacus", "fastdp", "private_transformers")
 
 
 def throughput_tables(rows: pd.DataFrame) -> str:
@@ -183,45 +178,37 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
 
 
 def fill(text: str, page: Path, measured: Path) -> str:
-    """The text of `page` with its markers filled from the rows under `measured`.
-
-    Raises:
-        UserError: a marker is missing, or a CSV is not what its benchmark writes.
-    """
-    text = between_markers(text, "summary", _made(measured, "throughput", THROUGHPUT, throughput_summary), page)
-    beside = _made(measured, "opacus_side_by_side", SIDE_BY_SIDE, side_by_side_table)
+    """The text of `page` with its markers filled from the rows under `measured`; raises `UserError` without them."""
+    text = between_markers(text, "summary", _made(measured, "throughput", throughput_summary), page)
+    beside = _made(measured, "opacus_side_by_side", side_by_side_table)
     return between_markers(text, "side_by_side", beside, page)
 
 
 def full(measured: Path) -> str:
-    """All tables as a page of their own.
-
-    Raises:
-        UserError: a CSV is not what its benchmark writes.
-    """
+    """All tables as a page of their own."""
     parts = (
         "# Benchmarks",
         "Made by `python -m groupwise.analysis.benchmark_tables`; what is measured is in "
         "[docs/benchmarks.md](../../docs/benchmarks.md).",
         "## Speed and memory of a step",
-        _made(measured, "throughput", THROUGHPUT, throughput_tables),
+        _made(measured, "throughput", throughput_tables),
         "## Growth",
         "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product. "
         "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
         "can be doubled alone.",
-        _made(measured, "growth", GROWTH, growth_tables),
+        _made(measured, "growth", growth_tables),
         "## The loop around a step",
         "A step of `run.py` (sampling, loading, logging, progress bar, thresholds, accounting) beside the bare step "
         "(losses, clipped backward, noise, optimiser), on the same examples and in the same process. The ratio is bare "
         "/ loop: 0.95 is a loop that adds 5 %.",
-        _made(measured, "loop", LOOP, loop_table),
+        _made(measured, "loop", loop_table),
     )
     return "\n\n".join(parts) + "\n"
 
 
-def _made(measured: Path, name: str, columns: tuple[str, ...], make: Callable[[pd.DataFrame], str]) -> str:
+def _made(measured: Path, name: str, make: Callable[[pd.DataFrame], str]) -> str:
     path = measured / f"{name}.csv"
-    return make(read_rows(path, columns)) if path.is_file() else "Not measured yet."
+    return make(read_rows(path)) if path.is_file() else "Not measured yet."
 
 
 def between_markers(text: str, name: str, content: str, page: Path) -> str:
