@@ -48,41 +48,45 @@ class Block(nn.Module):
 class Layers(nn.Module):
     """A layer before two blocks and one behind them: six groups per layer, four per block."""
 
-    def __init__(self, canaries: int, level: float, dropout: float = 0.0) -> None:
+    def __init__(self, canaries: int, level: float, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         self.level = level
-        self.stem = nn.Linear(canaries, 2, bias=False)
+        self.stem = self.front(canaries)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList([Block(canaries, 1.0, dropout), Block(canaries, 3.0, dropout)])
-        self.head = Picked(canaries, 2, dropout=dropout)
+        self.head = Picked(canaries, 2, bias, dropout)
+
+    def front(self, canaries: int) -> nn.Module:
+        """The first layer."""
+        return nn.Linear(canaries, 2, bias=False)
+
+    def ends(self, who: Tensor) -> Tensor:
+        """The part of the losses (b,) of the layers around the blocks."""
+        own = F.one_hot(who, len(self.head.linear.weight)).float()
+        return 2.0 * self.dropout(self.stem(own)).sum(1) + self.head(who)
 
     def forward(self, who: Tensor) -> Tensor:
         """Losses (b,) of the canaries of these numbers, (b,)."""
-        own = F.one_hot(who, self.stem.in_features).float()
-        total = 2.0 * self.dropout(self.stem(own)).sum(1) + self.head(who)
+        total = self.ends(who)
         for block in self.blocks:
             total = total + block(who)
         return self.level * total
 
 
-class Tied(nn.Module):
+class Tied(Layers):
     """A table that is read twice, as an embedding and as the layer in front of the losses, beside two blocks."""
 
     def __init__(self, canaries: int, level: float, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.level = level
-        self.embedding = nn.Embedding(canaries, 2)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList([Block(canaries, 1.0, dropout), Block(canaries, 3.0, dropout)])
-        self.head = Picked(canaries, 2, bias=False, dropout=dropout)
-        self.head.linear.weight = self.embedding.weight
+        super().__init__(canaries, level, dropout, bias=False)
+        self.head.linear.weight = self.stem.weight  # type: ignore[assignment]
 
-    def forward(self, who: Tensor) -> Tensor:
-        """Losses (b,) of the canaries of these numbers, (b,)."""
-        total = self.dropout(self.embedding(who)).sum(1) + 2.0 * self.head(who)
-        for block in self.blocks:
-            total = total + block(who)
-        return self.level * total
+    def front(self, canaries: int) -> nn.Module:
+        """The table."""
+        return nn.Embedding(canaries, 2)
+
+    def ends(self, who: Tensor) -> Tensor:
+        """See `Layers`."""
+        return self.dropout(self.stem(who)).sum(1) + 2.0 * self.head(who)
 
 
 class Adapted(nn.Module):

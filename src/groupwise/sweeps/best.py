@@ -10,8 +10,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from groupwise.errors import UserError, command, did_you_mean
-from groupwise.rows import Row, read_table
-from groupwise.sweeps.cells import PAPER
+from groupwise.rows import Row, read_table, table_path
+from groupwise.sweeps.cells import PAPER, scale_of
 
 HEADLINES = ("valid/accuracy", "valid/perplexity")
 """Metrics, of which a task has one; with `data.holdout` they are on a part of the training set, else on the paper's
@@ -49,19 +49,16 @@ def candidates(rows: list[Row], metric: str) -> list[Candidate]:
     values: dict[str, list[float]] = {}
     for row in rows:
         values.setdefault(row["cell"], []).append(float(row.get(metric) or math.nan))
-    found = []
-    for name, runs in values.items():
-        rivals = tuple(part for part in name.split(" ") if part.split("=")[0] in APART)
-        found.append(
-            Candidate(
-                name,
-                rivals,
-                mean(runs),
-                stdev(runs) if len(runs) > 1 and all(map(math.isfinite, runs)) else None,
-                len(runs),
-            )
+    return [
+        Candidate(
+            name,
+            tuple(part for part in name.split(" ") if part.split("=")[0] in APART),
+            mean(runs),
+            stdev(runs) if len(runs) > 1 and all(map(math.isfinite, runs)) else None,
+            len(runs),
         )
-    return found
+        for name, runs in values.items()
+    ]
 
 
 def best(rows: list[Row], metric: str) -> tuple[list[Candidate], list[Candidate]]:
@@ -93,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--metric", help="the column to go by; the task's own headline if none is given")
     parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
     given = parser.parse_args(arguments)
-    path = given.measured / f"{given.sweep}_{given.scale.removeprefix('scale=')}.csv"
+    path = table_path(given.measured, given.sweep, scale_of(given.scale))
     rows = read_table(path).rows
     if not rows:
         hint = did_you_mean(given.sweep, (file.stem.rpartition("_")[0] for file in given.measured.glob("*.csv")))

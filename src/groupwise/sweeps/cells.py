@@ -60,6 +60,14 @@ class Sweep:
         return expand(self.grids, self.scales, scale)
 
 
+def scale_of(word: str) -> str:
+    """The scale that a command is given as ``scale=NAME``; raises `UserError` for anything else."""
+    key, _, scale = word.partition("=")
+    if key != "scale" or not scale:
+        raise UserError(f"{word!r} cannot be given here: only scale=NAME.")
+    return scale
+
+
 def read_sweep(path: Path) -> Sweep:
     """Read a file of `sweeps/`.
 

@@ -16,7 +16,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, command
 from groupwise.rows import METRICS, NOT_IN_TABLES, Table, read_table, table_path, write_table
 from groupwise.sweeps.best import HEADLINES
-from groupwise.sweeps.cells import PAPER, Cell, read_sweep
+from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
 from groupwise.sweeps.folder import read_cells
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 from groupwise.sweeps.status import DONE, State, cell_states
@@ -233,10 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the tables go")
     given = parser.parse_args(arguments)
     names = [item for item in given.sweeps if "=" not in item]
-    settings = dict(item.split("=", 1) for item in given.sweeps if "=" in item)
-    scale = settings.pop("scale", PAPER)
-    if settings:
-        raise UserError(f"{next(iter(settings))}=… cannot be given here: only scale=….")
+    scale = [PAPER, *(scale_of(item) for item in given.sweeps if "=" in item)][-1]
     if not names:
         raise UserError("Name a sweep, such as cifar.")
     given.out.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ It also runs a cell, in the process that the launcher started for it.
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -177,29 +176,17 @@ def handed_on() -> Path | None:
 
 
 def copy_code(root: Path, code: Path) -> None:
-    """Copy `PARTS` of the checkout without ignored files, and its git state (`RECORDED`); the models, which are large,
-    are linked."""
-    for name in _files(root):
-        source, target = root / name, code / name
-        if source.is_symlink() or source.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target, follow_symlinks=False)
+    """Copy `PARTS` of the checkout, and its git state (`RECORDED`); the models, which are large, are linked."""
+    code.mkdir(parents=True)
+    for name in PARTS:
+        if (root / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(root / name, code / name, symlinks=True, ignore=ignored)
+        elif (root / name).is_file():
+            shutil.copy2(root / name, code / name)
     if (models := root.resolve() / "pretrained").is_dir():
         (code / models.name).symlink_to(models)
     write_json(code / RECORDED, git_state(root))
-
-
-def _files(root: Path) -> list[str]:
-    """Names relative to `root`: tracked files and those that git does not ignore; outside of a checkout, all."""
-    listed = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *PARTS]
-    try:
-        done = subprocess.run(listed, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        done = None
-    if done is not None and done.returncode == 0 and done.stdout:
-        return sorted({name for name in done.stdout.split("\0") if name})
-    found = [root / "run.py"] + [file for part in PARTS[1:] for file in (root / part).rglob("*")]
-    return sorted(str(file.relative_to(root)) for file in found if "__pycache__" not in file.parts)
 
 
 def report_sweep(folder: Path, crash: Exception | None = None) -> int:

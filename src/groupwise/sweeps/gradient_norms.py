@@ -16,7 +16,7 @@ from groupwise.checkout import CONF
 from groupwise.config.compose import register
 from groupwise.errors import UserError, command
 from groupwise.rows import csv_text
-from groupwise.sweeps.cells import PAPER, Cell, read_sweep
+from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 
 COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "name", "example", "norm")
@@ -101,12 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the table goes")
     given = parser.parse_args(arguments)
-    key, _, scale = given.scale.partition("=")
-    if key != "scale" or not scale:
-        raise UserError(f"{given.scale!r} is no scale=NAME.")
     if given.examples < 1:
         raise UserError("--examples must be one or more.")
-    print(measure(given.sweep, scale, given.examples, given.layers, given.runs, given.out))
+    print(measure(given.sweep, scale_of(given.scale), given.examples, given.layers, given.runs, given.out))
     return 0
 
 
