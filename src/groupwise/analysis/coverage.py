@@ -48,7 +48,7 @@ from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
-"""The figures that are made of the benchmark's rows, and the paper's hardware."""
+"""Figures drawn from the benchmark's rows -> the paper's hardware."""
 RUN = "run in full"
 COLUMNS = ("sweep", "cell", *SHOWN, "status", "why")
 WORDS = STATUSES | {

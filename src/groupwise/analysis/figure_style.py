@@ -26,7 +26,7 @@ WORDS = {
 GREY = "#666666"
 GRID = "#d9d9d9"
 WEAK = "#999999"
-"""Of what says nothing."""
+"""The colour of results no better than the constant-prediction baseline."""
 COLUMN, PAGE = 3.4, 5.5
 """Inches: the width of a figure in a column, and of one across a page of text; drawn and printed at the same size."""
 
@@ -202,7 +202,7 @@ def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]
 
 
 IDENTITY = ("cell", "seed", "hash")
-"""Of the columns of rows that belong to a run, those that say to which."""
+"""The columns that say which run a row belongs to."""
 MAKERS = {"_curves": "collect", "_norms": "gradient_norms"}
 """The module that makes rows that belong to runs, by the suffix of their file."""
 

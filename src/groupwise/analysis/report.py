@@ -83,7 +83,7 @@ def _scrolling(written: str) -> str:
 
 
 def _samples(results: Path, name: str) -> str:
-    """What each cell's first seed wrote for a few inputs of the test set, at the scales that have such texts."""
+    """The texts that each cell's first seed generated for a few test inputs, at the scales that have them."""
     written = ""
     for path in sorted((results / "measured").glob(f"{name}_*_texts.csv")):
         rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop_duplicates(["cell", "source"])

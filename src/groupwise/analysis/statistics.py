@@ -15,7 +15,7 @@ from groupwise.sweeps.cells import PAPER, Sweep
 
 CONFIDENCE, POWER = 0.95, 0.8
 SAME = 1e-9
-"""Numbers that differ by less do not vary."""
+"""Differences below this count as zero."""
 
 
 class Summary(NamedTuple):
@@ -197,7 +197,10 @@ def needs(cells: Sequence[str]) -> str:
 
 
 def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
-    """The same of cells without a row, and what became of them at smaller scales; `refused` says why not even there."""
+    """Why cells have no row: the hardware that they need, and their state at smaller scales.
+
+    `refused` says why they are not run at the smaller scale either.
+    """
     if waiting := waiting_at(sweep, cells):
         return f"{needs(cells)}; scale={waiting} {f'is refused: {refused}' if refused else 'waits to be run'}"
     left_out = [at for at in SHOWN[1:] if at in sweep.scales]

@@ -1,4 +1,4 @@
-"""Makes canaries: models whose examples have gradients with disjoint support, as a task for the real trainer."""
+"""Makes canaries: models in which the gradients of different examples share no entry, as a task for the trainer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

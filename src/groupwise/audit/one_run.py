@@ -106,7 +106,7 @@ WIDTH = 2
 
 
 class CanaryStage(Stage):
-    """Two layers of rows of canaries; what a stage sends on is what it got and its own part of the losses."""
+    """Two layers of rows of canaries; a stage adds its own part to the losses that it received, and sends them on."""
 
     reads = ("labels",)
 

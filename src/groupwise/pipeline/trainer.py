@@ -93,7 +93,7 @@ class PipelineTrainer(Trainer):
         return [loss, clipped, square, *by_stage]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """What the last step may log, of all stages, from the sums over all processes."""
+        """The values of the last step that may be logged, of all stages, from the sums over all processes."""
         if self.private.engine is None:
             return super().report(totals)
         loss, clipped, square, *nonfinite = totals

@@ -147,7 +147,7 @@ GB = 1e9
 
 
 def report(plan: Plan) -> str:
-    """What was asked for, the table of stages, the times, and advice."""
+    """The options, the table of stages, the times, and advice."""
     options, setting = plan.options, plan.setting
     device, best = options.device, setting.per_device
     dtype = options.weights_dtype if options.rank else "float32"

@@ -102,7 +102,7 @@ IMAGINED_BLOCKS = 3
 
 
 class Estimate:
-    """Answers by `options`, except where a method is given another work or number of stages.
+    """Memory and time under `options`; a method may be given another work or number of stages.
 
     Args:
         options: checked ones.
@@ -177,7 +177,7 @@ class Estimate:
         ]
 
     def fullest(self, work: Work, stages: int | None = None) -> int:
-        """Bytes of the stage that holds most, with per-device clipping."""
+        """The largest peak memory of a stage, in bytes, with per-device clipping."""
         ranges = self.ranges(work, stages)
         return max(self._memory(work, ranges, stage, "device").peak for stage in range(len(ranges)))
 

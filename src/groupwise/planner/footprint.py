@@ -1,4 +1,4 @@
-"""Measures what one stage holds and computes by running its own code on tensors that are never allocated."""
+"""Measures the memory and operations of one stage by running its own code on fake tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Meter(TorchDispatchMode):
 
 
 class Imagined:
-    """A world of fake tensors of the CPU: `with imagined.running():` everything new is fake and metered."""
+    """Fake CPU tensors: inside `with imagined.running():` everything new is fake and metered."""
 
     def __init__(self) -> None:
         matmul.used()  # compares two libraries' products, which fake ones have not
@@ -106,7 +106,7 @@ class Imagined:
 
     @contextmanager
     def running(self) -> Iterator[Meter]:
-        """Everything inside is imagined."""
+        """New tensors inside are fake, and metered."""
         with self._fake, self.meter:
             yield self.meter
 
@@ -119,8 +119,8 @@ def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 PASSES = {"none": None, "device": flat, "layer": per_layer, "norms": flat, "sums": flat}
-"""What a backward pass does → the partition of its stage's layers: no clipping, one group a stage, one group a layer;
-and the two passes of flat clipping over all stages, of which the first makes norms and the second sums."""
+"""Kinds of backward passes, and how each partitions the layers of its stage: no clipping, one group per stage, one
+group per layer, and the two passes of flat clipping over all stages, first for norms and then for sums."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Kind:
-    """All stages of so many blocks are alike, but for the embedding in front and the head at the end."""
+    """A kind of stage: its number of blocks, and whether it has the embedding or the head."""
 
     blocks: int
     first: bool
@@ -164,7 +164,7 @@ class Kind:
 
 
 def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
-    """A stage of this kind, out of a model of just the blocks that it takes to have one; random weights."""
+    """A stage of this kind, cut out of the smallest model that has one, with random weights."""
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
     dtype = "bfloat16" if work.half else work.dtype  # float16 is as wide, and nothing is clipped under it
@@ -182,7 +182,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
 
 
 def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
-    """A stage's input and its other arguments; one token of each row is padding, as is usual."""
+    """A stage's input and its other arguments; one token of each row is padding."""
     b, length, places = work.microbatch, work.length, work.places
     mask = torch.ones(b, length, dtype=torch.long)
     mask[:, -1:] = 0
@@ -273,7 +273,7 @@ class Footprint:
 
 
 def footprint(work: Work, kind: Kind, name: str) -> Footprint:
-    """Imagine a microbatch go through a stage of this kind, forward and then backward with the passes `name`."""
+    """Run a microbatch on fake tensors through a stage of this kind: forward, then backward with the passes `name`."""
     stage = cut_out(work, kind)
     imagined = Imagined()
     imagined.take(stage)

@@ -1,4 +1,4 @@
-"""Makes the model that is planned for: its shape by name or from a folder, its adapters, all on the meta device."""
+"""Makes the planned model on the meta device: its shape by name or from a folder, and its adapters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def configuration(name: str) -> Any:
 
 
 def with_blocks(config: Any, blocks: int) -> Any:
-    """The same configuration with so many blocks."""
+    """The configuration with another number of blocks."""
     changed = deepcopy(config)
     changed.num_hidden_layers = blocks
     if hasattr(changed, "layer_types") and changed.layer_types is not None:

@@ -79,7 +79,7 @@ def _device(config: RunConfig, place: Place) -> torch.device:
 
 
 def _meet(config: RunConfig, place: Place) -> dist.Store:
-    """Where processes leave word for each other."""
+    """The store through which the processes of the run find each other."""
     timeout = timedelta(seconds=config.pipeline.timeout)
     try:
         store, _, _ = next(dist.rendezvous(place.meeting, place.rank, place.world, timeout=timeout))
@@ -96,6 +96,6 @@ def _meet(config: RunConfig, place: Place) -> dist.Store:
 def _first(store: dist.Store) -> bool:
     """Whether this process is the first to ask. If the store is gone, another one has reported and exited."""
     try:
-        return store.add("told", 1) == 1
+        return store.add("reported", 1) == 1
     except (dist.DistError, RuntimeError):
         return False

@@ -31,7 +31,7 @@ class Place:
 
     @property
     def main(self) -> bool:
-        """Is this the one that prints and writes the record?"""
+        """Whether this process prints and writes the record."""
         return self.rank == 0
 
 

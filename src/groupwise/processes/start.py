@@ -83,7 +83,7 @@ def spawn(config: RunConfig, work: Work) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Report:
-    """How a process ended, as it says itself."""
+    """A process's own report of how it ended."""
 
     kind: str
     """done, mistake, interrupted or crashed."""
@@ -95,7 +95,7 @@ class Report:
 
 @dataclass
 class _Member:
-    """A process, and what is known of its end."""
+    """A process and its report."""
 
     rank: int
     process: SpawnProcess
@@ -177,7 +177,7 @@ def _outcome(config: RunConfig, members: Sequence[_Member]) -> dict[str, Any]:
 
 
 def _killed(config: RunConfig, member: _Member) -> str:
-    """How a process ended that could not say so itself; and what it said last."""
+    """The sentence for a process that ended without a report; prints its last lines."""
     if said := member.said.read_text(errors="replace").splitlines()[-LINES:]:
         print("\n".join(said), file=sys.stderr)
     code = member.process.exitcode or 0

@@ -43,7 +43,7 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
     path = table_path(out, name, scale)
     before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
-    said, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
+    lines, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
     others, read = [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path], cache(read_table)
     missing, taken = [], Counter[str]()
     for cell, planned in cells:
@@ -73,11 +73,11 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     for kind, rows in beside.items():
         if rows.rows:
             write_table(table_path(out, name, scale, kind), rows, BESIDE[kind])
-    said.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
-    said += [f"  {count} of them are runs of {source}" for source, count in taken.items()]
-    said += [f"  missing: {cell}" for cell in missing]
-    said += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
-    return said
+    lines.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
+    lines += [f"  {count} of them are runs of {source}" for source, count in taken.items()]
+    lines += [f"  missing: {cell}" for cell in missing]
+    lines += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
+    return lines
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:

@@ -150,7 +150,7 @@ def is_done(folder: Path, cell: dict[str, Any]) -> bool:
 
 
 def has_begun(folder: Path, cell: dict[str, Any]) -> bool:
-    """Whether the cell has printed to its file yet."""
+    """Whether the cell has a log already."""
     return (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()
 
 
@@ -219,7 +219,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
     register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
-    key, name, log = f"job-{settings.job.num}", told_overrides(), None
+    key, name, log = f"job-{settings.job.num}", typed_overrides(), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
@@ -263,7 +263,7 @@ def _begun_here(folder: Path, run: Path) -> bool:
     return written.is_file() and submitted.is_file() and written.stat().st_mtime > submitted.stat().st_mtime
 
 
-def told_overrides() -> str:
+def typed_overrides() -> str:
     """The cell's overrides, unresolved, as an interpolation in them may be the cause of the failure."""
     given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return " ".join(given)  # type: ignore[arg-type]

@@ -65,14 +65,14 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
         if not (folder / "DONE").is_file():
             state = _read_draw(search) or _draw(search)
             if state["draw"] > 1:
-                print(textwrap.fill(_said_of_draws(search, state["draw"]), WIDTH, subsequent_indent="  "))
+                print(textwrap.fill(_on_draws(search, state["draw"]), WIDTH, subsequent_indent="  "))
             notice = f"Running in secret; do not release {folder / UNRELEASED}."
             print(textwrap.fill(notice, WIDTH, subsequent_indent="  "), flush=True)
             scored = [(_score(row), setting, run) for row, setting, run in _runs(search, state["settings"], train)]
             _release(search, state["draw"], scored)
         if not search.tuning.keep:
             shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
-        return _told(folder)
+        return _released(folder)
 
 
 def _draw(search: Search) -> dict[str, Any]:
@@ -235,14 +235,14 @@ def _all_draws(search: Search, draw: int) -> float:
     return curve_epsilon(draw * search.cost.curve, search.delta)
 
 
-def _said_of_draws(search: Search, draw: int) -> str:
+def _on_draws(search: Search, draw: int) -> str:
     return (
         f"  This is draw {draw} of this search and a release of its own: all {draw} together have epsilon = "
         f"{_all_draws(search, draw):.4g}. To go on with it after an interruption, leave overwrite=true out."
     )
 
 
-def _told(folder: Path) -> list[str]:
+def _released(folder: Path) -> list[str]:
     """The release, as the last lines of the command."""
     try:
         found = json.loads((folder / RELEASED / RELEASE).read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ def claim(record: Record) -> str:
 
 
 def by_dp_accounting(record: Record) -> str:
-    """ε by dp_accounting's privacy loss distributions, from the numbers of privacy.json: it meets what is claimed."""
+    """ε by dp_accounting's privacy loss distributions, from the numbers of privacy.json, agrees with the claim."""
     return _compared(record, _pld)
 
 
@@ -76,8 +76,10 @@ def _bracket(spent: dict[str, Any], accountant: str) -> tuple[float, float]:
 
 
 def _pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> tuple[float, float]:
-    """An upper bound, and less as much as halving the grid's interval took from it: what is left to gain is a third of
-    that, as the error goes with the interval's square."""
+    """A bracket: an upper bound, and that bound less the gain from halving the grid's interval.
+
+    The error goes with the square of the interval, so at most a third of that gain is left.
+    """
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
     def bound(interval: float) -> float:

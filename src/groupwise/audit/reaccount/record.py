@@ -125,7 +125,7 @@ def config_hash(record: Record) -> str:
 
 
 def row(record: Record) -> str:
-    """result.json, which tables are made of, says what the other files say."""
+    """result.json, from which tables are made, agrees with the other files."""
     result = record.json("result")
     same(result, record.stable, "result.json", "config.yaml")
     git = {key: value for key, value in record.json("git").items() if key != "untracked"}
