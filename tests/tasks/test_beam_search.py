@@ -143,15 +143,6 @@ def test_a_text_does_not_depend_on_its_batch(tokenizer, settings):
     assert write(model, tokenizer, padded, **settings) != together
 
 
-def test_left_padding_moves_no_position(tokenizer):
-    model = scripted(tokenizer, "abcdefghijklmnopqrstuvwxyz")
-    assert write(model, tokenizer, encode(tokenizer, ["???", "?", "?????"]), max_new_tokens=4) == [
-        "defg",
-        "bcde",
-        "fghi",
-    ]
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_text_ends_at_the_end_token_and_is_stripped(tokenizer, beams):
     model = scripted(tokenizer, "??? ab cd #ef#")
@@ -253,10 +244,6 @@ def test_what_does_not_fit_into_memory_is_written_with_fewer_prompts_at_once(tok
     with pytest.raises(torch.OutOfMemoryError):
         monkeypatch.setattr(beam_search, "_search", lambda *_: small(0, 0, [0] * 3))
         write(random_gpt2(), tokenizer, prompts, batch_size=4)
-
-
-def test_nothing_to_write(tokenizer):
-    assert write(random_gpt2(), tokenizer, []) == []
 
 
 def test_what_cannot_be_done_is_refused(tokenizer):

@@ -131,6 +131,8 @@ def width(times: float = 1) -> Any:
     return lambda size: int(times * size.width)
 
 
+BOTH = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+BOTH |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), width(2))
 TEXT = (
     classifier("BERT", "bert"),
     classifier("DistilBERT", "distilbert", hidden_dim=width(2)),
@@ -154,25 +156,9 @@ TEXT = (
     classifier("MPNet", "mpnet"),
     classifier("ModernBERT", "modernbert", cls_token_id=1, sep_token_id=2),
     classifier("SqueezeBERT", "squeezebert", embedding_size=width()),
-    translator(
-        "BART",
-        "bart",
-        d_model=width(),
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=width(2),
-        decoder_ffn_dim=width(2),
-    ),
+    translator("BART", "bart", d_model=width(), **BOTH),
     translator("T5", "t5", d_model=width(), d_kv=8, d_ff=width(2), num_layers=2, num_decoder_layers=2, num_heads=4),
-    translator(
-        "Pegasus",
-        "pegasus",
-        d_model=width(),
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=width(2),
-        decoder_ffn_dim=width(2),
-    ),
+    translator("Pegasus", "pegasus", d_model=width(), **BOTH),
     causal("GPT-2", "gpt2"),
     causal("GPT-2, position ids given", "gpt2", positions=True),
     causal("GPT-Neo", "gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]], window_size=4),

@@ -139,6 +139,8 @@ def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Archi
     return Architecture(name, FAMILY, make, mixes)
 
 
+IN_STAGES: dict[str, Any] = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"))
+"""Keys that models with stages of several widths do not have."""
 SENSES = (
     of("BERT for multiple choice", multiple_choice),
     of("BERT, siamese", siamese),
@@ -153,9 +155,7 @@ SENSES = (
         depths=[2, 2],
         num_heads=[2, 4],
         window_size=4,
-        hidden_size=None,
-        num_hidden_layers=None,
-        num_attention_heads=None,
+        **IN_STAGES,
     ),
     seeing(
         "ConvNeXt (transformers)",
@@ -165,9 +165,7 @@ SENSES = (
         depths=[1, 2],
         num_stages=2,
         layer_scale_init_value=0.5,
-        hidden_size=None,
-        num_hidden_layers=None,
-        num_attention_heads=None,
+        **IN_STAGES,
     ),
     seeing("DINOv2", "dinov2", mlp_ratio=2),
     of("CLIP, text tower", clip_text),

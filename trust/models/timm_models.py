@@ -16,6 +16,8 @@ SMALL: dict[str, Any] = {"img_size": 32}
 VIT: dict[str, Any] = {**SMALL, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0}
 MIXER: dict[str, Any] = {**SMALL, "patch_size": 8, "embed_dim": 16, "num_blocks": 2}
 WINDOWS: dict[str, Any] = {**SMALL, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4), "mlp_ratio": 2.0}
+LEVIT: dict[str, Any] = {"img_size": 64, "image": 64, "embed_dim": (16, 32), "key_dim": 4, "depth": (1, 1)}
+LEVIT |= {"num_heads": (2, 4)}
 FOUR: dict[str, Any] = {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 16, 32), "num_heads": (1, 2, 4, 4)}
 
 
@@ -209,27 +211,8 @@ TIMM = (
         num_heads=[2, 4],
         use_aux_head=False,
     ),
-    of(
-        "LeViT (timm)",
-        "levit.Levit",
-        img_size=64,
-        image=64,
-        embed_dim=(16, 32),
-        key_dim=4,
-        depth=(1, 1),
-        num_heads=(2, 4),
-    ),
-    of(
-        "LeViT (timm), BatchNorm in train mode",
-        "levit.Levit",
-        mixes=True,
-        img_size=64,
-        image=64,
-        embed_dim=(16, 32),
-        key_dim=4,
-        depth=(1, 1),
-        num_heads=(2, 4),
-    ),
+    of("LeViT (timm)", "levit.Levit", **LEVIT),
+    of("LeViT (timm), BatchNorm in train mode", "levit.Levit", mixes=True, **LEVIT),
     of("RepViT (timm)", "repvit.RepVit", image=64, embed_dim=(16, 32), depth=(2, 2), distillation=False),
     of("TinyViT (timm)", "tiny_vit.TinyVit", embed_dims=(16, 32), depths=(1, 1), num_heads=(2, 4), window_sizes=(4, 4)),
     of(
