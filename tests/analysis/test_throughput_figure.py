@@ -6,6 +6,7 @@ import pytest
 from groupwise.analysis.benchmark_rows import cells
 from groupwise.analysis.figures import main
 from groupwise.analysis.throughput_figure import draw, panels
+from groupwise.errors import UserError
 
 ONE = ("cpu", "Made-up CPU", 1, "float32")
 
@@ -62,3 +63,8 @@ def test_too_few_machines_are_one_sentence(tmp_path, throughput, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "second machine configuration" in error
     assert not (tmp_path / "figures").exists()
+
+
+def test_one_batch_size_is_refused(throughput):
+    with pytest.raises(UserError, match="two batch sizes"):
+        panels(cells(throughput[throughput["batch"] == 4]), workload="gpt2", machine=ONE)

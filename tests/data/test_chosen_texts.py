@@ -98,6 +98,7 @@ def test_a_single_source_cannot_be_split():
 
 def test_a_choice_keeps_order_and_is_part_of_a_larger_one(labelled, paired):
     few, more = keep(labelled, 10), keep(labelled, 30)
+    assert keep(labelled, 100) is labelled and keep(paired, 200) is paired
     assert (len(few.train), len(more.train)) == (10, 30)
     assert set(few.train.texts) < set(more.train.texts)
     order = [labelled.train.texts.index(texts) for texts in more.train.texts]

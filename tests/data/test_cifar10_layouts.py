@@ -98,6 +98,7 @@ class TestNpz:
         ("key", "value", "words"),
         [
             ("x_train", np.zeros((20, 0, 0, 3), np.uint8), "(20, 0, 0, 3)"),
+            ("x_train", np.zeros((0, 16, 16, 3), np.uint8), "x_train holds no image"),
             ("x_train", np.zeros((20, 16, 16, 3)), "x_train has dtype float64"),
             ("x_test", np.zeros((10, 3, 16, 16), np.uint8), r"x_test has dtype uint8 and shape (10, 3, 16, 16)"),
             ("x_test", np.zeros((10, 8, 8, 3), np.uint8), "16 pixels a side and x_test of 8"),

@@ -96,6 +96,7 @@ def test_a_missing_e2e_says_what_belongs_there(tmp_path):
         ("mr,ref\nname[A],b\nname[A]\n", "line 3 has no mr or no ref"),
         ("mr,ref\nname[A],\n", "line 2 has no mr or no ref"),
         ("mr,ref\nname A,b\n", "line 2 has an mr that cannot be parsed"),
+        ("mr,ref\nname[A] eatType[pub],b\n", "line 2 has an mr that cannot be parsed"),
         ('mr,ref\nname[A],"' + "x" * 200_000, "is not CSV"),
     ],
 )

@@ -71,3 +71,8 @@ def test_the_cache_serves_while_the_hub_is_out_of_reach(
     assert load_causal(ModelConfig(source="some/model"), tokenizer).config.n_embd == 16
     assert sum(slept) < 5
     assert not any(capfd.readouterr())  # nobody was asked again
+
+
+def test_a_name_that_the_hub_shows(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)
+    assert locate("model.source", "some/model") == "some/model"

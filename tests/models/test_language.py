@@ -136,7 +136,7 @@ def test_sizes_that_no_text_can_pass(folders, tokenizer, tmp_path, key):
 # -- tying, dropout, positions ----------------------------------------------------------------------------------------
 
 
-def test_untying_gives_the_head_an_equal_weight_of_its_own(folders, tokenizer, tmp_path):
+def test_untying_gives_the_head_an_equal_weight_of_its_own(fresh, folders, tokenizer, tmp_path):
     settings = ModelConfig(source=str(folders["gpt2"]), untie=True)
     tied = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     model = load_causal(settings, tokenizer)
@@ -150,6 +150,9 @@ def test_untying_gives_the_head_an_equal_weight_of_its_own(folders, tokenizer, t
     again = load_causal(ModelConfig(source=str(tmp_path)), tokenizer)
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
+    assert "lm_head.weight" in names(load_causal(fresh("gpt2", untie=True), tokenizer))
+    with pytest.raises(UserError, match=r"model\.untie is for causal"):
+        load_masked(fresh("roberta", untie=True), tokenizer)
 
 
 def rates(model) -> dict[str, float]:

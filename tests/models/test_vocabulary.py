@@ -123,3 +123,11 @@ def test_the_kept_vocabulary_can_be_made_again(task, tmp_path):
         pytest.skip("needs the public texts")
     write_vocabulary(tmp_path, held["tokens"], texts)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_it_is_trained_again_only_for_other_texts_or_another_size(data, tmp_path):
+    given = (tmp_path / "out", SIZE), [data / "public.txt"]
+    assert [write_vocabulary(*given[0], given[1]) for _ in range(2)] == [True, False]
+    assert write_vocabulary(tmp_path / "out", SIZE - 5, given[1])
+    (data / "public.txt").write_text(" ".join(WORDS * 3) + " and a bar")
+    assert write_vocabulary(tmp_path / "out", SIZE - 5, given[1])

@@ -9,6 +9,7 @@ import pytest
 from groupwise.errors import UserError
 from groupwise.planner.__main__ import largest_microbatch, least_devices, main, make_plan
 from groupwise.planner.estimate import Estimate, kinds
+from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
 
 SETTINGS = ["devices=2", "length=32", "batch=4", "examples=40", "rank=4", "dtype=float32", "microbatch=1"]
@@ -141,3 +142,8 @@ def test_a_cpu_is_timed_and_its_cores_are_shared(options):
     shared, alone = setting.per_device, replace(setting, cores=math.inf).per_device
     assert shared == pytest.approx(work + setting.update + setting.agree, rel=0.02)
     assert alone < shared
+
+
+def test_stages_beyond_three_blocks_are_told_from_three(estimate):
+    kind = Kind(4, False, False)
+    assert estimate.footprint(estimate.work, kind, "device") == estimate.imagined(estimate.work, kind, "device")

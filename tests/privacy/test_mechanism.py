@@ -167,6 +167,7 @@ def test_half_precision_gradients_are_refused():
         ([1.0], {"noise_multiplier": -1.0}, "noise_multiplier"),
         ([1.0], {"allocation": "fair"}, "allocation"),
         ([1.0], {"allocation": "weighted", "groups_elsewhere": 1}, "equal_budget"),
+        ([1.0], {"allocation": "equal_budget", "groups_elsewhere": -1}, "groups_elsewhere is -1"),
     ],
 )
 def test_refusals(thresholds, options, reason):

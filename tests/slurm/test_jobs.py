@@ -99,3 +99,8 @@ def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
     assert next(answers, "all used") == "all used"
     with pytest.raises(UserError, match=r"^SLURM refused the jobs \(Invalid account\)"):
         slurm.wait_for_the_others(RuntimeError("it failed\nsbatch: error: Invalid account"), tmp_path, pause)
+
+
+def test_processes_that_do_not_share_out_are_refused():
+    with pytest.raises(UserError, match="9 processes cannot be split evenly"):
+        slurm.shape(9, 8)

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from groupwise.sweeps.best import best, main
+from groupwise.sweeps.best import best, main, search_metric
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),
@@ -70,3 +70,9 @@ def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ran adaptive_layer") == 3
     assert "best_value: 5" in (checkout.folder / "optimization_results.yaml").read_text()  # 50 + the seed
+
+
+def test_the_objective_is_the_headline():
+    assert search_metric({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
+    assert search_metric({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
+    assert search_metric({}) is None

@@ -78,7 +78,6 @@ def _on_two(rank, world, folder):
         "planted": _noises(ranks, "ddp", _add_noise_on_every_rank),
         "one stream": _noises(ranks, "fsdp", _share_one_stream),
         "resumed": {case: _resumed(ranks, case, Path(folder)) for case in RESUMED},
-        "shards": _shards(ranks),
         "refused": {name: _refused(ranks, name) for name in REFUSED},
     }
 
@@ -104,12 +103,6 @@ def _resumed(ranks, case, folder):
     plain = make_task().model
     plain.load_state_dict(load_checkpoint(folder / f"{case}.pt"))
     return parameters(whole), parameters(second), torch.cat([value.flatten() for value in plain.state_dict().values()])
-
-
-def _shards(ranks):
-    """How many numbers of the model this process holds."""
-    trainer = build(ADAPTIVE_LAYER, ranks, "fsdp")
-    return sum(parameter.to_local().numel() for parameter in trainer.task.model.parameters())
 
 
 class TiedTask(PointsTask):

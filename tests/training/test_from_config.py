@@ -69,3 +69,11 @@ def test_warmup_rises_linearly_and_wastes_no_step_at_zero(schedule: str) -> None
     seen = rates(schedule, warmup=0.1)
     assert seen[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
     assert max(seen) == seen[10] == 2.0
+
+
+def test_the_rate_falls_as_its_schedule_says() -> None:
+    assert rates("constant") == [2.0] * 100
+    linear, cosine = rates("linear"), rates("cosine")
+    assert (linear[0], linear[50], linear[-1]) == (2.0, 1.0, pytest.approx(2.0 / 100))
+    assert (cosine[0], cosine[25], cosine[50]) == (2.0, pytest.approx(1 + 0.5**0.5), pytest.approx(1.0))
+    assert cosine == sorted(cosine, reverse=True) and cosine[-1] > 0

@@ -160,7 +160,6 @@ def _on_two(rank, world):
         "refused": refusals(ranks),
         "sums in the losses": sums_in_the_losses(ranks),
         "given back": given_back(ranks),
-        "held": sum(parameter.to_local().numel() for parameter in network(True).parameters()),
     }
 
 
@@ -208,3 +207,14 @@ def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, 
 
 def test_the_losses_see_no_sums_in_shards(two):
     assert not any(process["sums in the losses"] for process in two)
+
+
+def test_together_they_add_one_noise(two):
+    """40 x P numbers: 1 % is over three standard errors of the scale; two noises would be √2, a shared stream shows as
+    equal halves."""
+    one = moved(Alone(), False)
+    found = two[0]["moved"]
+    assert torch.equal(found, two[1]["moved"])
+    error = 4 / (2 * found.numel()) ** 0.5
+    assert float(found.std() / one.std()) == pytest.approx(1, abs=error)
+    assert len(found.unique()) == found.numel()

@@ -162,3 +162,10 @@ def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn, unchanged)
     rows = pd.read_csv(unchanged.measured / "gradnorm_cifar_mini_norms.csv")
     assert [axes.get_title("left") for axes in panels] == [f"epoch {epoch:g}" for epoch in rows["epoch"].unique()]
     assert panels[0].images[0].get_array().shape == (rows["example"].nunique(), rows["layer"].nunique())
+
+
+def test_a_task_without_rows_is_an_empty_panel(folders):
+    path = folders.measured / "target_quantile_mini.csv"
+    frame = pd.read_csv(path)
+    frame[frame["cell"].str.contains("task=cifar")].to_csv(path, index=False)
+    assert "not run" in words(make("target_quantile", folders).figure)

@@ -185,3 +185,10 @@ def test_of_two_reduced_scales_the_larger_is_shown_where_it_has_all_of_a_numbers
     assert set(measured["status"]) == {"reduced only"}
     first = notes("adaptivity", world.folders, lines)[0]
     assert "scale=midi: real data" in first and "scale=mini: " in first
+
+
+def test_what_the_paper_did_not_measure_is_not_compared(world):
+    world.write(world.rows("adaptivity", "paper"), "adaptivity", "paper")
+    lines = table_lines("adaptivity", world.folders)
+    odd = lines[lines["status"] == "not in the paper"]
+    assert set(odd["row"]) == {"CIFAR-10 / Flat clipping / adaptive", "CIFAR-10 / Flat clipping / gain"}
