@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.clipping import attach, flat, per_layer, verify
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, PathsConfig, RunConfig
 from groupwise.data.text_examples import Labelled
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
-from tests.clipping.traced import clip
+from tests.tasks.clipped import MODES, check_sums
 
 CPU = torch.device("cpu")
 ROBERTA = {
@@ -26,7 +25,6 @@ ROBERTA = {
     "max_position_embeddings": 66,
     "type_vocab_size": 1,
 }
-MODES = {"flat": (flat, "bookkeeping"), "layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
 EXAMPLES = [0, 3, 7, 12, 20]
 
 
@@ -61,25 +59,10 @@ def mnli():
     return double(make_task(config("mnli"), CPU))
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["sst2", "mnli"])
 def test_clipped_sums_are_those_of_single_examples(name, mode, request):
-    task = request.getfixturevalue(name)
-    assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
-    make_partition, norms = MODES[mode]
-    partition = make_partition(task.model)
-    loss_of = lambda i: task.losses_of([i])[0]  # noqa: E731
-    thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
-    truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
-    task.model.zero_grad()
-    with attach(task.model, partition, thresholds, norms=norms) as engine:
-        clip(engine, task.losses_of, EXAMPLES)
-    for parameter, sums in gradients(task.model).items():
-        assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
+    check_sums(request.getfixturevalue(name), EXAMPLES, mode)
 
 
 def test_order_is_by_length_and_pads_less(sst2):

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import (
     DataConfig,
     EvalConfig,
@@ -30,11 +29,11 @@ from groupwise.tasks.samples import PairEncoder, Rows, plain_frame
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
 from tests.clipping.traced import clip
+from tests.tasks.clipped import MODES, check_sums, gradients
 
 CPU = torch.device("cpu")
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 160}
 LORA = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["c_attn", "c_proj"])}
-MODES = {"flat": (flat, "bookkeeping"), "layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
 EXAMPLES = [0, 3, 7, 12]
 
 
@@ -88,10 +87,6 @@ def tasks(tied):
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("pretrained/gpt2_mini")
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def loss_by_hand(task, tokens, start):
@@ -154,18 +149,7 @@ def test_losses_are_of_the_targets_tokens_alone(tasks, name):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["tied", "tied, sum", "untied", "lora"])
 def test_clipped_sums_are_those_of_single_examples(tasks, name, mode):
-    task = tasks[name]
-    assert len(set(task._lengths[EXAMPLES])) > 2, "padding must be there"
-    make_partition, norms = MODES[mode]
-    partition = make_partition(task.model)
-    loss_of = lambda i: task.losses_of([i])[0]  # noqa: E731
-    thresholds = clipped_sums(task.model, loss_of, EXAMPLES, partition, [1.0] * len(partition)).norms.median(1).values
-    truth = clipped_sums(task.model, loss_of, EXAMPLES, partition, thresholds)
-    task.model.zero_grad()
-    with attach(task.model, partition, thresholds, norms=norms) as engine:
-        clip(engine, task.losses_of, EXAMPLES)
-    for parameter, sums in gradients(task.model).items():
-        assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
+    check_sums(tasks[name], EXAMPLES, mode)
 
 
 def test_what_stands_at_padding_changes_nothing(tied):
