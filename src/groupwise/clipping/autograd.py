@@ -21,19 +21,36 @@ from torch.utils.checkpoint import CheckpointError
 
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.group_pass import GroupPass, close
-from groupwise.clipping.groups import ClippedLayer
-from groupwise.clipping.precision import autocast, no_autocast
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup
+from groupwise.clipping.passes import Pass
+from groupwise.clipping.precision import autocast, no_autocast, refuse_float16
 from groupwise.errors import UserError
 
 
-def probe_of(group_pass: GroupPass) -> Tensor | None:
-    """The probe (B,) of a group's pass, made when it is first asked for; None when the pass is over."""
-    if group_pass.probe is None and not group_pass.over:
-        passes = group_pass.microbatch.together(group_pass)
-        anchors = [each.group.anchor for each in passes]
-        for each, probe in zip(passes, GroupFunction.apply(passes, *anchors), strict=True):
+def enter(running: Pass, group: ClippingGroup, member: ClippedLayer) -> GroupPass:
+    """A layer runs, for its group in this pass; what runs once more (checkpointing) joins what has run before.
+
+    Groups that close together get their probes (B,) with the first of their layers.
+    """
+    found: GroupPass | None = running.groups.get(group.index)
+    if running.phase is not None:
+        if found is None:
+            raise UserError(
+                f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
+                "use_reentrant=False."
+            )
+        running.recomputed.on = True
+    else:
+        if found is None:
+            refuse_float16(member.label, group.threshold.device.type)
+            found = running.groups[group.index] = GroupPass(group, running)
+        found.note(member)
+    if found.probe is None and not found.over:
+        every = (running.groups.setdefault(g.index, GroupPass(g, running)) for g in group.together or (group,))
+        passes = [each for each in every if each is found or (each.probe is None and not each.over)]
+        for each, probe in zip(passes, GroupFunction.apply(passes, *(p.group.anchor for p in passes)), strict=True):
             each.probe = probe
-    return group_pass.probe
+    return found
 
 
 class GroupFunction(torch.autograd.Function):

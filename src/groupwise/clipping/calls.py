@@ -5,15 +5,13 @@ linear maps and embeddings inside a module. They are made when they are first us
 """
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import CopiesFunction, LateFunction, LayerFunction, probe_of
+from groupwise.clipping.autograd import CopiesFunction, LateFunction, LayerFunction, enter
 from groupwise.clipping.clip_plan import FIRST, Layout
-from groupwise.clipping.group_pass import GroupPass
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.passes import Passes, hides_batch
 from groupwise.clipping.per_example import PerExample
@@ -30,16 +28,6 @@ Values = list[Tensor | None]
 
 COPIED = 4096
 """Parameters of fewer numbers cost little where every example has a copy."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """One parameter of a product: where it stands in its group (None: it does not train), and which rows are used."""
-
-    place: int | None
-    shape: torch.Size
-    rows: slice | None = None
-    padding_idx: int | None = None
 
 
 class LayerCalls:
@@ -64,36 +52,35 @@ class LayerCalls:
         """The group of a parameter that trains, and its place there."""
         return self._places.get(id(parameter))
 
-    def product(self, kind: str, group: ClippingGroup, uses: tuple[Use | None, ...]) -> ClippedLayer:
-        """A layer of a group's parameters: its weight and its bias, if that trains.
+    def product(
+        self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None = None, padding_idx: int | None = None
+    ) -> tuple[ClippedLayer, Values]:
+        """A layer of single parameters, or of rows of them: made when they are first used so.
 
         Args:
-            kind: what it does with them: "linear", "transposed" (linear, with a weight (d, p)) or "embedding".
-            group: whose parameters they are.
-            uses: one for each parameter; None where there is none, or it does not train.
+            kind: its rule: `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`.
+            weight: its weight.
+            bias: its bias, if that trains; a parameter of the same group.
+            padding_idx: of an embedding.
+
+        Returns:
+            The layer, and the values of its parameters.
         """
-        key = (
-            kind,
-            group.index,
-            *((u.place, u.rows and (u.rows.start, u.rows.stop), u.shape, u.padding_idx) for u in uses if u),
-        )
+        group, parameters = weight.origin.group, (weight,) if kind is EmbeddingRule else (weight, bias)
+        places = tuple(None if each is None else each.origin.place for each in parameters)
+        rows = tuple(None if each is None else each.part for each in parameters)
+        wholes: Values = [None if each is None else each.origin.parameter.detach() for each in parameters]
+        values = [t if t is None or part is None else t[part] for t, part in zip(wholes, rows, strict=True)]
+        key = (kind, group.index, places, *((part.start, part.stop) for part in rows if part), padding_idx)
         if key not in self._members:
-            weight = uses[0]
-            assert weight is not None
-            rule: LayerRule
+            assert values[0] is not None
+            n, m = values[0].shape
             with torch.device("meta"):
-                if kind == "embedding":
-                    rule = EmbeddingRule(nn.Embedding(weight.shape[0], weight.shape[1], weight.padding_idx))
-                else:
-                    kinds = {"linear": LinearRule, "transposed": HFConv1DRule}
-                    rule = kinds[kind](nn.Linear(weight.shape[1], weight.shape[0], any(uses[1:])))
-            places = tuple(None if u is None else u.place for u in uses)
+                module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
             name = next(group.names[place] for place in places if place is not None)
-            rows = tuple(None if u is None else u.rows for u in uses)
             wanted = tuple(place is not None for place in places)
-            context = self._context.for_layer()
-            self._members[key] = ClippedLayer(name, rule, wanted, places, context, rows if any(rows) else ())
-        return self._members[key]
+            self._members[key] = ClippedLayer(name, kind(module), wanted, places, self._context.for_layer(), rows)
+        return self._members[key], values
 
     def copies(self, group: ClippingGroup, place: int) -> Tensor:
         """A parameter's copies (B, *shape), made once a forward pass."""
@@ -107,22 +94,19 @@ class LayerCalls:
                     stacklevel=2,
                 )
             rule = ParameterRule(home, local)
-            self._members[key] = ClippedLayer(group.names[place], rule, (True,), (place,), self._context.for_layer())
+            self._members[key] = ClippedLayer(
+                group.names[place], rule, (True,), (place,), self._context.for_layer(), (None,)
+            )
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.current.groups.get(group.index)
         if group_pass is not None and place in group_pass.copies:
             return group_pass.copies[place]
-        group_pass, probe = self.enter(group, member)
-        copies: Tensor = CopiesFunction.apply(group_pass, member, probe, parameter.detach())
+        group_pass = enter(self.passes.current, group, member)
+        copies: Tensor = CopiesFunction.apply(group_pass, member, group_pass.probe, parameter.detach())
         group_pass.copies[place] = copies
         return copies
 
     # -- calls of layers ------------------------------------------------------------------------------------------
-
-    def enter(self, group: ClippingGroup, member: ClippedLayer) -> tuple[GroupPass, Tensor | None]:
-        """The group's pass for a call, and its probe."""
-        group_pass = self.passes.current.enter(group, member)
-        return group_pass, group_pass.probe if group_pass.probe is not None else probe_of(group_pass)
 
     def layer(self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
         """What stands in place of a layer's forward."""
@@ -179,8 +163,8 @@ class LayerCalls:
         shards = values if group.direct else []
         if torch.is_autocast_enabled(x.device.type):
             x, values = autocast(member.rule.autocast, x, [] if shards else values)
-        group_pass, probe = self.enter(group, member)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, probe, x, *shards)
+        group_pass = enter(self.passes.current, group, member)
+        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, group_pass.probe, x, *shards)
         return y
 
     def _run_rows(self, group: ClippingGroup, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
@@ -251,12 +235,12 @@ class ParameterUse(GroupOrigin):
 
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
         """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
-        member, values = self._product("transposed" if weight.transposed else "linear", weight, bias)
+        member, values = self.calls.product(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
         return self.calls.run(self.group, member, x, values, layout)
 
     def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
         """The rows that x says, by the rule of such layers."""
-        member, values = self._product("embedding", weight, None, padding_idx)
+        member, values = self.calls.product(EmbeddingRule, weight, None, padding_idx)
         return self.calls.run(self.group, member, x, values, layout)
 
     def late(
@@ -264,29 +248,12 @@ class ParameterUse(GroupOrigin):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
         are in the list by then; `like` (B, T, ...) holds the examples as x does."""
-        member, (w, b) = self._product("linear", weight, bias)
+        member, (w, b) = self.calls.product(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
-        group_pass, probe = self.calls.enter(self.group, member)
+        group_pass = enter(self.calls.passes.current, self.group, member)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
-        return w, b, LateFunction.apply(group_pass, member, layout, probe, inputs, zeros)
-
-    def _product(
-        self, kind: str, weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
-    ) -> tuple[ClippedLayer, Values]:
-        """The member of the group that a product belongs to, and the values of its parameters."""
-        uses: list[Use | None] = []
-        values: Values = []
-        for each in (weight, bias) if kind in ("linear", "transposed") else (weight,):
-            if each is None:
-                values.append(None)
-                uses.append(None)
-                continue
-            whole: Tensor = each.origin.parameter.detach()
-            value = whole if each.part is None else whole[each.part]
-            values.append(value)
-            uses.append(Use(each.origin.place, value.shape, each.part, padding_idx))
-        return self.calls.product(kind, self.group, tuple(uses)), values
+        return w, b, LateFunction.apply(group_pass, member, layout, group_pass.probe, inputs, zeros)
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:

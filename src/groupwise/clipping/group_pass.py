@@ -5,8 +5,6 @@ forms the clip factors and with them the clipped sums, together with groups that
 """
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,28 +13,18 @@ from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup, clip_factors_of, most_kept
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
+from groupwise.clipping.passes import Pass, Phase
 from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import Gradients, Saved, add_up, clipped_sum, total_numel
 from groupwise.clipping.rules.per_example import FoldedRule
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
 
-if TYPE_CHECKING:
-    from groupwise.clipping.passes import Pass
-
-
-class Phase(Enum):
-    """The work of a backward pass: all at once, only norms (ghost, first), only sums (second)."""
-
-    CLIP = "clip"
-    NORMS = "norms"
-    SUMS = "sums"
-
 
 class GroupPass:
     """One group in one microbatch's pass: the probe, what its layers handed in, and the sums so far."""
 
-    def __init__(self, group: ClippingGroup, microbatch: "Pass") -> None:
+    def __init__(self, group: ClippingGroup, microbatch: Pass) -> None:
         self.group, self.microbatch = group, microbatch
         self.calls = 0
         self.uses: dict[int, list[slice | None]] = {}
@@ -66,11 +54,11 @@ class GroupPass:
     def note(self, member: ClippedLayer) -> None:
         """A forward pass calls a layer, which uses its parameters once more."""
         self.calls += 1
-        for i, place in enumerate(member.parameter_indices):
+        for place, rows in zip(member.parameter_indices, member.rows, strict=True):
             if place is not None:
-                self.uses.setdefault(place, []).append(member.rows_of(i))
+                self.uses.setdefault(place, []).append(rows)
 
-    def running(self) -> "Pass":
+    def running(self) -> Pass:
         """The pass that it is part of, whose backward pass runs.
 
         Raises:
@@ -107,7 +95,8 @@ class GroupPass:
         """
         running, rule = self.running(), member.rule
         self.received = True
-        running.recomputed.note(running.phase, (g, *saved))
+        if running.recomputed.on:
+            running.recomputed.note(running.phase, (g, *saved))
         if self.group.direct:
             if member.name in running.reported:
                 raise UserError(
@@ -140,9 +129,10 @@ class GroupPass:
         if phase is Phase.NORMS:
             self.terms.append(rule.squared_norms(*given))
             return ()
-        kept, forms = total_numel(*(saved[i] for i in rule.batched), g), rule.materializes(*given)
-        formed = rule.count(g) * rule.size(member.wanted) if forms else kept
-        alone = self.calls == 1
+        forms, alone, kept, formed = rule.materializes(*given), self.calls == 1, 0, 0
+        if forms or (alone and self.waits):
+            kept = total_numel(*(saved[i] for i in rule.batched), g)
+            formed = rule.count(g) * rule.size(member.wanted) if forms else kept
         if alone and not (self.waits and formed <= most_kept(g)):
             if forms:
                 return self.add(member, clipped_sum(rule, saved, g, self._factors, member.wanted))
@@ -179,10 +169,10 @@ class GroupPass:
         """Add a layer's clipped sums to those of its group; or return them, where the layer does."""
         if self.group.direct:
             return gradients
-        for i, (place, gradient) in enumerate(zip(member.parameter_indices, gradients, strict=True)):
+        for place, rows, gradient in zip(member.parameter_indices, member.rows, gradients, strict=True):
             if place is not None and gradient is not None:
                 known = self.sums[place]
-                if member.rows and (rows := member.rows[i]) is not None:
+                if rows is not None:
                     if known is None:
                         known = self.sums[place] = torch.zeros_like(self.group.summed[place], dtype=gradient.dtype)
                     known[rows].add_(gradient)
@@ -193,7 +183,7 @@ class GroupPass:
     def add_weighted(self, call: LayerCall, factors: Tensor) -> None:
         """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
         rule, member = call.rule, call.member
-        place, part = member.parameter_indices[0], member.rows_of(0)
+        place, part = member.parameter_indices[0], member.rows[0]
         known = None if place is None else self.sums[place]
         if known is not None and rule.indexed:
             indices, rows = rule.weighted_rows(call.saved, call.g, factors)

@@ -24,17 +24,13 @@ class ClippedLayer:
     wanted: Wanted
     parameter_indices: tuple[int | None, ...]
     context: RuleContext
-    rows: tuple[slice | None, ...] = ()
-    """For each parameter the rows of it that it uses, None: all; () stands for all of all."""
+    rows: tuple[slice | None, ...]
+    """For each parameter the rows of it that it uses; None: all."""
 
     @cached_property
     def label(self) -> str:
         """What messages call it."""
         return f"Layer {self.name!r}"
-
-    def rows_of(self, parameter: int) -> slice | None:
-        """The rows of its parameter of that number."""
-        return self.rows[parameter] if self.rows else None
 
 
 @dataclass
@@ -221,6 +217,7 @@ def _build_group(
                     (True,),
                     (place[id(p)],),
                     context.for_layer(),
+                    (None,),
                 )
                 for local, p in layer.trainable.items()
             ]
@@ -231,7 +228,7 @@ def _build_group(
         )
         own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
         wanted = tuple(p is not None for p in places)
-        members.append(ClippedLayer(name, rule, wanted, places, context.for_layer(own_group)))
+        members.append(ClippedLayer(name, rule, wanted, places, context.for_layer(own_group), (None,) * len(places)))
     dtype, device = parameters[0].dtype, parameters[0].device
     return ClippingGroup(
         index,

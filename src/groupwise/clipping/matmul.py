@@ -81,17 +81,15 @@ def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def are_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether a linear layer's products of an input (..., d) and a weight (p, d) or (d, p) are oneDNN's."""
-    return _allowed(2 * x.numel() * weight.numel() // max(1, x.shape[-1]), x, weight)
+    """Whether a linear layer's products of an input (..., d) and a weight (p, d) or (d, p) are oneDNN's, which have no
+    derivative."""
+    return _by_onednn(2 * x.numel() * weight.numel() // max(1, x.shape[-1]), x, weight, derivatives=True)
 
 
-def _by_onednn(operations: int, a: Tensor, b: Tensor) -> bool:
-    return not torch.is_grad_enabled() and _allowed(operations, a, b)  # the kernel has no derivative
-
-
-def _allowed(operations: int, a: Tensor, b: Tensor) -> bool:
+def _by_onednn(operations: int, a: Tensor, b: Tensor, derivatives: bool = False) -> bool:
     return (
         operations >= LEAST
+        and (derivatives or not torch.is_grad_enabled())
         and a.device.type == "cpu"
         and a.dtype == b.dtype == FLOAT32
         and type(a) in PLAIN

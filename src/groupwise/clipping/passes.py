@@ -6,6 +6,8 @@ own, and a backward pass reaches the groups of one of them only.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,6 @@ from torch.autograd import forward_ad
 
 from groupwise.clipping.clip_plan import SHARED, ClipPlan, Layout
 from groupwise.clipping.gradients import ClippedGradients
-from groupwise.clipping.group_pass import GroupPass, Phase
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup
-from groupwise.clipping.precision import refuse_float16
 from groupwise.errors import UserError
 
 Note = Callable[[str, int, Tensor, bool], Layout]
@@ -24,6 +23,14 @@ and whether that meets a parameter, or what was made of one, outside of a layer;
 
 NOT_NAMED: Hashable = object()
 """The microbatch of an ordinary forward pass, which its backward pass follows at once."""
+
+
+class Phase(Enum):
+    """The work of a backward pass: all at once, only norms (ghost, first), only sums (second)."""
+
+    CLIP = "clip"
+    NORMS = "norms"
+    SUMS = "sums"
 
 
 class Pass:
@@ -37,8 +44,8 @@ class Pass:
 
     def __init__(self, examples: int, passes: "Passes", note: Note | None = None) -> None:
         self.examples, self.passes, self.traces = examples, passes, note is not None
-        self.groups: dict[int, GroupPass] = {}
-        """Groups of which a layer has run, by their index."""
+        self.groups: dict[int, Any] = {}
+        """The `GroupPass` of each group of which a layer has run, by its index."""
         self.ended = False
         """Whether the forward pass has: what runs now runs once more, inside the backward pass (checkpointing)."""
         self.phase: Phase | None = None
@@ -84,32 +91,6 @@ class Pass:
         if self._note is not None:
             return self._note(label, nth, x, meets)
         return self._plan.find(label, nth, x, self.examples)
-
-    def enter(self, group: ClippingGroup, member: ClippedLayer) -> GroupPass:
-        """A layer runs, for its group in this pass; what runs once more (checkpointing) joins what has run before."""
-        found = self.groups.get(group.index)
-        if self.phase is not None:
-            if found is None:
-                raise UserError(
-                    f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
-                    "use_reentrant=False."
-                )
-            self.recomputed.on = True
-            return found
-        if found is None:
-            refuse_float16(member.label, group.threshold.device.type)
-            found = self.groups[group.index] = GroupPass(group, self)
-        found.note(member)
-        return found
-
-    def together(self, one: GroupPass) -> list[GroupPass]:
-        """The groups that close with one: those beside it that have no probe yet."""
-        found = []
-        for group in one.group.together or (one.group,):
-            other = self.groups.setdefault(group.index, GroupPass(group, self))
-            if other is one or (other.probe is None and not other.over):
-                found.append(other)
-        return found
 
     def begin_sums(self, squares: Tensor, factors: Tensor) -> None:
         """After a backward pass for norms, the same again for sums, so that it rounds as the first."""
@@ -224,7 +205,7 @@ class Recomputed:
 
     def note(self, phase: Phase | None, tensors: Sequence[Tensor | None]) -> None:
         """A layer received output gradients and what it had kept."""
-        if not self.on or phase is Phase.CLIP:
+        if phase is Phase.CLIP:
             return
         prints = self._second if phase is Phase.SUMS else self._first
         for t in tensors:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.clipping.matmul import batched, product
+from groupwise.clipping.matmul import batched
 from groupwise.errors import UserError
 
 BLOCK = 128
@@ -156,11 +156,9 @@ def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
     """AᵀB (n, m) of a (k, n) and b (k, m), added up in float32 at least.
 
-    Where one of them is bfloat16, the other is bfloat16 as well, or bfloat16 numbers times factors of `cut_factors`:
-    those have 16 bits, which two bfloat16 matrices hold without loss.
+    One of them is bfloat16. The other is bfloat16 as well, or bfloat16 numbers times factors of `cut_factors`: those
+    have 16 bits, which two bfloat16 matrices hold without loss.
     """
-    if not keeps_half(a) and not keeps_half(b):
-        return product(a.t(), b)
     products = [_half_product(x.t(), y) for x in _halves(a) for y in _halves(b)]
     return products[0] if len(products) == 1 else products[0].add_(products[1])
 

@@ -5,8 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from groupwise.clipping.randomness import Draw
-from groupwise.clipping.runs import OUTSIDE, Runs
+from groupwise.clipping.runs import OUTSIDE, Draw, Runs
 from groupwise.clipping.unchanged import host_states
 from groupwise.errors import UserError
 

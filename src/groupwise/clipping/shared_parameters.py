@@ -86,7 +86,7 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
 
 
 def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
-    if local != 0 or call.member.rows:  # of a part of a weight they would be about other rows
+    if local != 0 or any(call.member.rows):  # of a part of a weight they would be about other rows
         return None
     return call.rule.outer_products(call.saved, call.g)
 
@@ -94,7 +94,7 @@ def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
 def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) -> Tensor:
     """The same from materialised per-example gradients, a few examples at a time."""
     only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
-    parts_of = [call.member.rows_of(local) for call, local in uses]
+    parts_of = [call.member.rows[local] for call, local in uses]
     rows = max((part.stop for part in parts_of if part is not None), default=0)
     size = max(call.rule.size(wanted) for (call, _), wanted in zip(uses, only, strict=True))
     step = max(1, CHUNK_FLOATS // size)

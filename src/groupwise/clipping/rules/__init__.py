@@ -9,7 +9,6 @@ from groupwise.clipping.rules import (  # noqa: F401
     attention,
     computed_weight,
     conv,
-    conv_transpose,
     embedding,
     embedding_bag,
     group_norm,

@@ -1,6 +1,7 @@
-"""Clips convolutions in one, two and three dimensions, with any stride, padding, dilation and groups."""
+"""Clips convolutions and their transposes in one to three dimensions, with any stride, padding, dilation and groups."""
 
 import math
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
 product of the output gradients and what each position sees."""
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
 """What convolutions compute with, if no subclass has changed it; transposed ones share a method."""
 
@@ -210,3 +212,46 @@ def positions_first(g: Tensor) -> Tensor:
     if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2)
     return g.flatten(2).mT
+
+
+@register_rule
+class ConvTransposeRule(ConvRule):
+    """Transposed convolutions: weight (c, p/groups, *k), bias (p,). `saved` is (x, weight).
+
+    y = convᵀ(x, w) has ⟨g, y⟩ = ⟨conv(g, w), x⟩, so w is the weight of a convolution from p channels to c whose input
+    is g and whose output gradient is x. All that a convolution knows of norms and sums is used as it is; only the bias,
+    which adds to y, is a matter of its own.
+    """
+
+    layer_type: ClassVar[Any] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
+        weight, bias = parameters
+        m = self.module
+        rest = m.stride, m.padding, m.output_padding, m.groups, m.dilation
+        return _TRANSPOSED[x.dim() - 2](x, weight, bias, *rest), (x, weight)  # type: ignore[operator]
+
+    def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
+        x, shape = saved[0], self.geometry
+        if any(self.module.output_padding):
+            sizes = zip(x.shape[2:], g.shape[2:], shape.kernel, shape.stride, shape.dilation, strict=True)
+            read = [(n - 1) * step + dilation * (taps - 1) + 1 - out for n, out, taps, step, dilation in sizes]
+            pads = [(pad, more - pad) for pad, more in zip(self.module.padding, read, strict=True)]
+            g = F.pad(g, [pad for axis in reversed(pads) for pad in axis])
+        return g, x
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """The convolution's the other way; with output padding `sides` pads for it."""
+        shape = super().geometry
+        return replace(shape, padding=(0,) * len(shape.padding)) if any(self.module.output_padding) else shape
+
+    def _filter(self) -> tuple[int, ...]:
+        return self.module.out_channels // self.module.groups, *self.module.kernel_size
+
+    def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        """Gradients of the layer's input, weight and bias, where the mask asks for them."""
+        m = self.module
+        rest = (m.stride, m.padding, m.dilation, True, m.output_padding, m.groups, mask)
+        return torch.ops.aten.convolution_backward(g, x, weight, [m.out_channels], *rest)

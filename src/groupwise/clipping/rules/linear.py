@@ -104,7 +104,8 @@ class LinearRule(LayerRule):
                 scale = (cut_factors(weights) if half else weights).view(-1, *[1] * (g.dim() - 1))
                 x, g = (x * scale, g) if x.shape[-1] <= g.shape[-1] else (x, g * scale)  # the smaller of the two
             x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-            weight = product_over_rows(x, g) if self.transposed else product_over_rows(g, x)
+            left, right = (x, g) if self.transposed else (g, x)
+            weight = product_over_rows(left, right) if half else product(left.t(), right)
         return weight, bias
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
