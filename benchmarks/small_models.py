@@ -290,9 +290,13 @@ def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The row of jax_privacy beside that of a plain loop, from a process of that Python with one thread."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     command = [python, str(SCRIPT), f"model={plain['model']}", f"rounds={rounds}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags})
-    if done.returncode:
-        raise UserError(f"jax={python} failed: {(done.stderr.strip().splitlines() or ['nothing was said'])[-1][:200]}")
+    try:
+        done = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags}
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise UserError(f"jax={python} failed: {said[-1][:200]}") from None
     found = json.loads(done.stdout)
     row = {**plain, "method": "jax_privacy", **{name: found[name] for name in ("milliseconds", "rounds", "steps")}}
     return row | {"ratio": plain["milliseconds"] / found["milliseconds"], "peer": f"jax-privacy {found['version']}"}

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from benchmarks.workloads import WORKLOADS as KINDS
 from groupwise.analysis.benchmark_tables import (
@@ -12,12 +13,13 @@ from groupwise.analysis.benchmark_tables import (
     loop_table,
     main,
     side_by_side_table,
+    small_models_table,
     throughput_summary,
     throughput_tables,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("summary", "side_by_side")
+NAMES = ("summary", "small_models", "side_by_side")
 
 
 def blank(path: Path) -> Path:
@@ -81,16 +83,31 @@ def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(besid
     assert "| Opacus, hooks, 0.4 | 6 of 40 | 95.0 [94.0..96.0] | 7.990 | 8.0 | 2 |" in text and text.count("\n") == 3
 
 
-def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside):
+@pytest.fixture
+def small() -> pd.DataFrame:
+    """One model, of which a peer is refused."""
+    cell = {"model": "lstm", "parameters": 1234, "batch": 64}
+    timed = (("opacus_hooks", None, None), ("none", 5.0, 1.0), ("flat", 8.0, 0.625))
+    return pd.DataFrame([{**cell, "method": name, "milliseconds": time, "ratio": ratio} for name, time, ratio in timed])
+
+
+def test_small_models_have_a_line_each_and_refusals_are_said(small):
+    lines = small_models_table(small).splitlines()
+    assert lines[0] == "| model | non-private | flat, book-keeping | Opacus, hooks |"
+    assert lines[2] == "| lstm, 1,234 parameters, batch 64 | 5.00 | 8.00 (0.62) | refused |"
+
+
+def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside, small):
     page, measured = blank(tmp_path / "page.md"), tmp_path / "measured"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
     command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured)]
     assert main(command) == 0
     text = page.read_text()
-    assert text.count("Not measured yet.") == 2 and text.count("kept") == 2 and "old" not in text
+    assert text.count("Not measured yet.") == text.count("kept") == 3 and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 3
-    for name, rows in (("throughput", throughput), ("growth", growth), ("loop", loop), ("opacus_side_by_side", beside)):
+    parts = {"throughput": throughput, "growth": growth, "loop": loop, "opacus_side_by_side": beside}
+    for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
     assert main(command) == 0
     text = page.read_text()

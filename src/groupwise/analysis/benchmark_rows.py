@@ -50,6 +50,7 @@ METHODS = {
     "fastdp_layer": "fastDP, per layer",
     "fastdp_flat": "fastDP, flat",
     "private_transformers": "private-transformers, ghost",
+    "jax_privacy": "jax_privacy",
 }
 """Methods in the order of tables, with their names there."""
 

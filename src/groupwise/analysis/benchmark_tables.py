@@ -177,11 +177,32 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
     return markdown(head, lines)
 
 
+def small_models_table(rows: pd.DataFrame) -> str:
+    """One line a model: milliseconds a step of each method, and the share of the plain loop's speed."""
+    methods, lines = in_order(rows["method"].unique()), []
+    for model, own in rows.groupby("model", sort=False):
+        by_method, first = own.set_index("method"), own.iloc[0]
+        parts = [f"{model}, {first['parameters']:,} parameters, batch {first['batch']}"]
+        for method in methods:
+            if method not in by_method.index or pd.isna(by_method["milliseconds"][method]):
+                parts.append("–" if method not in by_method.index else "refused")
+                continue
+            found = by_method.loc[method]
+            parts.append(f"{found['milliseconds']:.2f}" + (f" ({found['ratio']:.2f})" if method != "none" else ""))
+        lines.append(parts)
+    return markdown(["model", *(METHODS.get(method, method) for method in methods)], lines)
+
+
 def fill(text: str, page: Path, measured: Path) -> str:
     """The text of `page` with its markers filled from the rows under `measured`; raises `UserError` without them."""
-    text = between_markers(text, "summary", _made(measured, "throughput", throughput_summary), page)
-    beside = _made(measured, "opacus_side_by_side", side_by_side_table)
-    return between_markers(text, "side_by_side", beside, page)
+    parts: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
+        "summary": ("throughput", throughput_summary),
+        "small_models": ("small_models", small_models_table),
+        "side_by_side": ("opacus_side_by_side", side_by_side_table),
+    }
+    for name, (rows, table) in parts.items():
+        text = between_markers(text, name, _made(measured, rows, table), page)
+    return text
 
 
 def full(measured: Path) -> str:

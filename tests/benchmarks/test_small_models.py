@@ -1,0 +1,30 @@
+"""The benchmark of small models: each trains by each method, and rows are written."""
+
+import pandas as pd
+import pytest
+
+from benchmarks.small_models import METHODS, MODELS, main, measure
+
+
+@pytest.mark.parametrize("name", ["logistic", "lstm", "transformer"])
+def test_each_method_trains_and_the_plain_loop_is_the_measure(name):
+    rows = {row["method"]: row for row in measure(name, list(METHODS), rounds=1, steps=1)}
+    assert rows.keys() == METHODS.keys() and {row["status"] for row in rows.values()} == {"ok"}
+    assert rows["none"]["ratio"] == 1.0
+    assert all(row["milliseconds"] > 0 and row["parameters"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_by_ours(name):
+    assert [row["status"] for row in measure(name, ["none", "adaptive_layer", "flat"], rounds=1, steps=1)] == ["ok"] * 3
+
+
+def test_rows_are_written_and_mistakes_are_one_sentence(tmp_path, capsys):
+    command = ["model=logistic", "method=flat", "rounds=1", "steps=1", f"out={tmp_path}"]
+    assert main(command) == 0
+    rows = pd.read_csv(tmp_path / "small_models.csv")
+    assert rows["method"].tolist() == ["none", "flat"] and rows["commit"].notna().all()
+    assert main(["model=logistik"]) == 2 and main(["method=opakus_hooks"]) == 2
+    assert "logistic" in capsys.readouterr().err
+    assert main([*command, "jax=/no/python"]) == 2
