@@ -78,8 +78,7 @@ class LayerCalls:
             with torch.device("meta"):
                 module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
             name = next(group.names[place] for place in places if place is not None)
-            wanted = tuple(place is not None for place in places)
-            self._members[key] = ClippedLayer(name, kind(module), wanted, places, self._context.for_layer(), rows)
+            self._members[key] = ClippedLayer(name, kind(module), places, self._context.for_layer(), rows)
         return self._members[key], values
 
     def copies(self, group: ClippingGroup, place: int) -> Tensor:
@@ -94,9 +93,7 @@ class LayerCalls:
                     stacklevel=2,
                 )
             rule = ParameterRule(home, local)
-            self._members[key] = ClippedLayer(
-                group.names[place], rule, (True,), (place,), self._context.for_layer(), (None,)
-            )
+            self._members[key] = ClippedLayer(group.names[place], rule, (place,), self._context.for_layer(), (None,))
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.current.groups.get(group.index)
         if group_pass is not None and place in group_pass.copies:

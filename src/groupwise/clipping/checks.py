@@ -20,11 +20,7 @@ from groupwise.errors import UserError
 
 
 def check_options(norms: str, partition: Partition, formula: str) -> None:
-    """Refuse options that are unknown, or do not go together.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuse options that are unknown, or do not go together, by name."""
     if norms not in ("bookkeeping", "ghost"):
         raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
     if norms == "ghost" and len(partition) != 1:
@@ -36,11 +32,7 @@ def check_options(norms: str, partition: Partition, formula: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that runs in several copies of itself.
-
-    Raises:
-        UserError: naming its type.
-    """
+    """Refuse a model that runs in several copies of itself, by name."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise UserError(
             f"The model is wrapped in {type(model).__name__}, which would not add up the clipped sums: attach to "
@@ -95,11 +87,7 @@ class Attached:
         self._counts = [(name, module._parameters, len(module._parameters)) for name, module in model.named_modules()]
 
     def check_same(self) -> None:
-        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or got another shape or dtype.
-
-        Raises:
-            UserError: naming the parameter.
-        """
+        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or has another shape or dtype."""
         for name, there, count in self._counts:
             if len(there) > count:
                 _refuse(f"{name}.{next(reversed(there))}".lstrip("."), "added")

@@ -63,11 +63,8 @@ def example_by_example(
 
 
 def _refuse_other_values(made: list[Any], func: Any, before: Sequence[Any], spec: Any, name: str, label: str) -> None:
-    """Refuse an operation that gives the whole batch another result than its examples one by one.
-
-    Raises:
-        UserError: it mixes examples, or puts what all share into some rows of the batch.
-    """
+    """Refuse an operation that gives the whole batch another result than its examples one by one: it mixes examples, or
+    puts what all share into some rows of the batch."""
     found = []
     with torch.no_grad(), torch.random.fork_rng():
         for _ in range(2):

@@ -179,8 +179,3 @@ class Sensitivity:
     """The parameters of each group, K tuples."""
     thresholds: Tensor
     """C_k, (K,) float64 on the CPU: the largest in force in any backward pass of the batch."""
-
-    @property
-    def total(self) -> float:
-        """(Σ_k C_k²)^½: how far it moves all groups together."""
-        return float(self.thresholds.square().sum().sqrt())

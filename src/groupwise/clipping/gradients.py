@@ -52,22 +52,14 @@ class ClippedGradients:
             self._sums[id(parameter)] = total
 
     def check(self) -> None:
-        """Refuse a parameter without a gradient.
-
-        Raises:
-            UserError: naming it.
-        """
+        """Refuse a parameter without a gradient, by name."""
         for name, parameter in self._parameters.items():
             if id(parameter) not in self._sums:
                 raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
 
 
 def refuse_bypass(name: str) -> None:
-    """Refuse a parameter that leads to the losses past its group.
-
-    Raises:
-        UserError: naming it.
-    """
+    """Refuse a parameter that leads to the losses past its group, by name."""
     raise UserError(
         f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot be clipped: call the "
         "layer instead, or wrap the computation in a module that owns the parameter; for a penalty on weights use the "

@@ -17,15 +17,19 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class ClippedLayer:
-    """A layer inside its group: its rule, which of its parameters train, and their places in the group."""
+    """A layer inside its group: its rule, and its parameters' places in the group, None where one does not train."""
 
     name: str
     rule: LayerRule
-    wanted: Wanted
     parameter_indices: tuple[int | None, ...]
     context: RuleContext
     rows: tuple[slice | None, ...]
     """For each parameter the rows of it that it uses; None: all."""
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """Which of its parameters train."""
+        return tuple(place is not None for place in self.parameter_indices)
 
     @cached_property
     def label(self) -> str:
@@ -94,20 +98,13 @@ def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) 
     return unbind_factors(with_drop_mask(keep_finite(factors, every, dtype).to(dtype), first.masks))
 
 
-def close_together(groups: Sequence[ClippingGroup], most: int) -> None:
-    """Let groups that follow each other close together, so that their small operations become one."""
-    for start in range(0, len(groups), most):
-        some = tuple(groups[start : start + most])
-        alike = all(
-            (g.threshold.device, g.threshold.dtype) == (some[0].threshold.device, some[0].threshold.dtype) for g in some
-        )
+def _close_together(groups: Sequence[ClippingGroup]) -> None:
+    """Let groups that follow each other close together, so that their small operations become one; of one device."""
+    groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.summed) <= most_kept(g.threshold)]
+    for start in range(0, len(groups), MOST_TOGETHER):
+        some = tuple(groups[start : start + MOST_TOGETHER])
         for group in some:
-            group.together = some if alike and len(some) > 1 else ()
-
-
-def _may_wait(group: ClippingGroup) -> bool:
-    """Whether its sums may wait for those of other groups."""
-    return is_async_device(group.threshold) or total_numel(*group.summed) <= most_kept(group.threshold)
+            group.together = some if len(some) > 1 else ()
 
 
 LEAST = 1e-30
@@ -133,7 +130,8 @@ def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
 
 
 def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list[int]]]:
-    """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets.
+    """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets; these groups
+    may close together.
 
     Returns:
         Each table (n,), and the numbers of its groups.
@@ -146,6 +144,7 @@ def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list
         table = torch.ones(len(some), dtype=dtype, device=device)
         for k, entry in zip(some, table.unbind(), strict=True):
             groups[k].threshold = entry
+        _close_together([groups[k] for k in some if not groups[k].direct])
         tables.append((table, some))
     return tables
 
@@ -177,8 +176,6 @@ def build_groups(
     groups = tuple(
         _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
     )
-    if not direct:
-        close_together([group for group in groups if _may_wait(group)], MOST_TOGETHER)
     if direct:
         _check_direct(groups, uses, ghost=context.save_memory)
     else:
@@ -210,25 +207,18 @@ def _build_group(
     for name in group.layers:
         layer = by_name[name]
         if layer.rule is None:
-            members += [
-                ClippedLayer(
-                    layer.full_name(local),
-                    ParameterRule(layer.module, local),
-                    (True,),
-                    (place[id(p)],),
-                    context.for_layer(),
-                    (None,),
+            for local, p in layer.trainable.items():
+                rule: LayerRule = ParameterRule(layer.module, local)
+                members.append(
+                    ClippedLayer(layer.full_name(local), rule, (place[id(p)],), context.for_layer(), (None,))
                 )
-                for local, p in layer.trainable.items()
-            ]
             continue
         rule = layer.make_rule()
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )
         own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
-        wanted = tuple(p is not None for p in places)
-        members.append(ClippedLayer(name, rule, wanted, places, context.for_layer(own_group), (None,) * len(places)))
+        members.append(ClippedLayer(name, rule, places, context.for_layer(own_group), (None,) * len(places)))
     dtype, device = parameters[0].dtype, parameters[0].device
     return ClippingGroup(
         index,

@@ -108,11 +108,7 @@ def _rewritten(module: nn.Module) -> Forward | None:
 
 
 def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse layers whose output for one example depends on other examples.
-
-    Raises:
-        UserError: naming the layer.
-    """
+    """Refuse layers whose output for one example depends on other examples, by name."""
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
@@ -129,11 +125,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
-    """Refuse a BatchNorm that would take its statistics from the batch.
-
-    Raises:
-        UserError: naming the layer.
-    """
+    """Refuse a BatchNorm that would take its statistics from the batch, by name."""
     if module.training or module.running_mean is None:
         keep = "call .eval() on it after each model.train(), or "
         raise UserError(
@@ -223,11 +215,7 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
 
 
 def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:
-    """Refuse a partition in which a trainable parameter is in no group, or in more than one.
-
-    Raises:
-        UserError: naming the layer or the parameter.
-    """
+    """Refuse a partition in which a trainable parameter is in no group, or in more than one, by name."""
     known = {layer.name for layer in layers}
     place: dict[str, str] = {}
     for group in partition:

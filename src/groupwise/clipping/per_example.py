@@ -125,11 +125,7 @@ def in_place_of(*functions: Callable[..., Any]) -> Callable[[_Function], _Functi
 
 
 def refuse_unbatched(name: str, x: Tensor, axes: int) -> None:
-    """Refuse an input without a batch.
-
-    Raises:
-        UserError: x has another number of axes.
-    """
+    """Refuse an input without a batch: of another number of axes."""
     if x.dim() != axes:
         raise UserError(
             f"{name} got an input of shape {tuple(x.shape)} where {axes} axes were expected, one of them the batch: "

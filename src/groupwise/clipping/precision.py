@@ -221,11 +221,7 @@ def no_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def refuse_float16(label: str, device: str) -> None:
-    """Refuse a layer under autocast to float16, whose small gradients are 0; scaled losses would scale the norms too.
-
-    Raises:
-        UserError: naming the layer.
-    """
+    """Refuse a layer under autocast to float16, whose small gradients are 0; scaled losses would scale norms too."""
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
         raise UserError(
             f"{label} runs under autocast to float16, in which small gradients become 0 and large ones infinite: give "

@@ -69,11 +69,7 @@ def embedding(
 
 
 def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
-    """Refuse options of an embedding that cannot be clipped.
-
-    Raises:
-        UserError: naming them.
-    """
+    """Refuse options of an embedding that cannot be clipped, by name."""
     if isinstance(weight, PerExample) and (max_norm or scale_grad_by_freq or sparse):
         raise UserError(
             f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "

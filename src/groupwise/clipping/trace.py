@@ -174,11 +174,7 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
 
 
 def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Tensor]) -> None:
-    """Refuse losses (n,) that moved with an example that is not theirs.
-
-    Raises:
-        MixedExamples: naming an example.
-    """
+    """Refuse losses (n,) that moved with an example that is not theirs."""
     for row, losses in after.items():
         for other in moved_losses(before, losses, 1e-3):
             if other != row:
@@ -249,11 +245,7 @@ def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout]) ->
 
 
 def _refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
-    """Refuse the call of a layer or parameter.
-
-    Raises:
-        MixedExamples: naming it, the shape of its input and what is wrong.
-    """
+    """Refuse the call of a layer or parameter, whose input has this shape."""
     raise MixedExamples(
         f"{label} (input {shape}) {what}",
         "so it cannot be told which rows are an example's own, and no example's influence is bounded: compute each "

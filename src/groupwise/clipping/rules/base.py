@@ -92,9 +92,9 @@ class LayerRule(ABC):
         """What happens to the input outside the rule, by ordinary autograd (unusual paddings, say)."""
         return x
 
-    @abstractmethod
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         """The layer's output and what its backward needs, in a tuple whose positions mean the same at every call."""
+        raise UserError(f"{type(self).__name__} has no forward: a rule of a layer needs one.")
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
@@ -102,9 +102,9 @@ class LayerRule(ABC):
         """The output gradient in the memory layout that the rest works on."""
         return g.contiguous() if self.features_last or not saved else in_format_of(saved[0], g)
 
-    @abstractmethod
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
         """Gradient for the input, of its shape; None where inputs have none (embedding)."""
+        raise UserError(f"{type(self).__name__} has no input_gradient: a rule of a layer needs one.")
 
     def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
         """The input gradient, where it is needed, and what the rest of the backward pass gets in the place of `saved`:

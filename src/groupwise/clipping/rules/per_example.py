@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from groupwise.clipping.clip_plan import Layout
 from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted
-from groupwise.errors import UserError
 
 
 class ParameterRule(LayerRule):
@@ -22,13 +21,6 @@ class ParameterRule(LayerRule):
     def values(self) -> list[Any]:
         """The parameter, which may be inside of a module that the layer claims."""
         return [self.module.get_parameter(self.parameter_names[0])]
-
-    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
-        """It is no layer."""
-        raise UserError(f"Parameter {self.parameter_names[0]!r} was called as a layer.")
-
-    def input_gradient(self, saved: Saved, g: Tensor) -> None:
-        """It has no input."""
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """The gradients of the copies, (B, *shape)."""
@@ -46,14 +38,6 @@ class FoldedRule(LayerRule):
     def values(self) -> list[Any]:
         """As the layer itself."""
         return self.inner.values()
-
-    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
-        """As the layer itself."""
-        return self.inner.forward(x, *parameters)
-
-    def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
-        """As the layer itself."""
-        return self.inner.input_gradient(saved, g)
 
     def count(self, g: Tensor) -> int:
         return len(g) // max(1, self.layout.each)
