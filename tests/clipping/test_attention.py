@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.rules.attention import attention
+from groupwise.clipping.products import attention
 from groupwise.errors import UserError
 from tests.combinations import pairs_fast
 

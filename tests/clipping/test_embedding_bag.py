@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat
-from groupwise.clipping.rules.embedding_bag import embedding_bag
+from groupwise.clipping.products import embedding_bag
 from groupwise.errors import UserError
 from tests.clipping.largest import Largest
 from tests.clipping.traced import clip, clip_batch, trace_batch

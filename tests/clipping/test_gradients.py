@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.gradients import ClippedGradients
+from groupwise.clipping.passes import ClippedGradients
 from groupwise.errors import UserError
 from tests.clipping.traced import clip, clip_batch
 

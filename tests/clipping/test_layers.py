@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from groupwise.clipping import WSConv2d
-from groupwise.clipping.rules.ws_conv import standardize_weight
+from groupwise.clipping.rules.computed_weight import standardize_weight
 
 
 def test_each_filter_has_mean_zero_and_norm_one():

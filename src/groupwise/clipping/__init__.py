@@ -20,7 +20,7 @@ from groupwise.clipping.norm_methods import Rates
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.reference import explain
 from groupwise.clipping.rules import LayerRule, register_rule
-from groupwise.clipping.rules.ws_conv import WSConv2d
+from groupwise.clipping.rules.computed_weight import WSConv2d
 from groupwise.clipping.verification import verify
 
 __all__ = [

@@ -16,10 +16,9 @@ from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.passes import Passes, hides_batch
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule, RuleContext
+from groupwise.clipping.rules.base import LayerRule, ParameterRule, RuleContext
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
-from groupwise.clipping.rules.per_example import ParameterRule
 from groupwise.errors import UserError
 
 Values = list[Tensor | None]

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping.autograd import GroupFunction, LayerFunction
-from groupwise.clipping.gradients import refuse_bypass
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
-from groupwise.clipping.passes import Pass
+from groupwise.clipping.passes import Pass, refuse_bypass
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
 

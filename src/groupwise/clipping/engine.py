@@ -19,11 +19,10 @@ from groupwise.clipping.checks import (
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
-from groupwise.clipping.gradients import ClippedGradients
 from groupwise.clipping.group_pass import total_squares
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers
-from groupwise.clipping.passes import NOT_NAMED, Note, Pass, Passes, Phase
+from groupwise.clipping.passes import NOT_NAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32
 from groupwise.clipping.rules.base import RuleContext

@@ -15,8 +15,7 @@ from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
 from groupwise.clipping.passes import Pass, Phase
 from groupwise.clipping.precision import no_autocast
-from groupwise.clipping.rules.base import Gradients, Saved, add_up, clipped_sum, total_numel
-from groupwise.clipping.rules.per_example import FoldedRule
+from groupwise.clipping.rules.base import FoldedRule, Gradients, Saved, add_up, clipped_sum, total_numel
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
 

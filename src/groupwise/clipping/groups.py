@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from groupwise.clipping.factors import ClipRule, is_async_device, keep_finite, unbind_factors, with_drop_mask
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import LayerRule, RuleContext, Wanted, total_numel
-from groupwise.clipping.rules.per_example import ParameterRule
+from groupwise.clipping.rules.base import LayerRule, ParameterRule, RuleContext, Wanted, total_numel
 from groupwise.errors import UserError
 
 

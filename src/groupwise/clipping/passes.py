@@ -4,17 +4,16 @@ A pipeline runs forward passes of several microbatches before the first of them 
 own, and a backward pass reaches the groups of one of them only.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from groupwise.clipping.clip_plan import SHARED, ClipPlan, Layout
-from groupwise.clipping.gradients import ClippedGradients
 from groupwise.errors import UserError
 
 Note = Callable[[str, int, Tensor, bool], Layout]
@@ -23,6 +22,64 @@ and whether that meets a parameter, or what was made of one, outside of a layer;
 
 NOT_NAMED: Hashable = object()
 """The microbatch of an ordinary forward pass, which its backward pass follows at once."""
+
+
+class ClippedGradients:
+    """The gradients of a model's trainable parameters, while a backward pass runs.
+
+    Args:
+        parameters: those that train, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._sums: dict[int, Tensor] = {}
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Inside, .grad is None; afterwards it is what it was, and the sums that were added.
+
+        Raises:
+            UserError: autograd found a gradient for a parameter.
+        """
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                self._sums[id(parameter)] = parameter.grad
+                parameter.grad = None
+        bypassed: list[str] = []
+        try:
+            yield
+            bypassed = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = self._sums.pop(id(parameter), None)
+        if bypassed:
+            refuse_bypass(bypassed[0])
+
+    def add(self, parameter: Tensor, total: Tensor) -> None:
+        """Add a clipped sum, of the parameter's shape."""
+        known = self._sums.get(id(parameter))
+        if known is not None:
+            known.add_(total)
+        elif total.stride() != parameter.stride() or total.dtype != parameter.dtype:
+            self._sums[id(parameter)] = torch.empty_like(parameter).copy_(total)
+        else:
+            self._sums[id(parameter)] = total
+
+    def check(self) -> None:
+        """Refuse a parameter without a gradient, by name."""
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in self._sums:
+                raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
+
+
+def refuse_bypass(name: str) -> None:
+    """Refuse a parameter that leads to the losses past its group, by name."""
+    raise UserError(
+        f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot be clipped: call the "
+        "layer instead, or wrap the computation in a module that owns the parameter; for a penalty on weights use the "
+        "optimizer's weight_decay."
+    )
 
 
 class Phase(Enum):

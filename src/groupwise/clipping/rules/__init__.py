@@ -6,11 +6,9 @@ from typing import Any
 from torch import nn
 
 from groupwise.clipping.rules import (  # noqa: F401
-    attention,
     computed_weight,
     conv,
     embedding,
-    embedding_bag,
     group_norm,
     linear,
     normalization,
