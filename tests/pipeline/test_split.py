@@ -277,9 +277,3 @@ def test_a_model_that_is_not_known_is_refused():
         cut(nn.Linear(2, 2), ((0, 1),), 0)
     with pytest.raises(UserError, match=r"GPT2Model does not predict the next token"):
         cut(language_model("gpt2").transformer, ((0, 1),), 0)
-
-
-@pytest.mark.parametrize("ranges", [((0, 2), (3, 4)), ((0, 2), (2, 3)), ((0, 0), (0, 4))])
-def test_ranges_hold_each_block_once(ranges):
-    with pytest.raises(UserError, match=r"do not contain each of the 4 blocks exactly once"):
-        cut(untied("gpt2"), ranges, 0)

@@ -94,10 +94,9 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{folder} is not a sweep's folder: name one of results/sweeps.") from error
 
 
-def name_of(folder: Path, key: str) -> str | None:
-    """The name of the cell whose hash begins with these digits; None if there is none."""
-    cells = read_cells(folder) if (folder / CELLS).is_file() else []
-    return next((cell["name"] for cell in cells if cell["hash"].startswith(key)), None)
+def _cells(folder: Path) -> dict[str, dict[str, Any]]:
+    """12 digits of the hash -> cell; empty where another sweeper chooses the cells."""
+    return {cell["hash"][:12]: cell for cell in read_cells(folder)} if (folder / CELLS).is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -132,15 +131,13 @@ def failures(folder: Path) -> list[Failure]:
     for file in sorted((folder / "failed").glob("*.txt")):
         first, second, *_ = [*file.read_text(encoding="utf-8").splitlines(), "", ""]
         found[file.stem] = Failure(second.removeprefix("cell: "), first.split(":")[0], file)
-    order = [cell["hash"][:12] for cell in read_cells(folder)] if (folder / CELLS).is_file() else []
-    return [found[key] for key in dict.fromkeys([*order, *found]) if key in found]
+    return [found[key] for key in dict.fromkeys([*_cells(folder), *found]) if key in found]
 
 
 def unfinished(folder: Path) -> list[dict[str, Any]]:
     """The cells that are neither done nor failed: killed, or still running."""
     failed = {failure.file.stem for failure in failures(folder)}
-    cells = read_cells(folder) if (folder / CELLS).is_file() else []
-    return [cell for cell in cells if cell["hash"][:12] not in failed and not is_done(folder, cell)]
+    return [cell for key, cell in _cells(folder).items() if key not in failed and not is_done(folder, cell)]
 
 
 def is_done(folder: Path, cell: dict[str, Any]) -> bool:
@@ -200,15 +197,14 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     """
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)
-    cells = read_cells(folder) if (folder / CELLS).is_file() else []
+    cells = _cells(folder)
     if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
         return 0  # nothing has run: the launcher could not even start
     if failed or lost:
         print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
     for failure in failed:
-        print(
-            f"  {name_of(folder, failure.file.stem) or failure.cell}: {failure.kind} ({failure.file})", file=sys.stderr
-        )
+        name = cells.get(failure.file.stem, {}).get("name", failure.cell)
+        print(f"  {name}: {failure.kind} ({failure.file})", file=sys.stderr)
     for cell in lost:
         print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
     return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
@@ -233,7 +229,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
                 "tuning=accounted draws from the cells of a grid, but this sweep chooses its own: leave it out."
             )
         key = config_hash(config)[:12]
-        name = name_of(folder, key) or name
+        name = _cells(folder).get(key, {}).get("name", name)
         if config.overwrite and _begun_here(folder, Path(config.paths.results).expanduser() / "runs" / key):
             config.overwrite = False
         launcher = settings.launcher._target_.rpartition(".")[2]
