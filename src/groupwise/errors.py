@@ -47,7 +47,7 @@ class ProcessFailed(RuntimeError):
 
 EXTRAS = {
     **dict.fromkeys(("transformers", "tokenizers", "datasets", "peft", "sacrebleu", "rouge_score", "nltk"), "language"),
-    **dict.fromkeys(("sklearn", "torchvision", "pandas", "matplotlib", "hydra"), "suite"),
+    **dict.fromkeys(("sklearn", "torchvision", "pandas", "matplotlib", "hydra", "omegaconf", "yaml"), "suite"),
     "cryptography": "secure",
 }
 """Packages that are imported where they are needed -> the extra that brings them."""
