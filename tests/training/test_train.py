@@ -156,7 +156,7 @@ def test_a_record_that_was_altered_is_refused_before_anything_of_it_is_replaced(
     assert session(tmp_path, Alone(), stops=True) == "stopped"
     (folder,) = (tmp_path / "runs").iterdir()
     (folder / altered).write_text("[]\n")
-    told = ("config.yaml", "git.json", "environment.json", "diff.patch")
+    told = ("command.txt", "config.yaml", "git.json", "environment.json", "diff.patch")
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told}
     with pytest.raises(UserError, match="not as a run left it"):
         session(tmp_path, Alone(), resumes=True)

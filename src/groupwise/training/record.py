@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -115,6 +116,8 @@ class RunRecord:
                 left.unlink()
             write_text(self.folder / "config.yaml", save_config(self.config))
             write_text(self.folder / "config.hash", self.hash + "\n")
+            with open(self.folder / "command.txt", "a", encoding="utf-8") as file:
+                file.write(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
             self._write_provenance()
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:

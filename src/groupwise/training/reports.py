@@ -54,7 +54,10 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:
+        folder = Path(self._run.settings.sync_dir)
         self._run.finish()
+        if self._run.settings.mode == "offline":
+            print(f"To send the run to Weights & Biases: wandb sync {folder}")
 
 
 def _wandb_id(folder: Path) -> str:

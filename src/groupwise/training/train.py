@@ -89,6 +89,8 @@ def train(
             if step + 1 in kept:
                 trainer.save_model(record.folder / kept_name(step + 1))
             found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
+            if found:
+                found |= {f"threshold/{name}": value for name, value in trainer.named_thresholds().items()}
             late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
             due, stopping, *totals = ranks.agree(late, len(stop), *parts)
             metrics = trainer.report(totals) | found
