@@ -125,7 +125,6 @@ def test_a_row_has_all_columns_and_the_table_shows_what_differs():
         (["--canaries", "x"], "--canaries"),
         (["--canaries", "100", "--design", "counts", "clip=adaptive_layer"], "power of two"),
         (["--canaries", "5000", "--model", "lora"], "to 4000"),
-        (["clip=per_device", "pipeline.stages=17"], "at most 16"),
         (["--seed", "-1"], "--seed -1"),
         (["--confidence", "1"], "--confidence 1"),
         (["--all", "clip=flat"], "--all chooses"),

@@ -148,18 +148,8 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _one(given: argparse.Namespace) -> int:
-    setting = make_setting(
-        given.overrides,
-        design=given.design,
-        model=given.model,
-        canaries=given.canaries,
-        seed=given.seed,
-        confidence=given.confidence,
-        dropout=given.dropout,
-        plays=given.plays,
-    )
-
-    finding = audit_mode(setting)
+    names = ("design", "model", "canaries", "seed", "confidence", "dropout", "plays")
+    finding = audit_mode(make_setting(given.overrides, **{name: getattr(given, name) for name in names}))
     print(describe(finding))
     return 0 if finding.kept else 1
 
@@ -168,7 +158,6 @@ def _all(given: argparse.Namespace) -> int:
     beside = (given.canaries, given.dropout, given.design != "full", given.model != "layers", given.plays != PLAYS)
     if given.overrides or any(beside):
         raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
-
     return audit_all(given.out, given.seed, given.confidence)
 
 
@@ -234,18 +223,9 @@ def audit_all(out: Path, seed: int, confidence: float) -> int:
     broken = 0
     todo = everything()
     for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
-        asked = [*overrides, f"privacy.epsilon={epsilon}"]
-        finding = audit_mode(
-            make_setting(
-                asked,
-                design=design,
-                model=model,
-                seed=seed + number,
-                confidence=confidence,
-                dropout=dropout,
-                plays=ALL_PLAYS,
-            )
-        )
+        asked = {"design": design, "model": model, "dropout": dropout, "seed": seed + number, "confidence": confidence}
+        setting = make_setting([*overrides, f"privacy.epsilon={epsilon}"], plays=ALL_PLAYS, **asked)  # type: ignore[arg-type]
+        finding = audit_mode(setting)
         broken += not finding.kept
         rows.append(row_of(finding))
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)

@@ -18,7 +18,6 @@ from groupwise.audit.canaries import LOUD, CanaryTask, Picked, Present, make_can
 from groupwise.audit.options import Setting
 from groupwise.build import build_pipeline_trainer, build_trainer
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
 from groupwise.pipeline.split import Stage
 from groupwise.privacy import PrivacyPlan
 from groupwise.processes.environment import Place
@@ -91,8 +90,7 @@ def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     model = make_canaries(setting.model, m, level_of(setting), setting.seed, setting.dropout)
     plain = copy.deepcopy(model)
     engine = make_engine(model, config.clip)
-    if engine is None:
-        raise UserError("clip=none claims nothing, so there is nothing to audit: choose a clipping mode.")
+    assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, m, len(engine.groups))
     trainer = build_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
     trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
