@@ -21,7 +21,7 @@ LAUNCHER ?= local
 ARGS ?=
 LAUNCH_local := hydra/launcher=joblib hydra.launcher.n_jobs=$(WORKERS)
 LAUNCH_slurm := hydra/launcher=slurm
-# Of make gpu-kit: the folder with CIFAR-10, and what else it is told (--help lists it).
+# Of make gpu-kit: the folder with CIFAR-10, and its other options (--help lists them).
 DATA ?= $(or $(GROUPWISE_DATA),data)
 KIT ?=
 # Which norms the two figures of gradient norms show.
@@ -56,7 +56,7 @@ test: $(STAMP) ## the fast tests
 test-slow: $(STAMP) ## all tests, the slow ones too
 	$(PYTEST)
 
-# What pyproject.toml says of the oldest versions comes from this; the environment is made anew each time.
+# What pyproject.toml says of the oldest versions comes from this; the environment is made again each time.
 test-versions: ## the library's tests with other versions: make test-versions TORCH=2.11.0 TRANSFORMERS=5.17.0
 	$(PYTHON) -m venv --clear $(VENV)-versions
 	$(VENV)-versions/bin/python -m pip install --quiet --disable-pip-version-check -e '.[suite,language,secure]' \
@@ -136,7 +136,7 @@ test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and 
 audit: $(STAMP) ## attack every clipping mode at three budgets, and show how much epsilon that proves: minutes
 	$(BIN)/python -m groupwise.audit --all
 
-verify: $(STAMP) ## account for a finished run anew from its record: make verify RUN=results/runs/<hash>
+verify: $(STAMP) ## repeat the accounting of a finished run from its record: make verify RUN=results/runs/<hash>
 	$(BIN)/python -m groupwise.audit.reaccount $(RUN)
 
 trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its tables in results/trust: audits, planted bugs, faults, mutants (MUTANTS) …; hours

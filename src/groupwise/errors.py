@@ -19,7 +19,7 @@ class UserError(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """What a library says went wrong, on one line and short enough to stand in brackets in a sentence of ours."""
+    """A library's error message on one line, short enough for brackets in a sentence of ours."""
     if isinstance(error, MemoryError):
         return "it takes more memory than there is"
     if isinstance(error, RecursionError):

@@ -117,7 +117,7 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
 
 
 class _ChallengeTokens:
-    """What rouge-score wants of a tokeniser: `tokenize`."""
+    """The interface that rouge-score asks of a tokeniser."""
 
     def __init__(self) -> None:
         from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a

@@ -22,7 +22,7 @@ Row = dict[str, str]
 SCALES = ("paper", "midi", "mini", "demo", "smoke")
 """From the paper's own size down."""
 KEYS = ("sweep", "cell", "seed", "scale")
-"""What names a row of a table."""
+"""Columns that identify a row of a table."""
 ORIGIN = ("hash", "git.sha", "git.dirty")
 """Where a row comes from; every one has these."""
 FIRST = ("task", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "optim.learning_rate")
@@ -72,7 +72,7 @@ class Table:
         return [row for row in self.rows if (row.get("cell"), row.get("seed"), row.get("hash")) == wanted]
 
     def of_run(self, digest: str) -> list[Row]:
-        """What the table has of the run of that configuration, under the first cell that is it."""
+        """The table's row of the run of that configuration, under the first cell that has it."""
         rows = [row for row in self.rows if row.get("hash") == digest]
         return [row for row in rows if row.get("cell") == rows[0].get("cell")]
 

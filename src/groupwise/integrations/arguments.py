@@ -17,7 +17,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass
 class PrivacyArguments:
-    """What `groupwise.make_private` takes, for `transformers.HfArgumentParser`.
+    """Arguments of `groupwise.make_private`, for `transformers.HfArgumentParser`.
 
     The length of the run and the batch size are those of `TrainingArguments`. In Python, ``clip`` may also be a
     partition of the model's layers or a whole `groupwise.config.schema.ClipConfig`.

@@ -104,7 +104,7 @@ def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
 
 
 def read(folder: Path, settings: dict[str, str]) -> dict[str, Any]:
-    """What `save` wrote, before transformers reads the rest of a checkpoint.
+    """Read what `save` wrote, before transformers reads the rest of a checkpoint.
 
     Raises:
         UserError: under other settings, or damaged.

@@ -51,7 +51,7 @@ def is_whole(value: float) -> bool:
 
 
 COMPOSITION_FAILURES = (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError)
-"""What the accountants' libraries raise where a quadrature, a domain, a grid or a float gives out."""
+"""Errors of the accountants' libraries where a quadrature, a domain, a grid or a float gives out."""
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:

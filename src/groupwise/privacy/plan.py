@@ -16,7 +16,7 @@ from groupwise.privacy.calibration import calibrate, split_noise
 
 @dataclass(frozen=True)
 class EpsilonReport:
-    """What ``executed_steps`` releases cost at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
+    """The cost of ``executed_steps`` releases at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
 
     ``prv`` brackets ε (its ``note`` says when another accountant stood in for it); ``rdp`` and ``pld`` are upper bounds
     (``pld`` None unless it was the plan's accountant). A run without noise has cost infinity, one without steps

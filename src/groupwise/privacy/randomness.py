@@ -12,7 +12,7 @@ g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) 
 1. The masks of S have the same joint law in both: take the same ones. Given these and m_x, the two are Gaussians whose
    means are apart by g̃_x(m_x), at most C_k in group k, whatever the masks. Counts go the same way, each by ½.
 2. E_α(P‖Q) = sup_Y P(Y) - αQ(Y) is jointly convex, hence jointly quasi-convex: a pair of mixtures with the same weights
-   is told apart no better than the worst pair of components. So the pair of step 1 is dominated by one Gaussian release
+   is no easier to distinguish than the worst pair of components. So the pair of step 1 is dominated by one Gaussian release
    at σ, in both directions, as without masks.
 3. Poisson sampling draws x independently of S and of all masks, so the mixture over "x is drawn" is the one that is
    accounted.
@@ -108,7 +108,7 @@ def refuse_another_seed() -> None:
 
 
 def _torch_state(words: NDArray[np.uint32], seed: int) -> torch.Tensor:
-    """What ``torch.set_rng_state`` takes, from a twister's words (624,), none of them used yet.
+    """A state for ``torch.set_rng_state`` from a twister's words (624,), none of them used yet.
 
     `seed` is what the generator answers when it is asked for its own, and decides on nothing.
     Layout, in machine order: seed u64, words left i32, seeded i32, next u64, 624 words as u64, caches of normals.

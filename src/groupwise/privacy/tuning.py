@@ -224,7 +224,7 @@ class SearchCost:
 
 
 def search_cost(trainings: Sequence[Training], runs: RunCount, delta: float, accountant: str = "prv") -> SearchCost:
-    """What a search over these settings, one for each, costs; one run and the grid by `accountant`, the search by RDP.
+    """The cost of a search over these settings, one run each; one run and the grid by `accountant`, the search by RDP.
 
     Formal guarantee: let each training be T Gaussian releases of Poisson samples as in
     :func:`~groupwise.privacy.accounting.epsilon_bounds`, K ~ `runs`, settings uniform and independent, and the best

@@ -162,7 +162,7 @@ class DatasetSums(Microbatches):
 
 
 def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
-    """What the default collate function makes of rows of a `TensorDataset`, or a `Subset` of one; None of others."""
+    """Reads rows of a `TensorDataset`, or a `Subset` of one, as the default collate function would; None for others."""
     if type(data) is Subset:
         inner, places = _rows_of(data.dataset), np.asarray(data.indices)
         return None if inner is None else lambda rows: inner(places[rows])

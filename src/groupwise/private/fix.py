@@ -65,7 +65,7 @@ def fix_model(model: nn.Module) -> list[str]:
 
 
 def _replacement(name: str, module: nn.Module) -> tuple[nn.Module, str] | None:
-    """What stands in for a module, and the sentence that says so; None where it stays."""
+    """The replacement of a module, and a sentence about it; None where the module stays."""
     make: Callable[[Any], tuple[nn.Module, str]]
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         make, exact = _group_norm, type(module) in BATCH_NORMS

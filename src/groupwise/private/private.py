@@ -29,7 +29,7 @@ USED: set[bytes] = set()
 
 @dataclass(frozen=True)
 class Step:
-    """What a step reports; all but `nonprivate` may be published.
+    """The report of a step; all but `nonprivate` may be published.
 
     Args:
         number: how many steps were taken, this one included.

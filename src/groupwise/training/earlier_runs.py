@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 """An earlier run: "run", its hash; "task"; "public", whether its data are declared public; "sha256" of the files of its
 data, [] if unknown; "noiseless"; "epsilon", "inf" if it was not private; "delta"."""
 EXPORTS = ("provenance.json", "release.json")
-"""What `export=FOLDER` and an accounted search write beside a model."""
+"""Files with provenance that `export=FOLDER` and an accounted search write beside a model."""
 
 
 def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
@@ -96,10 +96,12 @@ def _entries(folder: Path) -> list[Entry]:
             own = _entry(row["hash"], privacy["plan"], privacy["private"], row, data)
             return [own, *privacy.get("earlier", [])]
         for file in (folder / name for name in EXPORTS if (folder / name).is_file()):
-            told = _read(file)
-            if "privacy" in told:
-                privacy, config = told["privacy"], told.get("config", {})
-                entry = _entry(told.get("hash", folder.name), privacy, privacy["private"], config, told.get("data"))
+            provenance = _read(file)
+            if "privacy" in provenance:
+                privacy, config = provenance["privacy"], provenance.get("config", {})
+                entry = _entry(
+                    provenance.get("hash", folder.name), privacy, privacy["private"], config, provenance.get("data")
+                )
                 return [entry, *privacy.get("earlier", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

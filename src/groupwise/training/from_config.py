@@ -134,7 +134,7 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> Lamb
 
 
 def rate_factor(step: int, steps: int, schedule: str, warmup: float) -> float:
-    """What the learning rate is multiplied with at ``step`` (0-based) of ``steps``.
+    """The factor of the learning rate at ``step`` (0-based) of ``steps``.
 
     It rises linearly to 1 over the first ``warmup * steps`` steps, never from zero, which would waste a
     release; then it stays (constant), or falls (linear, cosine) towards zero, reached only after the last
@@ -162,7 +162,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
 
 
 def tolerances(precision: str) -> dict[str, float]:
-    """What the check before training allows for, where losses and norms are those of shortened factors."""
+    """The tolerance of the check before training, where losses and norms are those of shortened factors."""
     return {
         "tf32": {"tolerance": 0.1, "loss_tolerance": 0.01},
         "bfloat16": {"tolerance": 0.3, "loss_tolerance": 0.05},

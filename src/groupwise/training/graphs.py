@@ -38,7 +38,7 @@ MAX_GRAPHS = 64
 """Microbatches of further shapes run eagerly. All graphs share one pool of memory."""
 
 Inputs = dict[str, Any]
-"""What a task's losses are computed from: tensors on the device, and plain arguments of the model."""
+"""Inputs of a task's losses: tensors on the device, and plain arguments of the model."""
 
 
 class Recorder(Protocol):

@@ -60,7 +60,7 @@ class BatchSums(Protocol):
 
 @dataclass(frozen=True)
 class Released:
-    """What a step reports; only `noise_norm` may be published.
+    """The report of a step; only `noise_norm` may be published.
 
     Args:
         drawn: size of the batch, over all replicas.

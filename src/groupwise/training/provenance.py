@@ -58,7 +58,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resources(device: torch.device, seconds: float) -> dict[str, Any]:
-    """What every row says of the machine: the device, the time that the run took and the memory."""
+    """Columns of every row about the machine: device, seconds of the run, memory."""
     return {
         "device": device_name(device),
         "device_type": device.type,

@@ -43,7 +43,7 @@ class Alone:
         return examples
 
     def broadcast(self, value: Any) -> Any:
-        """What the main process passed in: ``value``."""
+        """The main process's value: ``value``."""
         return value
 
     def gather(self, value: Any) -> list[Any]:
@@ -119,7 +119,7 @@ class Ranks:
         return examples[self.replica :: self.replicas]
 
     def broadcast(self, value: Any) -> Any:
-        """What the main process passed in, to every process; for small things, once."""
+        """The main process's value, in every process; for small objects."""
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]

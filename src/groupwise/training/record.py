@@ -279,7 +279,7 @@ def neighbours_of(config: RunConfig) -> str:
 
 
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """What stands beside an exported model, field by field on an allow list.
+    """Provenance of an exported model, field by field on an allow list.
 
     Args:
         record: whose privacy.json is written.

@@ -73,7 +73,7 @@ class Trainer:
     private: PrivateStep
     schedule: torch.optim.lr_scheduler.LRScheduler
     average: WeightAverage | None = None
-    """What is evaluated and saved in place of the last weights, if anything."""
+    """The average of the weights that is evaluated and saved in place of the last ones; None without one."""
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
     def step(self, step: int) -> list[float]:
@@ -92,7 +92,7 @@ class Trainer:
         return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """What the last step may log, from the sums over all processes; what is no private release is `nonprivate/`."""
+        """Metrics of the last step, from the sums over all processes; those that are not private are under `nonprivate/`."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
@@ -151,5 +151,5 @@ class Trainer:
             self.task.export(folder, provenance)
 
     def machine(self) -> dict[str, Any]:
-        """What the row says of the machine, beside the main process's own."""
+        """Columns of the result row about the machines of all processes."""
         return {}

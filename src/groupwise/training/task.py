@@ -35,7 +35,7 @@ class Task(ABC):
     train_size: int
     """N, public."""
     splits: tuple[Split, ...] = ("valid",)
-    """What is evaluated at the end, beside the training set."""
+    """Splits that are evaluated at the end, beside the training set."""
     exports: bool = False
     """Whether `export` knows a format."""
     headline: str = "accuracy"
