@@ -12,8 +12,8 @@ g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) 
 1. The masks of S have the same joint law in both: take the same ones. Given these and m_x, the two are Gaussians whose
    means are apart by g̃_x(m_x), at most C_k in group k, whatever the masks. Counts go the same way, each by ½.
 2. E_α(P‖Q) = sup_Y P(Y) - αQ(Y) is jointly convex, hence jointly quasi-convex: a pair of mixtures with the same weights
-   is no easier to distinguish than the worst pair of components. So the pair of step 1 is dominated by one Gaussian release
-   at σ, in both directions, as without masks.
+   is no easier to distinguish than the worst pair of components. So the pair of step 1 is dominated by one Gaussian
+   release at σ, in both directions, as without masks.
 3. Poisson sampling draws x independently of S and of all masks, so the mixture over "x is drawn" is the one that is
    accounted.
 4. Masks of a step are independent of those of all others and of the noise, so the steps compose as they do without.

@@ -92,7 +92,7 @@ class Trainer:
         return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """Metrics of the last step, from the sums over all processes; those that are not private are under `nonprivate/`."""
+        """Metrics of the last step, from the sums over all processes; `nonprivate/` has those that are no release."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
