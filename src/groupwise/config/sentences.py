@@ -88,6 +88,8 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
         return f"{key} cannot be worked out: {_first_line(str(cause))}."
     if given != key:
         return f"{given} does not fit: {expected(given.lstrip('+').partition('=')[0])} was expected."
+    if "To append to your default list use " in str(error):
+        return f"this group has no choice to replace; add one with a plus: {str(error).split()[-1]}."
     if "add --multirun" in str(error):
         override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
         return f"{override} gives several values: add -m to run them all."
