@@ -11,7 +11,9 @@ from omegaconf import OmegaConf
 from groupwise.config.compose import register
 from tests.combinations import CELLS, CONF, OPTIONS, pairwise
 
-FILES = sorted(file for file in CONF.rglob("*.yaml") if file.relative_to(CONF).parts[0] not in ("sweep", "hydra"))
+FILES = sorted(
+    file for file in CONF.rglob("*.yaml") if file.relative_to(CONF).parts[0] not in ("sweep", "hydra", "experiment")
+)
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
