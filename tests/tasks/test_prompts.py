@@ -53,3 +53,8 @@ def test_a_prompt_is_examples_and_then_the_source():
         "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
     )
     assert in_context_prompt([], source) == source
+
+
+def test_fewer_than_no_shots_are_refused():
+    with pytest.raises(UserError, match=r"eval\.shots=-1 is negative"):
+        demonstrations(TRAIN, -1, 0, anything)

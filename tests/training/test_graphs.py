@@ -226,3 +226,19 @@ def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
     found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
     assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
     assert tape.launches
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_shape_warms_up_and_what_is_forgotten_warms_up_again():
+    trainer = recorded(with_dropout(make_trainer(NONE)))
+    trainer.private.clear()
+
+    def after(*counts):
+        for count in counts:
+            trainer.private.sums.run(trainer.private, 0, 0, range(count), False)
+        return len(graphs_of(trainer))
+
+    assert after(5) == 0  # which makes the gradients
+    assert after(4, 4, 3) == 0 and after(4) == 1 and after(3) == 1 and after(3, 4) == 2
+    trainer.private.sums.forget()
+    assert after(4, 4) == 0 and after(4) == 1

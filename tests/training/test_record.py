@@ -326,3 +326,10 @@ def test_the_evaluation_at_the_end_is_not_logged_twice(config: RunConfig) -> Non
         record.log(4, row)
     record.cut_metrics(4)
     assert record.metrics() == [{"step": 4, "loss": 1.0}]
+
+
+def test_a_result_that_is_cut_off_is_a_users_mistake(config: RunConfig) -> None:
+    record = finished(config)
+    (record.folder / "result.json").write_text('{"hash": ')
+    with pytest.raises(UserError, match=r"result\.json is not as a run left it"):
+        RunRecord.open(config).read("result")

@@ -8,6 +8,7 @@ import pytest
 
 from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, Drawn, main, make
+from groupwise.analysis.run_figures import chosen_layers
 
 
 def words(figure) -> str:
@@ -169,3 +170,10 @@ def test_a_task_without_rows_is_an_empty_panel(folders):
     frame = pd.read_csv(path)
     frame[frame["cell"].str.contains("task=cifar")].to_csv(path, index=False)
     assert "not run" in words(make("target_quantile", folders).figure)
+
+
+def test_the_papers_layers_are_chosen():
+    names = ["embeddings", *(f"layer.{place}.{part}" for place in range(12) for part in ("query", "value")), "out_proj"]
+    norms = pd.DataFrame({"layer": range(len(names)), "name": names})
+    assert [name for _, name in chosen_layers(norms)] == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]
+    assert len(chosen_layers(norms.head(4))) == 4
