@@ -34,7 +34,9 @@ def test_it_is_the_cell(name: str) -> None:
 
 def test_the_command_line_comes_before_it() -> None:
     found = compose_run(["+experiment=e2e", "privacy.epsilon=3", "clip=flat", "seed=2"], CONF)
-    assert config_hash(found) == config_hash(compose_run("task=e2e clip=flat privacy.epsilon=3 seed=2".split(), CONF))
+    assert config_hash(found) == config_hash(
+        compose_run(["task=e2e", "clip=flat", "privacy.epsilon=3", "seed=2"], CONF)
+    )
 
 
 def test_one_without_its_plus_is_answered() -> None:
