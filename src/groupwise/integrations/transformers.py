@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import TrainOutput
 
+from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.integrations import resume
 from groupwise.integrations.arguments import PrivacyArguments, check_arguments, training_settings
@@ -22,6 +23,7 @@ from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
 from groupwise.private.data import length_of
 from groupwise.training.microbatches import CHECKED
+from groupwise.training.model_card import TAGS, privacy_section
 
 
 def collate_equal(collate: Callable[[list[Any]], dict[str, Any]], examples: list[Any]) -> dict[str, Any]:
@@ -237,6 +239,18 @@ class PrivateTrainer(Trainer):
         super().log(logs, start_time)
         kept = self.state.log_history[-1]
         self.state.log_history[-1] = {name: kept[name] for name in kept if not name.startswith("nonprivate/")}
+
+    def create_model_card(self, *args: Any, **others: Any) -> None:
+        """As the Trainer does, which `push_to_hub` calls too, with a section and tags of privacy."""
+        if self.private is None or not self.private.executed:
+            return super().create_model_card(*args, **others)
+        plan, secret = self.private.plan, self.private.core.noise.is_secret
+        said = {**plan.to_dict(), "private": plan.is_private and secret}  # the plan's ε: who stopped may have looked
+        known = others.get("tags") or []
+        others["tags"] = [*([known] if isinstance(known, str) else known), *(TAGS if said["private"] else ())]
+        super().create_model_card(*args, **others)
+        path = self._folder / "README.md"
+        write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n\n{privacy_section(said)}")
 
     def hyperparameter_search(self, *args: Any, **others: Any) -> NoReturn:
         """Refuse: every trial is a release."""

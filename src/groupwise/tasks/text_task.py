@@ -22,6 +22,7 @@ from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
+from groupwise.training.model_card import write_model_card
 from groupwise.training.task import Task, eval_mode, rounded
 
 ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."
@@ -211,6 +212,8 @@ def save_network(
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
         note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
         write_json(folder / "provenance.json", {"sha256": digests, **note, **provenance})
+        if "privacy" in provenance:
+            write_model_card(folder, provenance)
     except OSError as error:
         raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
 
