@@ -183,7 +183,7 @@ LONG = ("clip=adaptive_device", "train.steps=40", "train.checkpoint_every=0", SI
 def stages_of(running: subprocess.Popen[str]) -> list[int]:
     """The processes of the stages, in their order."""
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return [int(child) for child in children if "processes.start" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def wait_for_steps(results: Path, steps: int) -> None:
