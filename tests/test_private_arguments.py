@@ -141,6 +141,8 @@ ARGUMENTS: dict[str, Misuse] = {
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
+    "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
+    "losses of three arguments": (lambda: make(losses=lambda model, x, y: y), "does not take .model, batch"),
     "one example alone": (lambda: make(data=[DATA[0]], batch_size=1), "one example, and two are needed"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),

@@ -244,7 +244,7 @@ REFUSED: dict[str, Misuse] = {
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
     "a mean loss, or any that is not one number an example": (
-        lambda: with_losses(lambda model, x, y: cross_entropy(model, (x, y)).mean()),
+        lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),
         "one value per example",
     ),
     "losses of more or fewer examples than were drawn": (
@@ -281,7 +281,7 @@ REFUSED: dict[str, Misuse] = {
     ),
     "more steps than were planned": (lambda: Use().train().private.step(), "All 3 steps"),
     "a parameter frozen or thawed later": (frozen_later, "frozen"),
-    "a parameter added later": (added_later, "0.extra. was added after attaching"),
+    "a parameter added later": (added_later, "0.extra. was added after clipping began"),
     "a parameter replaced later": (replaced_later, "replaced by another tensor"),
     "anything after `detach`": (closed, "detached"),
     "an `order` that leaves examples out": (lambda: Use(order=lambda drawn: drawn[:-1]).train(), "other examples than"),

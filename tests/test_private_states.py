@@ -18,6 +18,13 @@ def other_state() -> None:
     Use().private.load_state_dict(Use(steps=4).private.state_dict())
 
 
+def of_another_optimizer() -> None:
+    use = Use()
+    state = use.train(1).private.state_dict()
+    use.private.detach()
+    Use(use.model, torch.optim.Adam(use.model.parameters())).private.load_state_dict(state)
+
+
 def no_state() -> None:
     use = Use()
     use.private.load_state_dict(use.model.state_dict())
@@ -100,6 +107,7 @@ STATES: dict[str, Misuse] = {
     "a state of another model": (does_not_fit, "does not fit this model"),
     "a state taken in the middle of a step": (state_within_a_step, "within a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "other steps than each other"),
+    "a state of another kind of optimizer": (of_another_optimizer, "an optimizer with other settings than Adam has"),
     "a state of something else": (no_state, "none of a private training"),
     "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),
     "a state with another step (the same noise again)": (altered(step=0), "altered"),

@@ -64,7 +64,7 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
             "(reduction='none'), and of no others."
         )
     if not (losses.requires_grad or traced):
-        raise UserError("The losses carry no gradient: compute them with gradients on, from the attached model.")
+        raise UserError("The losses carry no gradient: compute them with gradients on, from the model that was given.")
 
 
 class Attached:
@@ -124,7 +124,10 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
 
 
 def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
-    raise UserError(f"Parameter {name!r} was {done} after attaching: detach(), then attach again{remedy}.")
+    raise UserError(
+        f"Parameter {name!r} was {done} after clipping began: do that before make_private (or attach), or detach() and "
+        f"make the training again{remedy}."
+    )
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
@@ -160,14 +163,14 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         if isinstance(variable, PerExample):
             raise UserError(
                 f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
-                "gradient is not told apart by examples: compute the same by plain operations, or freeze it."
+                "gradient cannot be split by example: compute the same by plain operations, or freeze it."
             )
         if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
             refuse_bypass(names.get(id(variable), f"of shape {tuple(variable.shape)}"))
         if isinstance(variable, nn.Parameter):
             raise UserError(
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
-                "gradient nobody clips: make it part of the model before attaching, or freeze it."
+                "gradient nobody clips: make it part of the model first, or freeze it."
             )
         following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)

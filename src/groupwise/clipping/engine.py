@@ -228,7 +228,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """First pass: only squared norms; the graph stays for the second."""
         group_pass = running.groups.get(0)
         if group_pass is None or group_pass.probe is None:
-            raise UserError("The losses do not come from the attached model: no layer of it ran with gradients on.")
+            raise UserError("The losses do not come from the model: none of its layers ran with gradients on.")
         run_norms(losses, group_pass.probe)
         with torch.no_grad():
             return total_squares([group_pass])[0]

@@ -113,7 +113,7 @@ def _refuse_mixing(model: nn.Module) -> None:
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
                 f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
-                "bounded: replace it by GroupNorm or LayerNorm."
+                "bounded: replace it by one without running statistics (groupwise.fix_model does)."
             )
         if isinstance(module, _BatchNorm):
             refuse_batch_statistics(name, module)
@@ -127,11 +127,10 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
     """Refuse a BatchNorm that would take its statistics from the batch, by name."""
     if module.training or module.running_mean is None:
-        keep = "call .eval() on it after each model.train(), or "
+        keep = ", or call .eval() on it before training to keep its statistics"
         raise UserError(
             f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
-            f"bounded: {'' if module.running_mean is None else keep}replace it by GroupNorm, LayerNorm or "
-            "torchvision.ops.FrozenBatchNorm2d."
+            f"bounded: replace it by GroupNorm (groupwise.fix_model does){'' if module.running_mean is None else keep}."
         )
 
 

@@ -72,6 +72,16 @@ def check_kinds(given: Mapping[str, Any]) -> None:
         value = given[name]
         if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
             raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
+    losses = given["losses"]
+    try:
+        fits = not isinstance(losses, nn.Module) and bool(inspect.signature(losses).bind(given["model"], None))
+    except TypeError:
+        fits = False
+    if not fits:
+        raise UserError(
+            f"losses, {getattr(losses, '__name__', f'a {type(losses).__name__}')}, does not take (model, batch): write "
+            "losses(model, batch), where batch is what the collate function makes, and return one loss per example."
+        )
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -76,13 +76,7 @@ SAMPLE = 12
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
-    """Indices of examples for the trace, from all over the dataset, the largest first.
-
-    Raises:
-        UserError: there is one alone.
-    """
-    if size < 2:
-        raise UserError("data has one example, and two are needed to see that they keep apart: give more.")
+    """Indices of examples for the trace, from all over the dataset, the largest first."""
     some = dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist())
     sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
     return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))

@@ -113,6 +113,14 @@ def make_private(
     given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
     dataset, loading = unpack_loader(data, given)
     dataset_size = length_of(dataset)
+    if dataset_size < 2:
+        raise UserError(f"data has {('no', 'one')[dataset_size]} example, and two are needed: give more.")
+    if not model.training:
+        warnings.warn(
+            "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
+            "fixed: call model.train() first if that is not meant.",
+            stacklevel=3,
+        )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -96,9 +97,13 @@ class Private:
         kind = type(self.model).__name__
         plan = self.plan
         return (
-            f"<private training of a {kind}: {self.executed} of {plan.steps} steps taken, all of them "
-            f"({plan.epsilon:.4g}, {plan.delta:g})-DP>"
+            f"<private training of a {kind}: {self.executed} of {plan.steps} steps taken; "
+            f"({plan.epsilon:.4g}, {plan.delta:g})-DP after all of them>"
         )
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: make_private returns one object."""
+        raise TypeError("make_private returns one object: loop over private.steps(); model and optimizer stay yours.")
 
     # -- what was promised and spent -----------------------------------------------------------------------------------
 
@@ -317,6 +322,7 @@ class Private:
         check_state(state, self.plan.steps)
         try:
             noise = NoiseSource.from_state(state)
+            _check_optimizers(state["optimizer"], self.core.optimizer)
             self.core.load_state_dict(state)
         except UserError:
             raise
@@ -338,3 +344,13 @@ class Private:
             self._restore.close()
             for module in self.core.model.modules():
                 PRIVATE_MODULES.discard(module)
+
+
+def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a state of another kind of optimiser: its settings have other names."""
+    names = [sorted(set(group) - {"params"}) for group in saved["param_groups"]]
+    if names != [sorted(set(group) - {"params"}) for group in optimizer.state_dict()["param_groups"]]:
+        raise UserError(
+            f"The state is of an optimizer with other settings than {type(optimizer).__name__} has: make the same one, "
+            "with the same groups of parameters. The key of the noise was not taken over."
+        )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from groupwise.clipping.checks import check_losses
 from groupwise.errors import UserError
 
 T = TypeVar("T")
@@ -60,8 +61,9 @@ def choose_microbatch(
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         saved_tensors_hooks(note, lambda t: t),
     ):
-        losses = losses_of(examples[:MEASURED])
-    per_example = max(sum(held.values()) / losses.shape[0], 1.0)
+        measured = examples[:MEASURED]
+        check_losses(losses_of(measured), len(measured), traced=True)
+    per_example = max(sum(held.values()) / len(measured), 1.0)
     if device.type == "cuda":
         budget, limit = gpu_budget(model, device), most
     else:
