@@ -8,6 +8,7 @@ A block is fenced by three backticks and a language, and may have a mark: a comm
 | bash | none | every line is a command that exists and composes; nothing runs |
 | text | `<!-- printed by: COMMAND -->` | what the command prints (test_outputs.py) |
 | any | `<!-- file: PATH -->`, `<!-- edit: PATH -->` | a recipe: written, or changed, in a copy (test_recipes.py) |
+| bibtex | | the paper's entry, for others to copy |
 | console | `<!-- run -->` | a recipe: run in the copy |
 """
 

@@ -33,6 +33,7 @@ def test_a_block_is_held_to_the_truth(block: Block) -> None:
         "python": block.mark in ("", "slow"),
         "bash": block.mark == "",
         "text": block.mark.startswith("printed by: "),
+        "bibtex": block.text.startswith("@inproceedings{"),
     }
     assert block.is_recipe or held.get(block.language, False), f"```{block.language} with the mark {block.mark!r}"
 
