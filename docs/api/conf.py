@@ -68,7 +68,7 @@ def twice(app: Sphinx, what: str, name: str, found: object, skip: bool, options:
     if what == "class" and home.startswith("torch."):
         return True
     passed_on = home.startswith("groupwise.") and home != here
-    return True if passed_on and (here.count(".") > 1 or home.endswith(f".{name}")) else None
+    return True if passed_on and (here.count(".") != 1 or home.endswith(f".{name}")) else None
 
 
 def setup(app: Sphinx) -> None:

@@ -1,6 +1,6 @@
 """Differentially private deep learning with group-wise clipping, in PyTorch.
 
-Train your own model (docs/loop.md, `help(groupwise.make_private)`):
+Train your own model (docs/loop.md, `help(groupwise.make_private)`)::
 
     def losses(model, batch):  # one loss per example, (b,), never their mean
         inputs, labels = batch

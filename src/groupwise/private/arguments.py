@@ -107,10 +107,10 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 Given = ParamSpec("Given")
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
-def knows_names(make: Callable[Given, Made]) -> Callable[Given, Made]:
+def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
     """`make_private`, which refuses names that are neither arguments of it nor fields of `ClipConfig`.
 
     First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
@@ -119,7 +119,7 @@ def knows_names(make: Callable[Given, Made]) -> Callable[Given, Made]:
     arguments = inspect.signature(make).parameters
 
     @wraps(make)
-    def call(*values: Given.args, **named: Given.kwargs) -> Made:
+    def call(*values: Given.args, **named: Given.kwargs) -> T:
         check_settings([name for name in named if name not in arguments], arguments)
         return make(*values, **named)
 
