@@ -22,7 +22,7 @@ def of_another_optimizer() -> None:
     use = Use()
     state = use.train(1).private.state_dict()
     use.private.detach()
-    Use(use.model, torch.optim.Adam(use.model.parameters())).private.load_state_dict(state)
+    Use(use.model, optimizer=torch.optim.Adam(use.model.parameters())).private.load_state_dict(state)
 
 
 def no_state() -> None:

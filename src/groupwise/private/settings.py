@@ -1,6 +1,7 @@
 """Turns the settings of `make_private` into a configuration of clipping and a privacy plan."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,8 +102,10 @@ def resolve_plan(
     if (epochs is None) == (steps is None):
         how = "neither" if steps is None else "both"
         raise UserError(f"{how} of epochs and steps was given: give one, as epsilon depends on the number of steps.")
-    if not 1 <= batch_size <= dataset_size:
-        raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give how many a step draws, 1 or more.")
+    if not 0 < batch_size <= dataset_size:
+        raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
+    if batch_size < 1:
+        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate: most steps draw none.", stacklevel=4)
     if steps is None and not 0 < epochs < math.inf:  # type: ignore[operator]  # one of the two was given
         raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
     return plan_of(
