@@ -98,6 +98,7 @@ pretrain-midi: $(STAMP) ## the GPT-2 of e2e and dart at scale=midi, vocabulary a
 
 # A sweep runs what is not done yet, then writes its rows into results/measured; sweeps/ lists them.
 sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-cifar SCALE=mini LAUNCHER=local|slurm
+	$(if $(LAUNCH_$(LAUNCHER)),,$(error LAUNCHER=$(LAUNCHER) is not local or slurm))
 	$(BIN)/python run.py -m +sweep=$* scale=$(SCALE) $(LAUNCH_$(LAUNCHER)) $(ARGS)
 	$(BIN)/python -m groupwise.sweeps.collect $* scale=$(SCALE)
 	$(if $(NORMS_$*),$(BIN)/python -m groupwise.sweeps.gradient_norms $* scale=$(SCALE) $(NORMS_$*))

@@ -104,6 +104,9 @@ def _single(composed: DictConfig) -> RunConfig:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
     if composed.cell is not None:
         raise UserError(f"cell={composed.cell} is set by sweeps for their jobs: leave it out.")
+    launcher = next((word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra/launcher=")), None)
+    if launcher is not None:
+        raise UserError(f"{launcher} is for sweeps: add -m, with which one value is a sweep of one cell.")
     config = to_run_config(composed)
     refuse_idle(HydraConfig.get().overrides.task, config)
     if config.tuning.name != "off":

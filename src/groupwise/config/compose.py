@@ -156,6 +156,8 @@ def check_typed(overrides: Sequence[str]) -> None:
         if key.startswith("~"):
             if deleted in key_types() and "." in deleted:
                 raise UserError(f"{override}: a key always has a value, so give one, such as {deleted}=null.")
+            if "." not in deleted and not deleted.startswith("hydra"):
+                raise UserError(f"{override}: a group always has an option, so give another in place of it.")
         elif not equals:
             follows = "".join(overrides[place + 1 : place + 2])
             shown = f"{key}={follows}" if follows and "=" not in follows else "clip=flat"

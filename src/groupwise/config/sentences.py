@@ -22,6 +22,8 @@ COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, Recursi
 """Exceptions for mistakes during composition; the last one for circular values."""
 MERGING = "Error merging override "
 """The beginning of Hydra's message for a value that does not fit its key; the override follows."""
+OWN_ERROR = "UserError raised while resolving interpolation: "
+"""The beginning of OmegaConf's message for a `UserError` of a resolver."""
 EXAMPLES = {
     "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
     "model.shape": "'+model.shape={n_layer:2}'",
@@ -41,6 +43,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
         if key.startswith(f"{mapping}."):
             shown = f"`--cfg job --package {mapping}` shows"
             return f"{key} is no entry of {mapping} here, which {shown}; new ones take a plus: {example}."
+    if key.startswith("hydra.launcher."):
+        return f"there is no key {key}; `hydra/launcher=slurm --cfg hydra -p hydra.launcher` lists those of a launcher."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
@@ -84,12 +88,19 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
         return f"{given} does not fit: {expected(key)} was expected."
     if isinstance(cause, MissingMandatoryValue) and key:
         return f"{key} has no value: {expected(key)} was expected."
+    if isinstance(cause, InterpolationResolutionError) and OWN_ERROR in str(cause):
+        return _first_line(str(cause)).removeprefix(OWN_ERROR)
     if isinstance(cause, InterpolationResolutionError) and key:
         return f"{key} cannot be worked out: {_first_line(str(cause))}."
     if given != key:
         return f"{given} does not fit: {expected(given.lstrip('+').partition('=')[0])} was expected."
     if "To append to your default list use " in str(error):
-        return f"this group has no choice to replace; add one with a plus: {str(error).split()[-1]}."
+        return f"this group has no option to replace; add one with a plus: {str(error).split()[-1]}."
+    if str(error).startswith("Multiple values for "):
+        name = str(error).split()[3].rstrip(".")
+        return f"{name} has an option already: replace it by {name}=NAME, without a plus."
+    if str(error).startswith("Config group override must be a string"):
+        return "a group takes the name of an option, not null: `python run.py --help` lists them."
     if "add --multirun" in str(error):
         override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
         return f"{override} gives several values: add -m to run them all."
