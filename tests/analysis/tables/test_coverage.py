@@ -97,10 +97,8 @@ def test_the_projects_list_shows_what_its_rows_hold():
     lines = coverage(Folders(ROOT / "results" / "paper", measured, ROOT / "sweeps"))
     assert page(lines, machines(measured)) == listed.read_text(), "run python -m groupwise.analysis.coverage"
     count = Counter(lines["status"])
-    says = (
-        f"Of {len(lines)} cells of tables and figures {count[REDUCED]} are measured reduced, {count[UNINFORMATIVE]} so "
-    )
-    says += f"reduced that they say nothing, {count[NOT_RUN]} not at all"
+    says = f"Of {len(lines)} cells of tables and figures, {count[REDUCED]} are measured at reduced scale, "
+    says += f"{count[UNINFORMATIVE]} are too small to conclude anything, and {count[NOT_RUN]} were not run."
     assert says in " ".join((ROOT / "README.md").read_text().split())
 
 
