@@ -1,9 +1,8 @@
-"""Ways to misuse `make_private`, by name, are refused in a sentence; docs/sharp_edges.md says how many."""
+"""Ways to misuse `make_private`, by name, are refused in a sentence."""
 
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch.utils.data import TensorDataset, default_collate
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
-from tests.test_private_arguments import ARGUMENTS
-from tests.test_private_states import STATES
 
 
 def in_the_losses(do: Callable[[nn.Module, Tensor, Tensor], object], model: nn.Module | None = None) -> None:
@@ -339,8 +336,3 @@ def test_a_loop_that_is_left_in_the_middle_leaves_the_generators_alone():
     before = torch.get_rng_state()
     next(steps)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_page_says_how_many():
-    page = (Path(__file__).parents[1] / "docs" / "sharp_edges.md").read_text()
-    assert f"[{len(ARGUMENTS) + len(REFUSED) + len(STATES)} ways](../tests/test_private_misuse.py)" in page
