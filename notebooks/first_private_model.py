@@ -7,6 +7,9 @@
 # The noise is secret and fresh in every run, so your numbers differ a little from those below.
 
 # %%
+import tempfile
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
@@ -44,7 +47,7 @@ len(data), sum(p.numel() for p in make_model().parameters())
 
 # %% [markdown]
 # ## One loss per example
-# This function is the whole contract. It returns one loss for each example of the batch, never their mean.
+# You write this one function. It returns one loss for each example of the batch, never their mean.
 
 
 # %%
@@ -91,7 +94,7 @@ print(f"accuracy {accuracy(model):.3f} at epsilon {private.epsilon:.3f}")
 
 # %% [markdown]
 # ## What was spent, and what was learnt
-# ε grows fast at first and then like √t. `step.epsilon` is what the steps so far cost; if you stop early because of results,
+# ε grows fast at first, and then like √t. `step.epsilon` is the ε of the steps so far. If you stop early because of results,
 # quote the plan's ε all the same.
 
 # %%
@@ -105,8 +108,8 @@ plt.show()
 
 # %% [markdown]
 # ## Thresholds that adapt
-# Each layer's threshold follows a private quantile of its gradient norms; the small part r of the budget that this costs is in
-# the plan. Thresholds are rescaled so that together they clip at C = 1. They come out of the mechanism, so they may be published.
+# Each layer's threshold follows a private quantile of its gradient norms. The small part r of the budget that this costs is in
+# the plan. Thresholds are rescaled so that together they clip at C = 1. They follow counts with noise, so they may be published.
 
 # %%
 axes = table.drop(columns=["epsilon", "accuracy"]).plot(logy=True, figsize=(8, 3.2))
@@ -117,7 +120,7 @@ plt.show()
 # %% [markdown]
 # ## How much does it cost?
 # The same training at other budgets, and without privacy (ε = ∞: full gradients, shuffled batches). Each of these models has its
-# own ε, and to publish all of them adds up.
+# own ε. If you publish several of them, their ε add up.
 
 # %%
 model = make_model()
@@ -140,12 +143,42 @@ for epsilon in (8, 4, 2, 1):
 pd.DataFrame(rows).round(3)
 
 # %% [markdown]
-# ## Save it
-# `private.save(file)` keeps what a resumed training needs, the secret key of the noise too: delete it afterwards. What you
-# publish is the model alone, and the sentence of the guarantee.
+# ## Save and resume
+# `private.save(file)` keeps what a resumed training needs, the secret noise key too. To resume, make the same training again and
+# load the file before its first step.
 
 # %%
+folder = Path(tempfile.mkdtemp())
+
+
+def begin():
+    """A model and its private training, before the first step."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
+    return model, groupwise.make_private(
+        model, optimizer, data, losses, epsilon=8, delta=1e-5, epochs=30, batch_size=256
+    )
+
+
+model, private = begin()
+for _ in private.steps(100):  # the program ends here, say
+    pass
+private.save(folder / "training.pt")
+
+model, private = begin()
+private.load(folder / "training.pt")
+for _ in private.steps():  # the steps that are left
+    pass
 print(private)
+print(f"accuracy {accuracy(model):.3f}")
+
+# %% [markdown]
+# After training delete that file: whoever has the key can remove the noise. Publish only the model and the statement of the
+# guarantee.
+
+# %%
+(folder / "training.pt").unlink()
+torch.save(model.state_dict(), folder / "model.pt")
 print(private.statement())
 
 # %% [markdown]
