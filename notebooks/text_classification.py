@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Text classification
 #
-# A pretrained language model is fine-tuned on reviews with differential privacy, by `PrivateTrainer` in the place of transformers'
-# `Trainer`. The reviews are made up here, so nothing is downloaded; for yours, replace one cell.
+# A pretrained language model is fine-tuned on reviews with differential privacy, by `PrivateTrainer` in place of transformers'
+# `Trainer`. The reviews are made up here, so nothing is downloaded; to use your own, replace one cell.
 
 # %%
 import os
@@ -23,10 +23,10 @@ MODEL = os.environ.get("MODEL", "../pretrained/roberta_mini")  # any name on the
 
 # %% [markdown]
 # `pretrained/roberta_mini` (2.6 million parameters) is in the repository, and `make pretrain` makes it again. With published weights
-# (`MODEL=FacebookAI/roberta-base`, or a folder of them) the notebook is the same, takes a GPU, and reaches far more.
+# (`MODEL=FacebookAI/roberta-base`, or a folder of them) the notebook is the same, but needs a GPU and reaches a higher accuracy.
 #
 # ## Data
-# Pretrained weights and their vocabulary come from *other, public* texts. A vocabulary that is counted from private texts would have no ε.
+# Pretrained weights and their vocabulary come from *other, public* texts. A vocabulary counted from private texts would be covered by no ε.
 
 # %%
 GOOD = ["lovely", "brilliant", "funny", "warm", "clever", "moving", "bright", "charming", "fresh", "gripping"]
@@ -55,8 +55,8 @@ reviews(3, 0)
 
 # %% [markdown]
 # ## Train
-# `TrainingArguments` are transformers' own. The batch size is `per_device_train_batch_size × gradient_accumulation_steps`, in expectation;
-# the first of them is only what fits into memory. The budget, the clipping and the noise are `PrivacyArguments`.
+# `TrainingArguments` are transformers' own. The batch size is `per_device_train_batch_size × gradient_accumulation_steps`, in expectation.
+# The first of the two is only what fits into memory. The budget, the clipping and the noise are set by `PrivacyArguments`.
 
 
 # %%
@@ -98,6 +98,9 @@ print(trainer.private.statement())
 # %% [markdown]
 # `log_history` has ε beside the usual metrics. The training loss goes to trackers as `nonprivate/loss` and is not kept in
 # checkpoints, since it comes from the data without noise.
+#
+# The noise is fresh in every run, and with so small a model that shows: two runs of this notebook ended at accuracies of 0.86 and
+# 0.73.
 
 # %%
 log = pd.DataFrame(trainer.state.log_history)
@@ -113,7 +116,7 @@ log.round(3)
 
 # %% [markdown]
 # ## Use and publish it
-# The model is a plain transformers model. Checkpoints hold what a resumed training needs, except the key of the noise, which lies beside
+# The model is a plain transformers model. Checkpoints hold what a resumed training needs, except the noise key, which is kept beside
 # the folder: never publish both.
 
 # %%
