@@ -100,7 +100,7 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
         name = str(error).split()[3].rstrip(".")
         return f"{name} has an option already: replace it by {name}=NAME, without a plus."
     if str(error).startswith("Config group override must be a string"):
-        return "a group takes the name of an option, not null: `python run.py --help` lists them."
+        return "a group takes the name of an option: `python run.py --help` lists them."
     if "add --multirun" in str(error):
         override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
         return f"{override} gives several values: add -m to run them all."

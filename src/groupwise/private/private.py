@@ -136,7 +136,7 @@ class Private:
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """C_k that will clip the next batch, by the name of the group; released with noise, so they may be published."""
+        """C_k that will clip the next batch, by the group's name; released with noise, so they may be published."""
         return self.core.named_thresholds()
 
     def statement(self) -> str:
