@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from groupwise.clipping import gradient_norms
     from groupwise.private import Private, fix_model, make_private
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 __all__ = ["Private", "__version__", "fix_model", "gradient_norms", "make_private"]
 _OWNERS = {
     "Private": "groupwise.private",
