@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 GROUPWISE_DATA=/data
 
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends git make \
+    && apt-get install --yes --no-install-recommends gcc git libc6-dev make \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 user \
     && install --directory --owner=user /groupwise /data

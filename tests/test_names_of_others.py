@@ -66,7 +66,7 @@ def test_opacus_classes_are_answered(name):
 def test_a_private_training_says_what_it_is():
     private = make(delta=1e-3)
     assert repr(private) == (
-        f"<private training of a Linear: 0 of 4 steps taken, all of them ({private.plan.epsilon:.4g}, 0.001)-DP>"
+        f"<private training of a Linear: 0 of 4 steps taken; ({private.plan.epsilon:.4g}, 0.001)-DP after all of them>"
     )
     steps = private.steps(3)
     assert len(steps) == 3

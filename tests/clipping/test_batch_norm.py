@@ -100,7 +100,7 @@ def test_in_eval_mode_it_is_exact(double, name, make_partition, norms):
 @pytest.mark.parametrize("affine", [True, False])
 def test_in_training_mode_it_is_refused_with_what_to_do(affine):
     model = freeze(Residual(affine), "fc")
-    with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes the examples .* call .eval\(\) on it after"):
+    with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes the examples .* call .eval\(\) on it before"):
         per_layer(model)
     model.eval().bn2.train()
     with pytest.raises(UserError, match="'bn2'"):

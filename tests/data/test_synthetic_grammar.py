@@ -32,5 +32,5 @@ def test_an_installed_package_has_every_file_that_is_not_code():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["groupwise"]
     package = ROOT / "src/groupwise"
     packed = {path for pattern in patterns for path in package.glob(pattern)}
-    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc", ".so")}
     assert set(FILES) <= packed and others <= packed

@@ -286,12 +286,15 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
 def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp_path, caplog, given):
     from transformers.utils import logging
 
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()  # whatever other tests of this process have set
     logging.enable_propagation()
     try:
         args = arguments(tmp_path, max_grad_norm=given)
         check_arguments(args)
     finally:
         logging.disable_propagation()
+        logging.set_verbosity(before)
     assert args.max_grad_norm == 0
     assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is what all who say nothing have
     assert caplog.text.count("max_grad_norm") == (given == 0.5)
