@@ -16,7 +16,7 @@ from groupwise.sweeps.prepare import plan_sweep
 from tests.docs.documents import ROOT, blocks, commands
 
 CONF = ROOT / "conf"
-OTHERS = {"git", "pip", "conda", "squeue", "sacct", "sha256sum"}
+OTHERS = {"export", "git", "pip", "conda", "squeue", "sacct", "sha256sum"}
 """Programs that are not ours: named, not tried."""
 RUNS = sorted({command for _, command in commands() if command.startswith("python run.py")})
 MODULES = sorted({command for _, command in commands() if command.startswith("python -m")})
