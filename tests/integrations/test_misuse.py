@@ -1,5 +1,6 @@
 """Misuse of `PrivateTrainer` is refused in a sentence, or harmless."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -283,18 +284,12 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
 
 
 @pytest.mark.parametrize("given", [1.0, 0.5])
-def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp_path, caplog, given):
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_warning()  # whatever other tests of this process have set
-    logging.enable_propagation()
-    try:
+def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp_path, caplog, given, monkeypatch):
+    logger = "groupwise.integrations.arguments"
+    monkeypatch.setattr(logging.getLogger(logger), "disabled", False)  # Hydra, in a test before, may have set it
+    with caplog.at_level("WARNING", logger):
         args = arguments(tmp_path, max_grad_norm=given)
         check_arguments(args)
-    finally:
-        logging.disable_propagation()
-        logging.set_verbosity(before)
     assert args.max_grad_norm == 0
     assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is what all who say nothing have
     assert caplog.text.count("max_grad_norm") == (given == 0.5)
