@@ -37,7 +37,7 @@ PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
     "public_text",
 )  # fmt: skip
-"""What a task says of its data that is a setting, N, or of the held-out sets. `source` is not among them: it counts the
+"""Entries of a data description that are settings, N, or of the held-out sets. `source` is not one: it counts the
 rows of the files, before any choice among them."""
 NOT_IN_TABLES = "paths."
 

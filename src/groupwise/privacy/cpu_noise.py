@@ -57,10 +57,10 @@ def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled:
     if compiled and COMPILED is not None:
         words, state = _scratch.words[: pairs + pairs // 2], bits.state["state"]["state"]
         COMPILED.random_words(state.ctypes.data, words.ctypes.data, len(words))
+        make_pairs = box_muller_compiled
     else:
-        words = bits.random_raw(pairs + pairs // 2)
-    pair = box_muller_compiled if compiled and COMPILED is not None else box_muller
-    return torch.from_numpy(pair(words[:pairs].view(np.int64), words[pairs:].view(np.int32))[:count])
+        words, make_pairs = bits.random_raw(pairs + pairs // 2), box_muller
+    return torch.from_numpy(make_pairs(words[:pairs].view(np.int64), words[pairs:].view(np.int32))[:count])
 
 
 def add_scaled(sums: np.ndarray, drawn: np.ndarray, std: float, divisor: float, compiled: bool = False) -> None:

@@ -347,10 +347,7 @@ class Private:
 
 
 def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a state of another kind of optimiser: its settings have other names."""
+    """Raise ValueError for a state of another kind of optimiser, whose settings have other names."""
     names = [sorted(set(group) - {"params"}) for group in saved["param_groups"]]
     if names != [sorted(set(group) - {"params"}) for group in optimizer.state_dict()["param_groups"]]:
-        raise UserError(
-            f"The state is of an optimizer with other settings than {type(optimizer).__name__} has: make the same one, "
-            "with the same groups of parameters. The key of the noise was not taken over."
-        )
+        raise ValueError(f"it is of an optimizer with other settings than {type(optimizer).__name__} has")

@@ -48,7 +48,7 @@ product of the output gradients and what each position sees."""
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
-"""What convolutions compute with, if no subclass has changed it; transposed ones share a method."""
+"""The methods of torch's own convolutions, which no subclass may have changed; transposed ones share one."""
 
 
 @register_rule
@@ -134,12 +134,12 @@ class ConvRule(LayerRule):
     ) -> Gradients:
         x, weight = saved[:2]
         gradients, inputs = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x))
-        read, rows = self.sides((inputs, weight), gradients)
-        few = len(g) * rows.shape[2:].numel() <= FEW_ROWS and weight.numel() >= MANY_WEIGHTS
-        if wanted[0] and few and g.device.type == "cpu" and self.geometry.groups == 1:
-            seen = self.geometry.windows(read, rows.shape[2:]).transpose(1, 2).flatten(0, 1)
-            weights = matmul.product(rows.transpose(0, 1).flatten(1), seen).view(weight.shape)
-            return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
+        if wanted[0] and weight.numel() >= MANY_WEIGHTS and g.device.type == "cpu" and self.geometry.groups == 1:
+            read, rows = self.sides((inputs, weight), gradients)
+            if len(g) * rows.shape[2:].numel() <= FEW_ROWS:
+                seen = self.geometry.windows(read, rows.shape[2:]).transpose(1, 2).flatten(0, 1)
+                weights = matmul.product(rows.transpose(0, 1).flatten(1), seen).view(weight.shape)
+                return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
         _, weights, bias = self._backward(gradients, inputs, upcast(weight), [False, *wanted])
         return weights if wanted[0] else None, bias if wanted[1] else None
 
@@ -162,7 +162,7 @@ class ConvRule(LayerRule):
         return max(1, min(GROUPED_FLOATS // max(1, self.size(wanted)), COPIED_FLOATS // max(1, g[0].numel())))
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What the weight's gradient is made of: inputs (B, c, *space) and output gradients (B, p, *out)."""
+        """The factors of the weight's gradient: inputs (B, c, *space) and output gradients (B, p, *out)."""
         return saved[0], g
 
     def _by_groups(self, x: Tensor, g: Tensor) -> Tensor:

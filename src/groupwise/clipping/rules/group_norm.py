@@ -1,7 +1,7 @@
 """Clips GroupNorm and InstanceNorm, which is a GroupNorm of one channel a group.
 
 One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Torch's kernel has
-both on its way to the input gradient, and adds them up over its batch: so it is told of one example with the channels
+both on its way to the input gradient, and adds them up over its batch: so it is given one example with the channels
 of all. It takes contiguous tensors only. On a CPU, channels_last stays, and sums of g and g∘x serve instead.
 """
 
