@@ -19,7 +19,7 @@ from groupwise.errors import UserError
 
 Row = dict[str, str]
 
-SCALES = ("paper", "midi", "mini", "demo", "smoke")
+SCALES = ("paper", "minilm", "midi", "mini", "demo", "smoke")
 """From the paper's own size down."""
 KEYS = ("sweep", "cell", "seed", "scale")
 """Columns that identify a row of a table."""
@@ -35,7 +35,7 @@ METRICS = (*HELD_OUT, f"{NONPRIVATE}train_")
 """How the names of what an evaluation finds begin."""
 PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
-    "public_text",
+    "public_text", "pretrained",
 )  # fmt: skip
 """Entries of a data description that are settings, N, or of the held-out sets. `source` is not one: it counts the
 rows of the files, before any choice among them."""

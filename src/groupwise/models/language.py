@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -233,23 +232,33 @@ def _quiet() -> Iterator[None]:
 class MeanPooled(nn.Module):
     """`model.pool=mean`: a classifier of transformers whose head reads the mean over all tokens except padding.
 
-    The model's own head is applied to that mean in place of the first token. It is called like the model and returns
-    an object with `logits` (B, classes).
+    What would read the first token (RoBERTa's head, BERT's pooler) reads the mean in its place. It is called like the
+    model and returns what the model does, with `logits` (B, classes).
 
     Raises:
-        UserError: the model's head does not read the first token's features, as RoBERTa's does.
+        UserError: the model has no such module.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        head = getattr(model, "classifier", None)
+        head, pooler = getattr(model, "classifier", None), getattr(model.base_model, "pooler", None)
         if not type(head).__name__.endswith("ClassificationHead"):
-            raise UserError(f"model.pool=mean is for heads such as RoBERTa's, and {type(model).__name__} has another.")
+            head = pooler
+        if head is None:
+            raise UserError(
+                f"model.pool=mean is for heads that read the first token, such as RoBERTa's and BERT's, and "
+                f"{type(model).__name__} has another."
+            )
         self.model = model
+        self._reader = (head,)  # in a tuple: it is a part of the model already
 
-    def forward(self, attention_mask: Tensor, **inputs: Any) -> SimpleNamespace:
-        """Logits from `attention_mask` (B, T) and the model's other inputs."""
-        states = self.model.base_model(attention_mask=attention_mask, **inputs).last_hidden_state
-        kept = attention_mask.unsqueeze(-1).to(states.dtype)
-        mean = (states * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True)
-        return SimpleNamespace(logits=self.model.classifier(mean))
+    def forward(self, attention_mask: Tensor, **inputs: Any) -> Any:
+        """The model's outputs from `attention_mask` (B, T) and its other inputs."""
+
+        def mean(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+            states = arguments[0]
+            kept = attention_mask.unsqueeze(-1).to(states.dtype)
+            return ((states * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True),)
+
+        with self._reader[0].register_forward_pre_hook(mean):
+            return self.model(attention_mask=attention_mask, **inputs)

