@@ -19,7 +19,7 @@ from groupwise.errors import UserError
 
 Row = dict[str, str]
 
-SCALES = ("paper", "minilm", "midi", "mini", "demo", "smoke")
+SCALES = ("paper", "lite", "midi", "mini", "demo", "smoke")
 """From the paper's own size down."""
 KEYS = ("sweep", "cell", "seed", "scale")
 """Columns that identify a row of a table."""

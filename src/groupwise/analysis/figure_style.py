@@ -18,7 +18,7 @@ from groupwise.sweeps.cells import read_sweep
 
 PAPER = "paper"
 WORDS = {
-    "minilm": ": scale=minilm (real data, published weights of MiniLM-L3, 17 M)",
+    "lite": ": scale=lite (real data, published weights of small models)",
     "midi": ": scale=midi (real data, a narrow network)",
     "mini": ": scale=mini (real data, small models)",
     "demo": ": scale=demo (embedded data, small models)",

@@ -173,7 +173,7 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     """
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
-    elif config.scale == "minilm":
+    elif config.scale == "lite":
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
     else:
         settings = "the paper's, found on a fifth of SST-2's training set (appendix A.2), where nothing else is given"
