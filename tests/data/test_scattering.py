@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data import image_sets, load_images
+from groupwise.data import image_features, load_images
 from groupwise.data.images import ImageData
 from groupwise.errors import UserError
 
@@ -19,7 +19,7 @@ def images(count=3, side=8) -> ImageData:
 
 def test_features_are_of_one_image_each(own_cache):
     data = images()
-    together = image_sets.scattering(data)
+    together = image_features.scattering(data)
     assert together.x_train.shape == (3, 243, 2, 2) and together.x_train.dtype == torch.float16
     assert torch.equal(together.x_train[:1], together.x_test)
     assert "scattering features" in together.source
@@ -30,23 +30,23 @@ def test_features_are_of_one_image_each(own_cache):
 
 def test_features_are_computed_once(own_cache, monkeypatch):
     data = images()
-    first = image_sets.scattering(data)
-    monkeypatch.setattr(image_sets, "_transform", None)
-    assert torch.equal(image_sets.scattering(data).x_train, first.x_train)
+    first = image_features.scattering(data)
+    monkeypatch.setattr(image_features, "_computed", None)
+    assert torch.equal(image_features.scattering(data).x_train, first.x_train)
 
 
 def test_a_broken_file_is_made_anew(own_cache):
     data = images()
-    first = image_sets.scattering(data)
+    first = image_features.scattering(data)
     for path in Path(own_cache, "scattering").glob("*.npy"):
         path.write_bytes(path.read_bytes()[:100])
-    assert torch.equal(image_sets.scattering(data).x_train, first.x_train)
+    assert torch.equal(image_features.scattering(data).x_train, first.x_train)
     for path in Path(own_cache, "scattering").glob("*.npy"):
         np.save(path, np.zeros(3, dtype=np.float16))
-    assert torch.equal(image_sets.scattering(data).x_train, first.x_train)
+    assert torch.equal(image_features.scattering(data).x_train, first.x_train)
 
 
 def test_sides_that_do_not_halve_twice_are_refused():
     with pytest.raises(UserError, match="6 pixels a side"):
-        image_sets.scattering(images(side=6))
+        image_features.scattering(images(side=6))
     assert load_images("digits", Path()).image_size == 8

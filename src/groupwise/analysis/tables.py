@@ -113,7 +113,7 @@ def anchor(heading: str) -> str:
 
 SCALES = {
     "paper": "the paper's cell",
-    "lite": "real data, published weights: MiniLM-L3 (17 M) and features of EfficientNet-Lite0 (ImageNet), not the paper's",
+    "lite": "real data, published weights (MiniLM-L3, 17 M; EfficientNet-Lite0, ImageNet): not the paper's",
     "midi": "real data; images of 16 pixels on a network a quarter as wide, texts on a GPT-2 of a million parameters",
     "mini": "real data, smaller and on a small network, a short training",
     "demo": "embedded or generated data and a small network",

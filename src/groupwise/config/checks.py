@@ -25,7 +25,7 @@ LARGEST_WHOLE, LARGEST = 2**62, 1e15
 GENERATION = ("e2e", "dart", "samsum")
 PIPELINES = ("samsum", "e2e", "dart", "cifar")
 """Tasks whose model can be split into stages."""
-IMAGE_MODELS = ("wide_resnet", "scatter_cnn")
+IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
 def validate(config: RunConfig) -> None:

@@ -42,7 +42,7 @@ class ModelConfig:
     """The network: a wide residual network from scratch, or a language model of the transformers library."""
 
     name: str = "wide_resnet"
-    """wide_resnet or scatter_cnn for images; for text a label, such as roberta_base, for recipes and tables."""
+    """wide_resnet, scatter_cnn or lite0_head for images; for text a label, such as roberta_base, which tables show."""
     source: str | None = None
     """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
     fresh: bool = False

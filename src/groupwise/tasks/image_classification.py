@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
-from groupwise.data.image_sets import scattering
+from groupwise.data.image_features import FEATURES_OF
 from groupwise.data.images import augment
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
+from groupwise.models.efficientnet import SOURCE, lite0_head
+from groupwise.models.published import provenance_of
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Feed, Microbatch, Split, Task, eval_mode, fill, row_numbers, row_weights, to_device
 
 Images = tuple[Tensor, Tensor]
-NETWORKS = ("wide_resnet", "scatter_cnn")
+NETWORKS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
 class ManyViews(nn.Module):
@@ -165,12 +167,12 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
     """The task of `data.name`, for the network of `model.name`."""
     settings = config.model
     if settings.name not in NETWORKS:
-        raise UserError(f"model.name={settings.name} is not known for images: choose {' or '.join(NETWORKS)}.")
+        raise UserError(f"model.name={settings.name} is not known for images: choose {', '.join(NETWORKS)}.")
     data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
     if config.data.holdout:
         data = hold_out(data, config.data.holdout)
-    if settings.name == "scatter_cnn":
-        data = scattering(data)
+    if settings.name in FEATURES_OF:
+        data = FEATURES_OF[settings.name](data)
     chosen = _first_of_each_class(data.y_train, config.data.train_limit)
     model = _network(settings, data).to(device)
     layout = torch.channels_last if config.train.channels_last else torch.contiguous_format
@@ -216,6 +218,8 @@ def _views(config: RunConfig, data: ImageData) -> Callable[[Tensor], Tensor] | N
 def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
     if settings.name == "scatter_cnn":
         return scatter_cnn(data.num_classes, data.channels, data.image_size, settings.norm_groups)
+    if settings.name == "lite0_head":
+        return lite0_head(data.num_classes)
     return wide_resnet(
         depth=settings.depth,
         width=settings.width,
@@ -231,7 +235,7 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
 def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, Any]:
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
-    elif config.scale == "midi":
+    elif config.scale in ("midi", "lite"):
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
     else:
         settings = "the test set, as in the paper (appendix A.1)"
@@ -242,6 +246,7 @@ def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, 
         "valid_examples": len(data.x_test),
         "image_size": data.image_size,
         "selected_on": f"settings: {settings}; weights: nothing, the last step's",
+        **(provenance_of(SOURCE) if config.model.name == "lite0_head" else {}),
     }
 
 

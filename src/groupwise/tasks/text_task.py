@@ -187,7 +187,7 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
         "cut_examples": cut,
         "selected_on": f"settings: {settings}; weights: nothing, the last step's",
         **(made_up if config.data.name == "synthetic" else {}),
-        **({} if (weights := provenance_of(config.model)) is None else {"pretrained": weights}),
+        **({} if config.model.fresh else provenance_of(config.model.source)),
     }
 
 
