@@ -13,7 +13,6 @@ from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
-
 PARTS = 20
 """Of a plan, at whose ends `PrivacyPlan.progress` asks the accountant."""
 

