@@ -38,7 +38,7 @@ class Claim:
 
 SEARCH = "search_"
 """Prefix of the sweeps that choose settings; their rows are no evidence for claims."""
-OURS = ("scatter_cnn",)
+OURS = ("scatter_cnn", "lite0_cifar")
 """Sweeps on a model that is not the paper's, at whatever scale."""
 CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
 
@@ -60,16 +60,19 @@ TABLES = ("table2text", "E2E and DART")
 LOSES = "Fixed per-layer clipping loses to flat clipping"
 RECOVER = "Adaptive thresholds recover what fixed ones lose per layer"
 ON_PAR = "Adaptive per-layer clipping is on par with flat clipping"
-SCATTERING = ("scatter_cnn", "CIFAR-10, scattering network")
+HELPS_LESS = "Adaptivity helps flat clipping less than per-layer clipping"
+ADAPTIVE_ON_PAR = "Adaptive per-layer clipping is on par with adaptive flat clipping"
+ANCHORS = (("scatter_cnn", "CIFAR-10, scattering network"), ("lite0_cifar", "CIFAR-10, head on features of ImageNet"))
 
 
 def _noiseless(says: str, plus: str, minus: str, kind: str) -> Claim:
     return Claim(says, WITHOUT_NOISE, Contrast("adaptive_vs_fixed", _clip(plus), _clip(minus), NOISELESS), kind)
 
 
-def _scattering(says: str, plus: str, minus: str, kind: str) -> Claim:
-    sweep, on = SCATTERING
-    return Claim(says, on, Contrast(sweep, _clip(plus), _clip(minus), CIFAR), kind)
+def _anchors(
+    says: str, plus: tuple[str, ...], minus: tuple[str, ...], kind: str, anchors: tuple[tuple[str, str], ...] = ANCHORS
+) -> tuple[Claim, ...]:
+    return tuple(Claim(says, on, Contrast(sweep, _clip(*plus), _clip(*minus), CIFAR), kind) for sweep, on in anchors)
 
 
 def _on_par(on: str, sweep: str, where: Mapping[str, str]) -> Claim:
@@ -87,13 +90,13 @@ def _texts(says: str, sweep: tuple[str, str], plus: str, minus: str, kind: str) 
 CLAIMS = (
     *_both(LOSES, "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
     _noiseless(LOSES, "fixed_layer", "flat", LESS),
-    _scattering(LOSES, "fixed_layer", "flat", LESS),
+    *_anchors(LOSES, ("fixed_layer",), ("flat",), LESS),
     *_both(RECOVER, "adaptivity", ("adaptive_layer",), ("fixed_layer",), MORE),
     _noiseless(RECOVER, "adaptive_layer", "fixed_layer", MORE),
-    _scattering(RECOVER, "adaptive_layer", "fixed_layer", MORE),
+    *_anchors(RECOVER, ("adaptive_layer",), ("fixed_layer",), MORE),
     _on_par("CIFAR-10", "cifar", CIFAR),
     _noiseless(ON_PAR, "adaptive_layer", "flat", ALIKE),
-    _scattering(ON_PAR, "adaptive_layer", "flat", ALIKE),
+    *_anchors(ON_PAR, ("adaptive_layer",), ("flat",), ALIKE),
     _on_par("SST-2, RoBERTa-base", "adaptivity", SST2),
     _on_par("SST-2, RoBERTa-base, attention only", "sst2_epochs", SST2),
     _on_par("SST-2, RoBERTa-large, attention only", "sst2_epochs", SST2 | {"model": "roberta_large"}),
@@ -119,20 +122,10 @@ CLAIMS = (
         )
         for r, share in (("0.0001", "0.01"), ("0.001", "0.1"), ("0.01", "1"))
     ),
-    *_both(
-        "Adaptivity helps flat clipping less than per-layer clipping",
-        "adaptivity",
-        ("adaptive_layer", "flat"),
-        ("fixed_layer", "adaptive_flat"),
-        MORE,
-    ),
-    *_both(
-        "Adaptive per-layer clipping is on par with adaptive flat clipping",
-        "adaptivity",
-        ("adaptive_layer",),
-        ("adaptive_flat",),
-        ALIKE,
-    ),
+    *_both(HELPS_LESS, "adaptivity", ("adaptive_layer", "flat"), ("fixed_layer", "adaptive_flat"), MORE),
+    *_anchors(HELPS_LESS, ("adaptive_layer", "flat"), ("fixed_layer", "adaptive_flat"), MORE, ANCHORS[1:]),
+    *_both(ADAPTIVE_ON_PAR, "adaptivity", ("adaptive_layer",), ("adaptive_flat",), ALIKE),
+    *_anchors(ADAPTIVE_ON_PAR, ("adaptive_layer",), ("adaptive_flat",), ALIKE, ANCHORS[1:]),
 )
 
 
