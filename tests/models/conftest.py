@@ -58,11 +58,13 @@ def fresh() -> Callable[..., ModelConfig]:
 
 @pytest.fixture(scope="session")
 def folders(tokenizer, tmp_path_factory) -> dict[str, Path]:
-    """What pretraining leaves behind, in half precision: a causal GPT-2, a masked RoBERTa and a masked BERT."""
-    from groupwise.models.language import load_causal, load_masked
+    """Pretrained models in half precision: a causal GPT-2, a masked RoBERTa and a masked BERT."""
+    import transformers
+
+    from groupwise.models.hub import make_config
 
     root = tmp_path_factory.mktemp("pretrained")
-    for name, load in (("gpt2", load_causal), ("roberta", load_masked), ("bert", load_masked)):
-        model: Any = load(ModelConfig(fresh=True, architecture=name, shape=SHAPES[name]), tokenizer)
-        model.half().save_pretrained(root / name)
+    for name, kind in (("gpt2", "CausalLM"), ("roberta", "MaskedLM"), ("bert", "MaskedLM")):
+        config = make_config(ModelConfig(fresh=True, architecture=name, shape=SHAPES[name]), tokenizer)
+        getattr(transformers, f"AutoModelFor{kind}").from_config(config).half().save_pretrained(root / name)
     return {name: root / name for name in ("gpt2", "roberta", "bert")}

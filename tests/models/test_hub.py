@@ -40,7 +40,7 @@ def test_no_name_is_spelt_like_a_path():
 
 def test_a_model_of_our_own_that_is_gone_is_not_asked_for_at_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # would show any name
-    with pytest.raises(UserError, match=r"pretrained/none is one of this project's models.*make pretrain"):
+    with pytest.raises(UserError, match=r"pretrained/none is one of this project's models.*make pretrained"):
         locate("model.source", "pretrained/none")
 
 

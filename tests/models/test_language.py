@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
-from groupwise.models.language import is_head, load_causal, load_classifier, load_masked, position_limit
+from groupwise.models.language import is_head, load_causal, load_classifier, position_limit
 
 CLASSES = ("negative", "positive")
 
@@ -31,7 +31,7 @@ def names(model) -> set[str]:
 
 
 def test_a_fresh_model_takes_its_vocabulary_and_special_tokens_from_the_tokeniser(fresh, tokenizer):
-    for model in (load_causal(fresh("gpt2"), tokenizer), load_masked(fresh("roberta"), tokenizer)):
+    for model in (load_causal(fresh("gpt2"), tokenizer), load_classifier(fresh("roberta"), CLASSES, tokenizer)):
         config = model.config
         assert config.vocab_size == len(tokenizer) == 60
         assert (config.bos_token_id, config.pad_token_id, config.eos_token_id) == (0, 1, 2)
@@ -151,8 +151,6 @@ def test_untying_gives_the_head_an_equal_weight_of_its_own(fresh, folders, token
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
     assert "lm_head.weight" in names(load_causal(fresh("gpt2", untie=True), tokenizer))
-    with pytest.raises(UserError, match=r"model\.untie is for causal"):
-        load_masked(fresh("roberta", untie=True), tokenizer)
 
 
 def rates(model) -> dict[str, float]:
@@ -218,8 +216,6 @@ def test_what_makes_no_causal_model(tokenizer, changes, told):
 def test_the_wrong_kind_of_model(folders, tokenizer):
     with pytest.raises(UserError, match=r"roberta\) does not predict the next token"):
         load_causal(ModelConfig(source=str(folders["roberta"])), tokenizer)
-    with pytest.raises(UserError, match=r"\(gpt2\) does not predict masked tokens: give an encoder"):
-        load_masked(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     with pytest.raises(UserError, match=r"\(vit\) has no classifier"):
         load_classifier(ModelConfig(fresh=True, architecture="vit"), CLASSES, tokenizer)
 
@@ -285,9 +281,6 @@ def test_weights_that_are_missing_are_not_made_up(fresh, folders, tokenizer, tmp
     other = copy(folders["bert"], tmp_path / "other", model_type="roberta")
     with pytest.raises(UserError, match="no weights for 'roberta"):
         load_classifier(ModelConfig(source=str(other)), CLASSES, tokenizer)
-    load_classifier(fresh("roberta"), CLASSES, tokenizer).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(UserError, match="no weights for 'lm_head"):
-        load_masked(ModelConfig(source=str(tmp_path / "classifier")), tokenizer)
 
 
 def test_a_name_that_is_nowhere(tokenizer, monkeypatch):

@@ -108,7 +108,6 @@ def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp
         (["explain=true"], "explain is of a single run"),
         (["hydra/launcher=joblib"], "leave hydra/launcher out"),
         (["clip=per_device", "pipeline.stages=2"], "pipeline.stages=2 is not for a search"),
-        (["task=pretrain_causal", "clip=none"], "a run without noise has no epsilon"),  # its score is of its corpus
         (["privacy.epsilon=3,8"], "privacy.epsilon is 3.0, 8.0 in its cells"),
         (["data.train_limit=100,200"], "data.train_limit is 100, 200 in its cells"),
         (["tuning.eta=0,1"], "tuning is"),

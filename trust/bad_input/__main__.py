@@ -101,7 +101,6 @@ def warm(cache: Path) -> None:
     import groupwise.processes.start
     import groupwise.run
     import groupwise.sweeps.best
-    import groupwise.tasks.pretraining
     import groupwise.tasks.text_classification
     import groupwise.tasks.text_generation  # noqa: F401
     from groupwise.cli.main import launch

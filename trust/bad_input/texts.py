@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import lzma
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ SMALL = words(
     "train.sample_rate=0.5 train.batch_size=null data.train_limit=8 eval.train_limit=2 train.device=cpu"
 )
 WRITES = words("eval.generate.limit=1 eval.generate.max_new_tokens=2 eval.generate.beams=1")
-BOMB = 6 << 30
 ODD = (
     "", " ", "\t", "\x00", "\ufeff", "\u2028", "\r", "🙂" * 50, "x" * 200_000, "a\u0300" * 500, "\x1b[31m", '"', '""',
     "'", ",", "\\", "<|endoftext|>", "<s></s><mask>", "<pad>" * 40, "NaN", "null", "-1", "\u202e", "\x85", "TL;DR",
@@ -38,7 +36,7 @@ ENCODINGS: tuple[Encoder, ...] = (
 def text_attempts(seed: int, count: int) -> Iterator[Attempt]:
     """`count` broken or unusual text files, of all formats in turn."""
     draw = random.Random(seed)
-    makers = (_glue, _e2e, _samsum, _dart, _glue, _e2e, _samsum, _corpus, _hub)
+    makers = (_glue, _e2e, _samsum, _dart, _glue, _e2e, _samsum, _hub)
     for number in range(count):
         yield makers[number % len(makers)](random.Random(draw.random()))
 
@@ -172,46 +170,6 @@ def _dart(draw: random.Random) -> Attempt:
     ]
     names = tuple(f"dart-v1.1.1-full-{part}.json" for part in ("train", "dev", "test"))
     return _paired(draw, "DART", "dart", names, entries)
-
-
-def _corpus(draw: random.Random) -> Attempt:
-    ending = draw.choice((".txt", ".txt.gz", ".txt.xz"))
-    pack: dict[str, Callable[[bytes], bytes]] = {".txt": bytes, ".txt.gz": gzip.compress, ".txt.xz": lzma.compress}
-
-    def prepare(folder: Path) -> None:
-        (folder / "corpus").mkdir()
-        path = folder / "corpus" / f"a{ending}"
-        text = "\n\n".join(f"Once upon a time {i} there was a word." * 3 for i in range(60))
-        way = draw.random()
-        if way < 0.2:
-            text = draw.choice(ODD)
-        elif way < 0.3:
-            text = text.replace("w", draw.choice(ODD))
-        content = pack[ending](draw.choice(ENCODINGS)(text) if 0.3 <= way < 0.4 else text.encode())
-        if 0.45 <= way < 0.9:
-            content = any_bytes(draw, content)
-        path.write_bytes(content)
-        if way >= 0.9:
-            not_a_file(draw, path)
-        elif 0.4 <= way < 0.45:
-            _bomb(path, ending)
-
-    task = draw.choice(("pretrain_masked", "pretrain_causal"))
-    given = (
-        f"scale=smoke task={task} clip=none data.corpus=corpus train.steps=1 train.batch_size=2 data.train_limit=4 "
-        "eval.train_limit=2 train.device=cpu"
-    ).split()
-    return Attempt("file: corpus", given, prepare, trains=True)
-
-
-def _bomb(path: Path, ending: str) -> None:
-    """A small file that unpacks to more than the attempt's memory; plain text: a sparse one of that size."""
-    if ending == ".txt":
-        with open(path, "wb") as file:
-            file.truncate(BOMB)
-        return
-    pack = gzip.compress if ending == ".txt.gz" else lzma.compress
-    path.write_bytes(pack(bytes(1 << 24)) * (BOMB >> 24))  # both formats may be strung together
 
 
 README = """---

@@ -15,7 +15,7 @@ from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfi
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
-    "paths.data", "paths.results", "resume", "export", "data.corpus", "data.hub", "data.train_file",
+    "paths.data", "paths.results", "resume", "export", "data.hub", "data.train_file",
     "model.source", "model.tokenizer", "model.weights",
 )  # fmt: skip
 WRITTEN = ("paths.results", "export")
@@ -31,7 +31,7 @@ IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first problem in ``config``."""
     checks = (
-        _texts, _choices, _ranges, _places, _resume, _own_task, _pretraining, _batch, _precision, _weights, _public,
+        _texts, _choices, _ranges, _places, _resume, _own_task, _batch, _precision, _weights, _public,
         _augmentation, _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
     )  # fmt: skip
     for check in checks:
@@ -110,11 +110,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _own_task(config: RunConfig) -> Iterator[str]:
     if config.own_task and not isinstance(config.own_task.get("_target_"), str):
         yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
-
-
-def _pretraining(config: RunConfig) -> Iterator[str]:
-    if config.task.startswith("pretrain") and config.clip.grouping != "none":
-        yield f"clip={config.clip.name} does not go with this task, which reads public text: use clip=none."
 
 
 def _places(config: RunConfig) -> Iterator[str]:
@@ -340,8 +335,6 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield f"{what} is not for parallel.kind=fsdp: leave it out (model.pt is in the run's folder), or use ddp."
     if sharded and config.train.ema:
         yield f"train.ema={config.train.ema} is not for parallel.kind=fsdp: leave it out, or use ddp."
-    if sharded and config.task.startswith("pretrain"):
-        yield f"task={config.task} runs parts of its model alone, which shards cannot: use parallel.kind=ddp."
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
         yield (
             "parallel.kind=fsdp shards parameters layer by layer, "

@@ -60,6 +60,9 @@ LATER = {
 The schema no longer has `clip.public_…`, but records of older runs do, which `audit.reaccount` reads.
 """
 
+GONE = {"data.corpus": None}
+"""Keys that the schema no longer has and that are in the hash of the committed rows, with their value there."""
+
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
 """Keys that may change when a run is resumed, if its evaluation did not fit into memory."""
 
@@ -124,7 +127,8 @@ def load_config(path: Path) -> RunConfig:
 
 def stable_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> plain value, without the `VOLATILE` keys: the content of the hash."""
-    return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
+    settings = {**_settings(config), **GONE}
+    return {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

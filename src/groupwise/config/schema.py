@@ -97,9 +97,6 @@ class DataConfig:
     """Keep only this many training examples, the first of each class (text: a fixed random choice); null keeps all."""
     train_file: str | None = None
     """Text: another training file, in the folder of the data set; null takes the usual name."""
-    corpus: str | None = None
-    """Pretraining: text files or folders of them (.txt, .gz, .xz), tables with texts (DART's .json, E2E's .csv), colons
-    between several, here or in `paths.data`; null takes its corpus/."""
     hub: str = "nyu-mll/glue"
     """GLUE: the data set on the hub (or a local copy of its folder) that is read if there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)

@@ -1,18 +1,12 @@
 """Reads texts from files: tables and dialogues with the texts that people wrote for them, and public text.
 
 Tables of E2E and DART are linearised as in Li & Liang (2021), and SAMSum's dialogues are in the paper's instruction
-format (appendix C). Public text, to pretrain on, is text files, split into documents at blank lines, and files of
-tables and texts.
+format (appendix C).
 """
 
 import csv
-import gzip
 import io
-import lzma
 import re
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +18,7 @@ from groupwise.data.text_examples import (
     read_text,
     sha256_of_files,
 )
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError
 
 E2E_TRAIN = ("trainset.csv", "trainset.reconstructed.csv")
 E2E_FILES = f"put the E2E data set's {E2E_TRAIN[0]}, devset.csv and testset_w_refs.csv there, or give paths.data=FOLDER"
@@ -240,114 +234,3 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
 
 PAIRED = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}
 """The function that reads a task's files below a folder, with another training file if one is named."""
-
-
-ENDINGS = (".txt", ".txt.gz", ".txt.xz")
-MAX_CHARACTERS = 4000
-
-_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Documents in the order of the files: pieces of at most `MAX_CHARACTERS` characters, or tables with their texts.
-
-    Attributes:
-        documents: pieces of text files, pairs of the others.
-        source: what was read, in words.
-        sha256: SHA-256 in hex of each file, by its folder and name.
-    """
-
-    documents: list[str]
-    source: str
-    sha256: dict[str, str]
-
-
-def read_corpus(paths: Sequence[Path], end: str = "\n") -> Corpus:
-    """Read text files (.txt, or that compressed as .gz or .xz), folders of them, sorted by name, or files of pairs.
-
-    The text is split at blank lines: consecutive paragraphs are joined to a document as long as they fit into
-    `MAX_CHARACTERS`; only a longer paragraph is split itself, at a blank if it has one. A .json file is read as DART's
-    and a .csv file as E2E's: each table with one of its texts is a document, in the layout of `task=dart` and
-    `task=e2e`.
-
-    Args:
-        paths: files and folders; in a folder only text files count.
-        end: the tokeniser's end of text, which separates a table and its text.
-
-    Raises:
-        UserError: a missing path, a folder without text files, a broken file, no UTF-8, or no text at all.
-    """
-    documents: list[str] = []
-    sha256: dict[str, str] = {}
-    for path in paths:
-        files = _files(path)
-        for file in files:
-            documents += [f"{table}{end} {text}" for table, text in _pairs(file)] or split_documents(_read(file))
-        sha256 |= sha256_of_files(files, path.parent)
-    if not documents:
-        raise UserError(f"{', '.join(map(str, paths))} holds no text; give files with some (data.corpus).")
-    return Corpus(documents, f"text files ({', '.join(Path(name).name for name in sha256)})", sha256)
-
-
-def split_documents(text: str, max_characters: int = MAX_CHARACTERS) -> list[str]:
-    """Split a text into documents of at most `max_characters`; only blanks at the splits are lost."""
-    documents: list[str] = []
-    gathered: list[str] = []
-    size = 0
-    for paragraph in _BLANK_LINES.split(text.replace("\r\n", "\n")):
-        for piece in _pieces(paragraph.strip(), max_characters):
-            if gathered and size + 2 + len(piece) > max_characters:
-                documents.append("\n\n".join(gathered))
-                gathered, size = [], 0
-            size += len(piece) + (2 if gathered else 0)
-            gathered.append(piece)
-    if gathered:
-        documents.append("\n\n".join(gathered))
-    return documents
-
-
-def _pieces(paragraph: str, max_characters: int) -> Iterator[str]:
-    """The paragraph, split if it is too long; nothing if it is empty."""
-    while len(paragraph) > max_characters:
-        cut = max(paragraph.rfind(blank, 0, max_characters) for blank in " \n")
-        cut = cut if cut > 0 else max_characters
-        yield paragraph[:cut].rstrip()
-        paragraph = paragraph[cut:].lstrip()
-    if paragraph:
-        yield paragraph
-
-
-def _files(path: Path) -> list[Path]:
-    """The file itself, or the text files of the folder by name."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise UserError(f"{path} is missing; put text files (.txt, .txt.gz, .txt.xz) there, or give data.corpus=PATH.")
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(ENDINGS))
-    if not files:
-        raise UserError(
-            f"{path} holds no text file; put .txt, .txt.gz or .txt.xz files there, or give data.corpus=PATH."
-        )
-    return files
-
-
-def _pairs(file: Path) -> list[tuple[str, str]]:
-    """(table, text) pairs of a file of DART or E2E; none for a text file."""
-    if file.suffix == ".json":
-        return [(entry.source, text) for entry in read_dart_json(file) for text in entry.references]
-    return read_e2e_csv(file) if file.suffix == ".csv" else []
-
-
-def _read(file: Path) -> str:
-    try:
-        content = file.read_bytes()
-        if file.suffix == ".gz":
-            content = gzip.decompress(content)
-        elif file.suffix == ".xz":
-            content = lzma.decompress(content)
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 (byte {error.start}); convert or replace the file.") from error
-    except (OSError, EOFError, MemoryError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"{file} cannot be read ({reason(error)}); it may be truncated, so replace it.") from error

@@ -1,13 +1,12 @@
 """Finds pretrained models (in a folder, on the hub, in its cache); makes tokenisers and model configurations."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from groupwise.checkout import CHECKOUT
 from groupwise.config.schema import ModelConfig
-from groupwise.errors import UserError, command, did_you_mean, reason
+from groupwise.errors import UserError, did_you_mean, reason
 from groupwise.torchvision_import import mend_torchvision
 
 OWN = "pretrained/"
@@ -33,8 +32,8 @@ def locate(key: str, name: str) -> str:
         return place
     if name.startswith(OWN):
         raise UserError(
-            f"{key}={name} is one of this project's models and is not here: take the folder from a checkout, or make "
-            "it as pretrained/README.md says (`make pretrain`)."
+            f"{key}={name} is one of this project's models and is not here: run `make pretrained` for those of "
+            "scale=lite, and take the others from a checkout."
         )
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
@@ -71,7 +70,6 @@ def find_source(name: str) -> str:
 
 
 GPT2_FILES = ("encoder.json", "vocab.bpe")
-END_OF_TEXT = "<|endoftext|>"
 
 
 def load_tokenizer(name: str) -> Any:
@@ -124,37 +122,6 @@ def gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) ->
         return GPT2Tokenizer(vocab=vocabulary, merges=merges)  # type: ignore[arg-type]
     except Exception as error:  # tokenizers raises bare ones
         raise UserError(f"GPT-2's {' and '.join(GPT2_FILES)} do not match ({reason(error)}): copy both.") from error
-
-
-MERGES = 8000
-BYTES = 256
-
-
-def first_merges(folder: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """GPT-2's tokens below 256 + `MERGES`, under their own ids, and the merges that make them."""
-    vocabulary, merges = read_gpt2(folder)
-    if len(merges) < MERGES:
-        raise UserError(f"{folder} has {len(merges)} merges, but {MERGES} are needed: give GPT-2's own files.")
-    return {token: number for token, number in vocabulary.items() if number < BYTES + MERGES}, merges[:MERGES]
-
-
-def mini_gpt2(folder: Path) -> Any:
-    """GPT-2's tokeniser with its first merges, <|endoftext|> last."""
-    vocabulary, merges = first_merges(folder)
-    return gpt2_tokenizer({**vocabulary, END_OF_TEXT: BYTES + MERGES}, merges)
-
-
-def mini_roberta(folder: Path) -> Any:
-    """The same tokens as RoBERTa frames them: <s>, <pad>, </s>, <unk> first (GPT-2's ids + 4), <mask> last."""
-    vocabulary, merges = first_merges(folder)
-    special = ("<s>", "<pad>", "</s>", "<unk>")
-    numbered = {token: number for number, token in enumerate(special)}
-    numbered |= {token: number + len(special) for token, number in vocabulary.items()}
-    numbered["<mask>"] = len(numbered)
-    mend_torchvision()
-    from transformers import RobertaTokenizer
-
-    return RobertaTokenizer(vocab=numbered, merges=merges)  # type: ignore[arg-type]
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "vocab_size")
@@ -305,19 +272,3 @@ def _set_dropout(config: Any, settings: ModelConfig) -> None:
             raise UserError(f"model.{key}={value:g} was given, but a {config.model_type} has none: leave it out.")
         for name in names if value is not None else ():
             setattr(config, name, float(value))  # type: ignore[arg-type]
-
-
-@command
-def main(arguments: list[str]) -> int:
-    """Write OUT/gpt2_mini and OUT/roberta_mini; returns the exit code."""
-    if len(arguments) != 2:
-        print(f"usage: python -m groupwise.models.hub FOLDER OUT\n\n{__doc__}", file=sys.stderr)
-        return 2
-    folder, out = map(Path, arguments)
-    mini_gpt2(folder).save_pretrained(out / "gpt2_mini")
-    mini_roberta(folder).save_pretrained(out / "roberta_mini")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named
 from groupwise.torchvision_import import mend_torchvision
 
-Kind = Literal["SequenceClassification", "CausalLM", "MaskedLM"]
+Kind = Literal["SequenceClassification", "CausalLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
 UNLIMITED = sys.maxsize
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -48,18 +48,6 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     """
     mend_torchvision()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
-
-
-def load_masked(settings: ModelConfig, tokenizer: Any) -> nn.Module:
-    """An encoder that predicts masked tokens, in training mode, float32: logits (B, T, V).
-
-    Raises:
-        UserError: as `load_classifier`; a causal model; `settings.untie`.
-    """
-    if settings.untie:
-        raise UserError("model.untie is for causal language models: leave it out of masked pretraining.")
-    mend_torchvision()
-    return _load(settings, make_config(settings, tokenizer), tokenizer, "MaskedLM")
 
 
 def position_limit(model: nn.Module) -> int:
@@ -128,8 +116,6 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
     if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
         raise UserError(f"{named(settings)} ({config.model_type}) does not predict the next token: give {LIKE_GPT2}.")
-    if kind == "MaskedLM" and not masked:
-        raise UserError(f"{named(settings)} ({config.model_type}) does not predict masked tokens: give {LIKE_ROBERTA}.")
     if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
         raise UserError(
             f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."

@@ -35,7 +35,7 @@ from groupwise.privacy.tuning import (
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 
-SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.corpus", "data.hub")
+SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.hub")
 """Keys that all settings of a search share, as ε is about one set of training examples."""
 ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
 

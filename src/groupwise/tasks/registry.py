@@ -87,7 +87,6 @@ TASKS = {
     "cifar": "image_classification",
     **dict.fromkeys(("sst2", "qnli", "qqp", "mnli"), "text_classification"),
     **dict.fromkeys(("e2e", "dart", "samsum"), "text_generation"),
-    **dict.fromkeys(("pretrain_masked", "pretrain_causal"), "pretraining"),
 }
 """Name -> the module of this package whose function `make_<module>` makes it: imported only for its own tasks."""
 

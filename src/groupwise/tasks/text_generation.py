@@ -24,7 +24,6 @@ from groupwise.metrics import check_installed
 from groupwise.models.hub import find_source
 from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.trainable import choose_trainable
-from groupwise.models.vocabulary import RECORD
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.samples import (
     IGNORED,
@@ -317,7 +316,8 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
     return found
 
 
-PROVENANCE = "provenance.json"
+PROVENANCE, RECORD = "provenance.json", "vocabulary.json"
+"""Beside weights and beside a tokeniser: SHA-256 of the public files that they were made from."""
 
 
 def public_text(config: RunConfig, private: Iterable[str]) -> str:

@@ -191,9 +191,7 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     }
 
 
-def save_network(
-    model: nn.Module, tokenizer: Any, folder: Path, provenance: dict[str, Any], dtype: torch.dtype | None = None
-) -> None:
+def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dict[str, Any]) -> None:
     """Write weights, configuration and tokeniser as `save_pretrained` does, and provenance.json with their SHA-256.
 
     Args:
@@ -201,16 +199,14 @@ def save_network(
         tokenizer: the model's.
         folder: created if it is missing.
         provenance: where the weights come from.
-        dtype: of the weights on disk; unchanged by default. config.json keeps the model's own dtype.
 
     Raises:
         UserError: the folder cannot be written.
     """
-    weights = _converted(model, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _without_bars():
-            model.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
+            model.save_pretrained(folder)  # type: ignore[operator]
         _forget_last_call(tokenizer)
         tokenizer.save_pretrained(folder)
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
@@ -242,17 +238,6 @@ def _without_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _converted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor] | None:
-    """The floating-point weights in `dtype`; tied weights stay tied."""
-    if dtype is None:
-        return None
-    made: dict[int, Tensor] = {}
-    return {
-        name: made.setdefault(value.data_ptr(), value.to(dtype)) if value.is_floating_point() else value
-        for name, value in model.state_dict().items()
-    }
 
 
 def _base(model: Any) -> str:
