@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.audit.reaccount.__main__ import verify
+from groupwise.audit.reaccount import verify
 from groupwise.config.compose import compose_run, register
 from groupwise.errors import UserError
 from groupwise.run import run
@@ -41,7 +41,7 @@ def private(tmp_path_factory):
 
 
 def failures(folder: Path) -> list[str]:
-    return [f"{check.name}: {check.detail}" for check in verify(folder) if check.result == "FAILED"]
+    return [f"{name}: {what}" for name, (good, what) in verify(folder).items() if not good]
 
 
 def test_weights_of_a_run_without_privacy_on_the_same_data_make_the_run_not_private(plain, tmp_path, capsys):
