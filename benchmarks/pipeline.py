@@ -1,8 +1,7 @@
 """The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2
 
-Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, and the step's
-time, beside what `groupwise.planner` says beforehand. CPU seconds are those of all processes together. The wall
-time is foretold for as many processors as other programs left to them. `--help` lists the options.
+Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, beside what
+`groupwise.planner` says beforehand. `--help` lists the options.
 """
 
 import os
@@ -12,26 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import check_above_zero, command, names, read
+from benchmarks.options import command, names, read
 from benchmarks.pipeline_shapes import SHAPES, Shape
 
 MB = 1e6
 FILE = "pipeline.csv"
-KEY = ("shape", "method", "device", "hardware", "threads", "cores", "dtype")
+KEY = ("shape", "method", "device", "hardware", "threads", "dtype")
 SIZES = ("stages", "schedule", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
-MEASURED = ("peak_bytes", "wall_seconds", "cpu_seconds")
-PREDICTED = tuple(f"predicted_{name}" for name in MEASURED)
 COLUMNS = (
-    *("shape", "method", *SIZES, "device", "hardware", "threads", "cores", "dtype"),
-    *(*PREDICTED, *MEASURED, "memory_error", "wall_error", "cpu_error", "cores_left"),
+    *("shape", "method", *SIZES, "device", "hardware", "threads", "dtype"),
+    *("predicted_peak_bytes", "peak_bytes", "memory_error"),
     *("commit", "dirty", "torch", "transformers", "python", "date"),
 )
 HELP = """python -m benchmarks.pipeline [key=value ...]
 
   shape=all        weights_2, activations_2, rematerialized_4, full_4 (the number: processes); several by commas
   method=all       none, device, layer, flat; several by commas
-  steps=3          steps on the clock, after one to warm up; the fastest counts
-  cores=2          processors that the processes share; default this machine's
   out=results/measured/benchmarks   the folder of pipeline.csv
   tiny=false       true: the smallest sizes, to see that everything runs
 
@@ -47,8 +42,6 @@ class PipelineOptions:
 
     shape: str = "all"
     method: str = "all"
-    steps: int = 3
-    cores: int | None = None
     out: str = "results/measured/benchmarks"
     tiny: bool = False
 
@@ -77,9 +70,6 @@ def parse(arguments: Sequence[str]) -> PipelineOptions:
         UserError: an unknown key or value.
     """
     options = read(PipelineOptions, arguments)
-    check_above_zero(options, "steps")
-    if options.cores is not None:
-        check_above_zero(options, "cores")
     _ = options.shapes, options.methods
     return options
 
@@ -89,33 +79,24 @@ def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
     from benchmarks.staged import Staged, measure
 
     shape = options.sizes(name)
-    staged = Staged(shape, options.cores or os.cpu_count() or 1)
+    staged = Staged(shape)
     print(f"{name}: the planner", file=sys.stderr, flush=True)
     foretold = {method: staged.predict(method) for method in options.methods}
     print(f"{name}: {shape.stages} processes", file=sys.stderr, flush=True)
-    measured = measure(staged, options.methods, options.steps)
+    measured = measure(staged, options.methods)
     rows = []
     for method in options.methods:
         predicted, found = foretold[method], measured[method]
-        wall = predicted.wall(found.cores)
         row = {
             "shape": f"{name} (tiny)" if options.tiny else name,
             "method": method,
             **{size: getattr(shape, size) for size in SIZES},
             "device": "cpu",
             "threads": 1,
-            "cores": staged.cores,
             "dtype": "float32",
-            "predicted_peak_bytes": max(predicted.peaks),
-            "predicted_wall_seconds": wall,
-            "predicted_cpu_seconds": sum(predicted.cpu),
-            "peak_bytes": max(found.peaks),
-            "wall_seconds": found.wall,
-            "cpu_seconds": sum(found.cpu),
-            "memory_error": max((p / m - 1 for p, m in zip(predicted.peaks, found.peaks, strict=True)), key=abs),
-            "wall_error": wall / found.wall - 1,
-            "cpu_error": sum(predicted.cpu) / sum(found.cpu) - 1,
-            "cores_left": found.cores,
+            "predicted_peak_bytes": max(predicted),
+            "peak_bytes": max(found),
+            "memory_error": max((p / m - 1 for p, m in zip(predicted, found, strict=True)), key=abs),
         }
         rows.append(row)
     return rows
@@ -125,19 +106,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one shape as lines of text."""
     first = rows[0]
     sizes = ", ".join(f"{size} {first[size]}" for size in SIZES)
-    clocks = f"{'pred.':>9s}{'meas.':>8s}{'error':>9s}"
     lines = [
-        f"\n{first['shape']}: {sizes}, {first['cores']} cores",
-        f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}{'wall, s':>17s}{'':9s}{'CPU, s':>17s}",
-        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}{clocks}{clocks}  cores",
+        f"\n{first['shape']}: {sizes}",
+        f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}",
+        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}",
     ]
     for row in rows:
         memory = f"{row['predicted_peak_bytes'] / MB:14.2f}{row['peak_bytes'] / MB:11.2f}{row['memory_error']:+9.1%}"
-        times = "".join(
-            f"{row[f'predicted_{clock}_seconds']:9.3f}{row[f'{clock}_seconds']:8.3f}{row[f'{clock}_error']:+9.1%}"
-            for clock in ("wall", "cpu")
-        )
-        lines.append(f"{row['method']:8s}{memory}{times}{row['cores_left']:7.2f}")
+        lines.append(f"{row['method']:8s}{memory}")
     return "\n".join(lines)
 
 

@@ -1,13 +1,10 @@
-"""One shape of `benchmarks.pipeline`: what the planner says of it, and what its processes say."""
+"""One shape of `benchmarks.pipeline`: the memory that the planner predicts, and that of its processes."""
 
 import json
-import os
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,10 +18,10 @@ from benchmarks.meters import Step, peak_bytes
 from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.pipeline.runner import StageRunner
+from groupwise.planner.accelerators import ACCELERATORS, Accelerator
 from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import BatchFirst, Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.timeline import Setting
 from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.torchvision_import import mend_torchvision
 from groupwise.training.task import Microbatch
@@ -33,36 +30,8 @@ PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
 LIMIT = timedelta(seconds=300)
 
 
-@dataclass(frozen=True)
-class Found:
-    """What processes said of the fastest of their steps.
-
-    Args:
-        peaks: bytes of each process at its fullest.
-        wall: seconds of the step.
-        cpu: seconds of each process in it.
-        cores: processors that other programs left to them meanwhile.
-    """
-
-    peaks: list[int]
-    wall: float
-    cpu: list[float]
-    cores: float
-
-
-@dataclass(frozen=True)
-class Foretold:
-    """What the planner says of it: bytes and CPU seconds of each process, and what the wall time follows from."""
-
-    peaks: list[int]
-    cpu: list[float]
-    setting: Setting
-    twice: bool
-
-    def wall(self, cores: float) -> float:
-        """Seconds of the step on so many processors."""
-        setting = replace(self.setting, cores=cores)
-        return setting.flat if self.twice else setting.per_device
+ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0, kind="cpu")
+"""This machine's CPU: only its memory is predicted, in which no speed has a part."""
 
 
 class Staged:
@@ -70,15 +39,14 @@ class Staged:
 
     Args:
         shape: its sizes.
-        cores: processors that all processes share.
     """
 
-    def __init__(self, shape: Shape, cores: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         mend_torchvision()
         from transformers import GPT2Config
 
         torch.set_num_threads(1)
-        self.shape, self.cores = shape, cores
+        self.shape = shape
         config = GPT2Config(
             n_layer=shape.blocks,
             n_embd=shape.width,
@@ -100,12 +68,11 @@ class Staged:
             rank=shape.rank,
             schedule=shape.schedule,
             rematerialize=shape.rematerialize,
-            cores=cores,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.estimate = Estimate(options, config)
-        self.ranges = self.estimate.ranges(self.work)
+        self.ranges = self.estimate.ranges()
 
     @property
     def work(self) -> Work:
@@ -117,78 +84,32 @@ class Staged:
         """What each stage is."""
         return kinds(self.ranges)
 
-    def predict(self, method: str) -> Foretold:
-        """What the planner says; its blocks are timed now, in this process."""
-        twice = method == "flat"
+    def predict(self, method: str) -> list[int]:
+        """Bytes of each process at its fullest, as the planner has it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            setting = self.estimate.setting(self.work, self.ranges, "sums" if twice else method)
-            peaks = [memory.peak for memory in self.estimate.memory(self.work, self.ranges, method)]
-        each = zip(setting.forward, setting.backward, setting.norms, strict=True)
-        once = [f + b + (f + norms if twice else 0.0) for f, b, norms in each]
-        cpu = [setting.microbatches * seconds + setting.update for seconds in once]
-        return Foretold(peaks, cpu, setting, twice)
+            return [memory.peak for memory in self.estimate.memory(self.work, self.ranges, method)]
 
 
-def measure(staged: Staged, methods: Sequence[str], steps: int) -> dict[str, Found]:
-    """Run the pipeline in processes of its own, one method after the other; the fastest of `steps` steps counts."""
+def measure(staged: Staged, methods: Sequence[str]) -> dict[str, list[int]]:
+    """Run the pipeline in processes of its own, one method after the other: bytes of each process at its fullest."""
     stages = staged.shape.stages
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods), steps)
+        arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods))
         torch.multiprocessing.spawn(_process, arguments, nprocs=stages)
         said = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(stages)]
-    return {method: _found([process[method] for process in said], staged.cores) for method in methods}
+    return {method: [process[method] for process in said] for method in methods}
 
 
-def _found(processes: list[dict[str, Any]], cores: int) -> Found:
-    walls = [max(step) for step in zip(*(process["wall"] for process in processes), strict=True)]
-    best = walls.index(min(walls))
-    cpu = [process["cpu"][best] for process in processes]
-    others = max(processes[0]["busy"][best] - sum(cpu), 0.0) / walls[best]
-    return Found(
-        [process["peak"] for process in processes], walls[best], cpu, max(cores - others, sum(cpu) / walls[best])
-    )
-
-
-def _process(
-    rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape, methods: list[str], steps: int
-) -> None:
+def _process(rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape, methods: list[str]) -> None:
     """One stage's whole life."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group("gloo", f"file://{folder}/meeting", timeout=LIMIT, rank=rank, world_size=len(kinds))
-    said = {}
-    for method in methods:
-        make = partial(_step, work, kinds, rank, shape, method)
-        peak, step = peak_bytes(make, "cpu")
-        said[method] = {"peak": peak, **_timed(step, steps)}
-        del step
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+    peaks = {method: peak_bytes(partial(_step, work, kinds, rank, shape, method), "cpu")[0] for method in methods}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
-
-
-def _timed(step: Step, steps: int) -> dict[str, list[float]]:
-    said: dict[str, list[float]] = {"wall": [], "cpu": [], "busy": []}
-    for _ in range(1 + steps):  # the first to warm up
-        dist.barrier()
-        wall, cpu, busy = time.perf_counter(), time.process_time(), _busy()
-        step()
-        cpu = time.process_time() - cpu
-        dist.barrier()
-        for key, value in (("wall", time.perf_counter() - wall), ("cpu", cpu), ("busy", _busy() - busy)):
-            said[key].append(value)
-    return {key: values[1:] for key, values in said.items()}
-
-
-def _busy() -> float:
-    """Seconds that all processors of the machine have worked, for whatever program; 0 where Linux does not say."""
-    try:
-        ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    except OSError:
-        return 0.0
-    user, nice, system, _, _, interrupts, soft, stolen = ticks[:8]
-    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -> Step:

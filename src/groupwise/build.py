@@ -18,7 +18,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
-from groupwise.pipeline.split import Ranges, choose_ranges, cut, measure_costs
+from groupwise.pipeline.split import Ranges, choose_ranges, cut
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
@@ -157,18 +157,14 @@ def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
         "token_loss": config.train.token_loss,
         "precision": autocast(config.train.precision, device),
     }
-    choose = partial(choose_ranges, stages=pipeline.stages, balance=pipeline.balance, by_hand=pipeline.blocks)
+    choose = partial(choose_ranges, stages=pipeline.stages, by_hand=pipeline.blocks)
     if (folder := _folder_of_weights(config)) is not None:
         settings = replace(config.model, source=str(folder))
         task: Any = make_text_generation(config, device, lambda _, tokenizer: empty_model(settings, tokenizer))
         stage = load_stage(settings, task.tokenizer, choose, ranks.stage, seed=config.seed, device=device, **parts)
     else:
         task = make_task(config, torch.device("cpu"))
-        costs = None
-        if pipeline.balance == "time" and not pipeline.blocks:
-            costs = ranks.broadcast(_measure_costs(config, task, device) if ranks.main else None)
-        ranges = choose(task.model, costs=costs)
-        stage = _cut_stage(task.model, ranges, ranks.stage, parts).to(device)
+        stage = _cut_stage(task.model, choose(task.model), ranks.stage, parts).to(device)
     task.model = stage
     task.precision = nullcontext  # the stage computes in the run's precision by itself
     return task
@@ -176,9 +172,8 @@ def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.devi
 
 def _folder_of_weights(config: RunConfig) -> Path | None:
     """The folder from which a stage can read its own weights, or None."""
-    model, pipeline = config.model, config.pipeline
-    measured = pipeline.balance == "time" and not pipeline.blocks
-    if measured or model.fresh or model.trains != "lora" or not model.source:
+    model = config.model
+    if model.fresh or model.trains != "lora" or not model.source:
         return None
     folder = Path(find_source(model.source))
     if not folder.is_dir():
@@ -283,19 +278,3 @@ def losses_of_stage(
         return made if direction is None else (made.float() * direction[at]).flatten(1).sum(1)
 
     return losses
-
-
-def _measure_costs(config: RunConfig, task: Task, device: torch.device) -> list[float]:
-    model: nn.Module = task.model.to(device)
-    try:
-        feed = task.feed("train", device)  # type: ignore[attr-defined]
-        examples = feed.order(np.arange(len(feed)))
-        microbatch = feed.microbatches(examples[: config.train.microbatch or 1], config.train.microbatch or 1)[0]
-        return measure_costs(model, microbatch, precision=autocast(config.train.precision, device))
-    except torch.cuda.OutOfMemoryError:
-        raise UserError(
-            "pipeline.balance=time measures the whole model on one device, and it does not fit: use "
-            "pipeline.balance=parameters, or give pipeline.blocks."
-        ) from None
-    finally:
-        model.to("cpu")

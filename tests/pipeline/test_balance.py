@@ -61,12 +61,6 @@ def test_a_wide_resnet_is_heaviest_at_its_end():
     assert choose_ranges(wide_resnet(depth=16, width=1), 2) == ((0, 5), (5, 6))
 
 
-def test_by_time():
-    model = gpt2()
-    assert choose_ranges(model, 2, "time", costs=[0, 3, 1, 1, 1, 0]) == ((0, 1), (1, 4))
-    assert choose_ranges(model, 2, "time", costs=[0, 1, 1, 1, 1, 2]) == ((0, 3), (3, 4))
-
-
 @pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1], [4, 0, 0]])
 def test_counts_that_do_not_add_up(counts):
     with pytest.raises(UserError, match=r"is not a count for each of 3 stages that add up to the model's 4 blocks"):

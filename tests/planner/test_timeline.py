@@ -1,9 +1,9 @@
-"""Schedules by hand: what is held at once, the bubble, processors that are shared."""
+"""Schedules by hand: what is held at once, and the bubble."""
 
 import pytest
 
 from groupwise.pipeline.runner import held_at_once
-from groupwise.planner.timeline import Setting, Task, bubble_fraction, duration, order, tasks
+from groupwise.planner.timeline import Setting, bubble_fraction, duration, order
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -25,7 +25,7 @@ def test_the_order_of_1f1b_by_hand():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 4), (4, 8), (16, 128)])
 def test_even_stages_wait_for_the_fraction_that_the_formula_says(schedule, stages, microbatches):
-    seconds = duration(tasks(schedule, microbatches, [1.0] * stages, [2.0] * stages, 0.0))
+    seconds = duration(schedule, microbatches, [1.0] * stages, [2.0] * stages, 0.0)
     assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
     assert 1 - 3.0 * microbatches / seconds == pytest.approx(bubble_fraction(stages, microbatches))
 
@@ -36,23 +36,9 @@ def test_the_bubble_of_gpt3_on_16_devices():
 
 def test_the_slowest_stage_and_the_messages_count():
     """Two stages, one microbatch: F0, message, F1, B1, message, B0."""
-    assert duration(tasks("1f1b", 1, [1.0, 2.0], [3.0, 4.0], 0.5)) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
-    long = duration(tasks("1f1b", 100, [1.0, 2.0], [1.0, 2.0], 0.0))
+    assert duration("1f1b", 1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
+    long = duration("1f1b", 100, [1.0, 2.0], [1.0, 2.0], 0.0)
     assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage never waits, but before and after
-
-
-def test_stages_that_share_a_processor_do_their_work_one_after_the_other():
-    work = tasks("gpipe", 4, [1.0] * 3, [2.0] * 3, 0.0)
-    assert duration(work, cores=1) == pytest.approx(4 * 3 * 3.0)
-    assert duration(work) < duration(work, cores=2) < duration(work, cores=1)
-    assert duration(work, cores=2) >= 4 * 3 * 3.0 / 2
-
-
-def test_tasks_that_wait_for_each_other_are_found():
-    here, there = ("F", 0, 0), ("F", 0, 1)
-    first, second = Task(here, 1.0, ((there, 0.0),)), Task(there, 1.0, ((here, 0.0),))
-    with pytest.raises(ValueError, match="wait for each other"):
-        duration([[first], [second]])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -36,7 +36,7 @@ CELLS: dict[str, tuple[str, ...]] = {
     "adaptive_device": ("clip=adaptive_device", "pipeline.schedule=gpipe", "pipeline.rematerialize=true", SILENT),
     "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
     "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
-    "none": ("clip=none", "pipeline.balance=time", "optim.learning_rate=0.01", *PLAIN),
+    "none": ("clip=none", "optim.learning_rate=0.01", *PLAIN),
     "from a folder": ("clip=none", "model=gpt2_mini", SILENT, "train.steps=1", "train.batch_size=4"),
 }
 AS_ONE_PROCESS = ("flat", "none")

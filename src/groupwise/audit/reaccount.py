@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from groupwise.config.identity import LATER, VOLATILE, flatten
+from groupwise.config.identity import GONE, LATER, VOLATILE, flatten
 from groupwise.errors import UserError, command
 from groupwise.rows import markdown
 from groupwise.training.earlier_runs import counted, total
@@ -36,7 +36,8 @@ def read(folder: Path) -> Record:
     record: Record = {"folder": folder}
     for name in ("privacy", "data", "seeds", "result"):
         record[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    record["config"] = flatten(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))  # type: ignore[arg-type]
+    written = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    record["config"] = GONE | flatten(written)  # type: ignore[arg-type]
     plan = record["privacy"]["plan"]
     record["plan"] = {**plan, "epsilon": float(plan["epsilon"])}  # "inf" in the file
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())

@@ -60,8 +60,8 @@ LATER = {
 The schema no longer has `clip.public_…`, but records of older runs do, which `audit.reaccount` reads.
 """
 
-GONE = {"data.corpus": None}
-"""Keys that the schema no longer has and that are in the hash of the committed rows, with their value there."""
+GONE = {"data.corpus": None, "pipeline.balance": "parameters"}
+"""Keys that were in the hash of committed rows and are no longer in the schema, with the value that all have."""
 
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
 """Keys that may change when a run is resumed, if its evaluation did not fit into memory."""
@@ -70,8 +70,8 @@ FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate)."""
-    return flatten(_plain(config, type(config)))
+    """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate), with what is `GONE`."""
+    return flatten(_plain(config, type(config))) | GONE
 
 
 def _plain(value: Any, kind: Any) -> Any:
@@ -116,9 +116,17 @@ def save_config(config: RunConfig) -> str:
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read the file of `save_config`; raises `UserError` if it is missing, or not of this schema."""
+    """Read the file of `save_config`, which may have keys that are `GONE`.
+
+    Raises `UserError` if it is missing, or not of this schema.
+    """
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+        written = OmegaConf.load(path)
+        for key in GONE:
+            section, _, name = key.rpartition(".")
+            if name in written.get(section, {}):  # type: ignore[union-attr]
+                del written[section][name]  # type: ignore[index]
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start afresh.") from error
     assert isinstance(config, RunConfig)
@@ -127,8 +135,7 @@ def load_config(path: Path) -> RunConfig:
 
 def stable_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> plain value, without the `VOLATILE` keys: the content of the hash."""
-    settings = {**_settings(config), **GONE}
-    return {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
+    return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:

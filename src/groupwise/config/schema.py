@@ -296,10 +296,8 @@ class PipelineConfig:
     stages: int = number(1, POSITIVE, most=1_000)
     """K of per-device clipping; 1 is no pipeline."""
     schedule: str = one_of("1f1b", "1f1b", "gpipe")
-    balance: str = one_of("parameters", "parameters", "time")
-    """The cost to balance between the stages; time is measured on one microbatch."""
     blocks: list[int] = field(default_factory=list)
-    """The number of blocks of each stage; empty balances."""
+    """The number of blocks of each stage; empty makes their parameters even."""
     rematerialize: bool = False
     """Keep only each block's input, and compute the block again in the backward pass."""
     timeout: float = number(600.0, POSITIVE)

@@ -1,4 +1,4 @@
-"""Splits a model into stages of consecutive blocks, balanced by parameters or by time."""
+"""Splits a model into stages of consecutive blocks, balanced by parameters."""
 
 from __future__ import annotations
 
@@ -6,39 +6,28 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
-from time import perf_counter
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import ModelParts, find_parts
 from groupwise.pipeline.stage import ImageStage, Stage, TextStage
-from groupwise.training.task import Microbatch
 
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""
 
 
-def choose_ranges(
-    model: nn.Module,
-    stages: int,
-    balance: str = "parameters",
-    by_hand: Sequence[int] = (),
-    costs: Sequence[float] | None = None,
-) -> Ranges:
+def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) -> Ranges:
     """Assign the blocks of `model`, in their order and at least one each, to `stages` stages.
 
-    The embedding counts for the first stage and the head for the last. The cost of the heaviest stage is minimised;
-    among equal solutions, the sum of squared costs, which balances the others.
+    The parameters of the heaviest stage are minimised; among equal solutions, the sum of their squares, which balances
+    the others. The embedding counts for the first stage and the head for the last.
 
     Args:
-        model: as `cut` takes it; on the meta device, for "parameters".
+        model: as `cut` takes it.
         stages: S.
-        balance: parameters | time: the cost to balance.
         by_hand: the number of blocks of each stage, in place of balancing.
-        costs: for "time", seconds of the embedding, of each of n blocks and of the head, (n + 2,); see `measure_costs`.
 
     Raises:
         UserError: more stages than blocks, or counts that do not add up.
@@ -54,9 +43,8 @@ def choose_ranges(
                 f"model's {blocks} blocks: correct it."
             )
         return tuple(pairwise(accumulate(by_hand, initial=0)))
-    if balance == "parameters" or costs is None:
-        costs = [_count(part) for part in anatomy.parts]
-    return even_out(costs[1:-1], stages, costs[0], costs[-1])
+    entry, *sizes, exit = (_count(part) for part in anatomy.parts)
+    return even_out(sizes, stages, entry, exit)
 
 
 def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: float = 0.0) -> Ranges:
@@ -104,76 +92,6 @@ def _best(
 
 def _count(modules: Sequence[nn.Module]) -> int:
     return sum(p.numel() for p in {id(p): p for module in modules for p in module.parameters()}.values())
-
-
-def measure_costs(
-    model: nn.Module,
-    microbatch: Microbatch,
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[float]:
-    """Seconds forward and backward of the embedding, of each of n blocks, and of head and loss, (n + 2,).
-
-    Without clipping; the least of three times each, on the model's own device. The model can be used afterwards.
-    Processes measure different times, so one should measure and send the result to the others.
-
-    Args:
-        model: as `cut` takes it, with real parameters.
-        microbatch: on the model's device.
-        precision: as in `cut`.
-    """
-    anatomy = find_parts(model)
-    whole = cut(model, ((0, len(anatomy.blocks)),), 0, precision=precision)
-    modules = (*anatomy.entry, *anatomy.blocks)
-    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[module] = args, kwargs
-
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    try:
-        with torch.no_grad():
-            hidden = whole.hidden(microbatch.first, **{n: microbatch.kwargs[n] for n in whole.reads})
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    def seconds(module: nn.Module) -> float:
-        args, kwargs = calls[module]
-
-        def run(x: Tensor) -> Any:
-            with precision():
-                return module(x, *args[1:], **kwargs)
-
-        return _seconds(run, args[0], tuple(module.parameters()))
-
-    ends = tuple(p for module in anatomy.exit for p in module.parameters())
-    return [
-        sum(seconds(module) for module in anatomy.entry),
-        *(seconds(block) for block in anatomy.blocks),
-        _seconds(lambda x: whole.losses(x, microbatch.kwargs), hidden, ends),
-    ]
-
-
-def _seconds(run: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> float:
-    """The least time of a forward and backward pass, with gradients for `x` and the trainable parameters."""
-    x = x.detach().requires_grad_(x.is_floating_point())
-    wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
-    times = []
-    for _ in range(3):
-        _wait(x.device)
-        start = perf_counter()
-        made = run(x)
-        made = made[0] if isinstance(made, tuple) else made
-        if wanted:
-            torch.autograd.grad(made, wanted, torch.ones_like(made), allow_unused=True)
-        _wait(x.device)
-        times.append(perf_counter() - start)
-    return min(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def cut(

@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from groupwise.errors import INTERRUPTED, UserError, command
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
-from groupwise.planner.estimate import Estimate, Memory, kinds
+from groupwise.planner.estimate import Estimate, Memory
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import HELP, PlanOptions, parse
 from groupwise.planner.timeline import Setting, bubble_fraction
@@ -34,9 +35,7 @@ class Plan:
         ranges: blocks of each stage.
         memory: of each stage.
         setting: the step's times.
-        traffic: bytes between stages in a step, both directions, over all links.
         plain: seconds of a step without clipping and noise.
-        lighter: seconds of a step of per-device clipping without rematerialisation, where that would fit too.
     """
 
     options: PlanOptions
@@ -46,9 +45,7 @@ class Plan:
     ranges: Ranges
     memory: list[Memory]
     setting: Setting
-    traffic: int
     plain: float
-    lighter: float | None
 
     @property
     def steps(self) -> float:
@@ -70,9 +67,7 @@ def make_plan(estimate: Estimate) -> Plan:
         raise UserError(_why_not(estimate))
     most = largest_microbatch(estimate)
     work = _chosen(estimate, most)
-    ranges = estimate.ranges(work)
-    setting = estimate.setting(work, ranges)
-    sent = sum(estimate.footprint(work, kind, "device").sent for kind in kinds(ranges))
+    ranges = estimate.ranges()
     return Plan(
         options=replace(options, microbatch=work.microbatch),
         parameters=sum(p.numel() for p in estimate.model.parameters()),
@@ -80,10 +75,8 @@ def make_plan(estimate: Estimate) -> Plan:
         most=most,
         ranges=ranges,
         memory=estimate.memory(work, ranges),
-        setting=setting,
-        traffic=2 * setting.microbatches * sent,
+        setting=estimate.setting(work, ranges),
         plain=estimate.setting(work, ranges, "none").per_device,
-        lighter=_lighter(estimate, work),
     )
 
 
@@ -118,12 +111,12 @@ def _chosen(estimate: Estimate, most: int) -> Work:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
     works = [replace(estimate.work, microbatch=size) for size in sizes]
-    return min(works, key=lambda work: estimate.setting(work, estimate.ranges(work)).per_device)
+    return min(works, key=lambda work: estimate.setting(work, estimate.ranges()).per_device)
 
 
 def _why_not(estimate: Estimate) -> str:
     options, work = estimate.options, estimate.work
-    memory = estimate.memory(work, estimate.ranges(work))
+    memory = estimate.memory(work, estimate.ranges())
     stage = max(range(len(memory)), key=lambda i: memory[i].peak)
     why = (
         f"{options.model} does not fit on {options.devices} devices with microbatch {work.microbatch}: stage {stage} "
@@ -136,29 +129,21 @@ def _why_not(estimate: Estimate) -> str:
     return f"{why}; give at least {least} devices."
 
 
-def _lighter(estimate: Estimate, work: Work) -> float | None:
-    kept = replace(work, rematerialize=False)
-    if not work.rematerialize or not estimate.fits(kept):
-        return None
-    return estimate.setting(kept, estimate.ranges(kept)).per_device
-
-
 GB = 1e9
 
 
 def report(plan: Plan) -> str:
-    """The options, the table of stages, the times, and advice."""
+    """The options, the table of stages and the times."""
     options, setting = plan.options, plan.setting
     device, best = options.device, setting.per_device
     dtype = options.weights_dtype if options.rank else "float32"
     trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
-    speed = (
-        f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved" if device.peak else "timed here"
-    )
+    speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
     stages = pd.DataFrame([{**asdict(memory), "peak": memory.peak} for memory in plan.memory])
     stages["free"] = options.room - stages["peak"]
     table = stages / GB
     table.insert(0, "blocks", [f"{start}-{stop - 1}" for start, stop in plan.ranges])
+    table["forward ms"], table["backward ms"] = (1e3 * np.array(each) for each in (setting.forward, setting.backward))
     free = stages["free"].min() / GB
     return f"""\
 {options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}
@@ -166,25 +151,18 @@ def report(plan: Plan) -> str:
 batch {options.batch} = {setting.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
 (up to {plan.most} would fit), {options.schedule}, {"with" if options.rematerialize else "without"} rematerialisation
 
-GB of each stage:
+GB of each stage, and milliseconds of a microbatch there:
 {table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
 
 bubble {bubble_fraction(options.devices, setting.microbatches):.1%} ((S-1)/(J+S-1)); \
-{plan.traffic / GB:.3g} GB between stages a step; {plan.steps:.4g} steps an epoch
+{plan.steps:.4g} steps an epoch
 without clipping and noise   {_times(plan, plan.plain)}
 per-device clipping          {_times(plan, best)}
 flat clipping in two passes  {_times(plan, setting.flat)}
 
 Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; \
 {free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
-{_time(best * plan.steps * options.epochs)}.{_instead(plan)}"""
-
-
-def _instead(plan: Plan) -> str:
-    best = plan.setting.per_device
-    if plan.lighter is None or plan.lighter >= 0.95 * best:
-        return ""
-    return f" rematerialize=false fits too and takes {plan.lighter / best:.2f} times as long."
+{_time(best * plan.steps * options.epochs)}."""
 
 
 def _times(plan: Plan, seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -13,13 +12,13 @@ from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
-from groupwise.planner.accelerators import Rated, Speed, Timed
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
 from groupwise.planner.timeline import Setting
 
 MOMENTS = 2  # of Adam
+UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,6 @@ class Estimate:
         positions = next((n for key in POSITIONS if (n := getattr(config, key, None)) is not None), math.inf)
         if options.length > positions:
             raise UserError(f"length={options.length} is more than the {positions} positions of {options.model}.")
-        timed = options.device.measured
         self.work = Work(
             config,
             options.microbatch or 1,
@@ -129,7 +127,7 @@ class Estimate:
             dtype=options.weights_dtype,
             attention=options.attention,
             rematerialize=options.rematerialize,
-            rates=RATES["cpu" if timed else "cuda"],
+            rates=RATES[options.device.kind],
         )
         self.model = build(
             config,
@@ -140,7 +138,6 @@ class Estimate:
         )
         self.blocks = len(find_parts(self.model).blocks)
         self.imagined = lru_cache(None)(footprint)
-        self._speeds: dict[Work, Speed] = {}
 
     def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:
         """Of a stage with passes `name` of `work.PASSES`; beyond three blocks each is as the third."""
@@ -150,17 +147,9 @@ class Estimate:
         more = kind.blocks - IMAGINED_BLOCKS
         return Footprint(**{key: value + more * (value - getattr(before, key)) for key, value in vars(last).items()})
 
-    def ranges(self, work: Work, stages: int | None = None) -> Ranges:
-        """Blocks of each stage, by `options.balance`."""
-        costs = None
-        if self.options.balance == "time":
-            speed = self.speed(work)
-            middle, first, last = (
-                sum(vars(speed.passes(kind, "device")).values())
-                for kind in (Kind(1, False, False), Kind(1, True, False), Kind(1, False, True))
-            )
-            costs = [max(first - middle, 0.0), *[middle] * self.blocks, max(last - middle, 0.0)]
-        return choose_ranges(self.model, stages or self.options.devices, self.options.balance, costs=costs)
+    def ranges(self, stages: int | None = None) -> Ranges:
+        """Blocks of each stage, with even numbers of parameters."""
+        return choose_ranges(self.model, stages or self.options.devices)
 
     def microbatches(self, work: Work, stages: int) -> int:
         """J: enough for a logical batch, and for 1F1B at least one for each stage."""
@@ -178,7 +167,7 @@ class Estimate:
 
     def fullest(self, work: Work, stages: int | None = None) -> int:
         """The largest peak memory of a stage, in bytes, with per-device clipping."""
-        ranges = self.ranges(work, stages)
+        ranges = self.ranges(stages)
         return max(self._memory(work, ranges, stage, "device").peak for stage in range(len(ranges)))
 
     def fits(self, work: Work, stages: int | None = None) -> bool:
@@ -188,7 +177,7 @@ class Estimate:
     def _memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
         """The memory of one stage; with `plain`, the part that clipping adds is listed separately."""
         kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
-        together = not self.options.device.measured
+        together = self.options.device.kind == "cuda"
 
         def of(name: str) -> Memory:
             found = self.footprint(work, kind, name)
@@ -200,39 +189,36 @@ class Estimate:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def speed(self, work: Work) -> Speed:
-        """The speed of the device: looked up, or timed here."""
-        if work not in self._speeds:
-            device, dtype = self.options.device, work.dtype if work.half else "float32"
-            self._speeds[work] = (
-                Timed(work)
-                if device.measured
-                else Rated(
-                    device,
-                    dtype,
-                    lambda kind, name: self.footprint(work, kind, name),
-                    rematerialize=work.rematerialize,
-                )
-            )
-        return self._speeds[work]
+    def seconds(self, work: Work, kind: Kind, name: str) -> tuple[float, float]:
+        """Forward and backward of one microbatch at a stage of this kind, recomputation included.
+
+        Operations over the achieved rate, but no less than it takes to read the weights once a pass. Kernels that move
+        bytes and little else (norms of layers, softmax, clipping) are in the achieved rate, which is that of whole
+        trainings. So clipping costs its operations here, and nothing for its small kernels.
+        """
+        device, found = self.options.device, self.footprint(work, kind, name)
+        rate = device.peak[work.dtype if work.half else "float32"] * device.share
+        reading = (found.frozen + found.trained) / device.bandwidth
+        return (
+            max(found.forward_operations / rate, reading),
+            max(found.backward_operations / rate, reading * (1 + work.rematerialize)),
+        )
 
     def setting(self, work: Work, ranges: Ranges, name: str = "device") -> Setting:
         """One step, its backward passes `name` of `work.PASSES`."""
-        device, speed, stages = self.options.device, self.speed(work), kinds(ranges)
-        passes = [speed.passes(kind, name) for kind in stages]
-        norms = passes if name == "none" else [speed.passes(kind, "norms") for kind in stages]
-        sent = max(self.footprint(work, kind, name).sent for kind in stages)
-        cores = self.options.cores or os.cpu_count() or 1
+        device, stages = self.options.device, kinds(ranges)
+        forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
+        norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward
+        found = [self.footprint(work, kind, name) for kind in stages]
         return Setting(
             schedule=self.options.schedule,
             microbatches=self.microbatches(work, len(ranges)),
-            forward=tuple(seconds.forward for seconds in passes),
-            backward=tuple(seconds.backward for seconds in passes),
-            norms=tuple(seconds.backward for seconds in norms),
-            update=max(speed.update(kind, noisy=name != "none") for kind in set(stages)),
-            message=device.latency + sent / device.link,
+            forward=forward,
+            backward=backward,
+            norms=norms,
+            update=UPDATE_PASSES * max(of.trained for of in found) / device.bandwidth,
+            message=device.latency + max(of.sent for of in found) / device.link,
             agree=device.latency * math.ceil(math.log2(len(ranges) + 1)),
-            cores=cores if device.measured else math.inf,
         )
 
 

@@ -16,7 +16,6 @@ UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB
 CHOICES = {
     "accelerator": tuple(ACCELERATORS),
     "schedule": ("1f1b", "gpipe"),
-    "balance": ("parameters", "time"),
     "dtype": ("float16", "bfloat16", "float32"),
     "attention": ("sdpa", "eager"),
 }
@@ -26,7 +25,7 @@ What a private pipeline needs on each device and how long it takes, without allo
 
   model=gpt3_175b     gpt3_175b, opt_66b, opt_175b, gpt2_xl, llama_7b, or a local folder with a config.json
   devices=16          stages, one device each
-  accelerator=v100_32gb   {", ".join(ACCELERATORS)} (cpu: timed here, one block at a time)
+  accelerator=v100_32gb   {", ".join(ACCELERATORS)}
   memory=null         of a device, such as 32GB or 80GiB; null: the accelerator's own
   microbatch=null     examples in a microbatch; null: the fastest that fits
   length=200          tokens of an example, padding included (SAMSum with its instruction has 194 on average)
@@ -39,9 +38,7 @@ What a private pipeline needs on each device and how long it takes, without allo
   dtype=null          float16, bfloat16 or float32, of frozen weights and activations; null: the accelerator's own
   schedule=1f1b       or gpipe
   rematerialize=true  keep only what enters each block, and compute the block again in the backward pass
-  balance=parameters  or time: what is to be even between the stages
   attention=sdpa      or eager, which keeps a matrix of length x length for each head
-  cores=null          of cpu: how many processors all stages share; null: this machine's
 
   python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB microbatch=1
   python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512"""
@@ -66,9 +63,7 @@ class PlanOptions:
     dtype: str | None = None
     schedule: str = "1f1b"
     rematerialize: bool = True
-    balance: str = "parameters"
     attention: str = "sdpa"
-    cores: int | None = None
 
     @property
     def device(self) -> Accelerator:
@@ -77,15 +72,14 @@ class PlanOptions:
 
     @property
     def room(self) -> float:
-        """Bytes that tensors may take on a device; the stages on a CPU share its memory."""
-        if self.memory is not None:
-            return size("memory", self.memory) - self.device.reserved
-        return (self.device.memory - self.device.reserved) / (self.devices if self.device.measured else 1)
+        """Bytes that tensors may take on a device."""
+        memory = self.device.memory if self.memory is None else size("memory", self.memory)
+        return memory - self.device.reserved
 
     @property
     def weights_dtype(self) -> str:
         """torch's name of the dtype of frozen weights and activations."""
-        return self.dtype or self.device.dtype
+        return self.dtype or next(iter(self.device.peak))
 
     @property
     def adapted(self) -> tuple[str, ...]:
@@ -134,7 +128,7 @@ def _check(options: PlanOptions) -> None:
         value = getattr(options, key)
         if value is not None and value not in choices:
             raise UserError(f"{key}={value} is unknown{did_you_mean(value, choices)}: give {', '.join(choices)}.")
-    for key in ("devices", "microbatch", "length", "places", "batch", "examples", "epochs", "cores"):
+    for key in ("devices", "microbatch", "length", "places", "batch", "examples", "epochs"):
         value = getattr(options, key)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"{key}={value} was given; give a number above 0.")
@@ -148,9 +142,7 @@ def _check(options: PlanOptions) -> None:
     if options.room <= 0:
         own = f"{device.reserved / 1e9:g} GB that a {device.name} takes for itself"
         raise UserError(f"memory={options.memory} leaves no room beside the {own}: give more.")
-    if device.peak and options.weights_dtype not in device.peak:
+    if options.weights_dtype not in device.peak:
         raise UserError(
             f"dtype={options.weights_dtype} is not fast on a {device.name}: give {' or '.join(device.peak)}."
         )
-    if options.cores is not None and not device.measured:
-        raise UserError("cores is for accelerator=cpu: leave it out.")
