@@ -1,8 +1,7 @@
 """Evaluates a model in stages: forward passes without gradients, and beam search over them.
 
-The search is transformers' and runs on the last stage. For each of its forward passes, the last stage sends all stages
-the new tokens and the new order of the rows; then the stages run one after the other, each with the key-value cache of
-its own blocks.
+The search is transformers', and all stages run it. In each of its forward passes they run one after the other, and the
+last one sends the scores to all.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.errors import UserError
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import mend_torchvision
@@ -63,6 +61,11 @@ class StageLink:
             return hidden
         dist.send(hidden, group=self._group, group_dst=stage.index + 1)
         return None
+
+    def copy_(self, tensor: Tensor) -> None:
+        """Give all stages the last one's numbers, in place."""
+        if self.stage.count > 1:
+            dist.broadcast(tensor, group=self._group, group_src=self.stage.count - 1)
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast a small object of the last stage."""
@@ -135,36 +138,6 @@ def evaluate_outcomes(
     return link.broadcast(torch.cat(found) if stage.last else None)
 
 
-class Pass(NamedTuple):
-    """One forward pass of a search, which the last stage announces to the others."""
-
-    tokens: Tensor
-    """The new ones, (b, t)."""
-    positions: Tensor
-    """Theirs, (b, t)."""
-    mask: Tensor | None
-    """1 at tokens and 0 at padding, past ones included, (b, past + t); None without padding."""
-    order: Tensor | None
-    """The row of the previous pass that each row continues, (b,); None if each continues itself."""
-    fresh: bool
-    """Whether this is the first pass."""
-
-    def to(self, device: torch.device | str) -> Pass:
-        """With its tensors on that device."""
-        return Pass(*(part.to(device) if isinstance(part, Tensor) else part for part in self))  # type: ignore[arg-type]
-
-    def run(self, link: StageLink, keys: Any) -> Tensor | None:
-        """Run this process's part of the pass; see `StageLink.through`.
-
-        Args:
-            link: this process's.
-            keys: its cache, in order.
-        """
-        return link.through(
-            self.tokens, attention_mask=self.mask, position_ids=self.positions, past_key_values=keys, use_cache=True
-        )
-
-
 def generate_on_stages(
     stage: Stage,
     tokenizer: Any,
@@ -184,68 +157,17 @@ def generate_on_stages(
         group: the processes of the pipeline, in the order of the stages; None takes all.
 
     Raises:
-        UserError: as `generate`, on every process; any other error of the last stage is a RuntimeError on the others.
+        UserError: as `generate`, on every process.
     """
-    link = StageLink(stage, device, group)
-    if stage.last:
-        try:
-            texts = _search(link, tokenizer, prompts, settings, ends)
-        except Exception as error:
-            link.broadcast(_for_others(error))
-            raise
-        return link.broadcast(texts)
-    _serve(link)
-    found = link.broadcast(None)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def _search(
-    link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig, ends: Sequence[int]
-) -> list[str]:
-    try:
-        return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
-    finally:
-        link.broadcast(None)  # ends the others' work
-
-
-def _serve(link: StageLink) -> None:
-    """Take part in every announced pass until the last stage ends the search."""
-    config: Any = link.stage.config
-    keys: Any = None
-    with eval_mode(link.stage), torch.no_grad():
-        while (announced := link.broadcast(None)) is not None:
-            one = announced.to(link.device)
-            if one.fresh:
-                keys = DynamicCache(config=config)
-            elif one.order is not None:
-                keys.reorder_cache(one.order)
-            one.run(link, keys)
-
-
-def _for_others(error: Exception) -> Exception:
-    """The error for the other stages: only a `UserError` can be sent for certain."""
-    return error if type(error) is UserError else RuntimeError(f"The last stage failed to generate text: {error!r}.")
-
-
-class Keys(DynamicCache):
-    """The last stage's key-value cache, from which the search reads the rows' length."""
-
-    reordered: Tensor | None = None
-    """The row of the last pass that each row continues, (b,)."""
-
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Reorder this cache, and keep the order for the other stages."""
-        super().reorder_cache(beam_idx)
-        self.reordered = beam_idx
+    searcher = Searcher(StageLink(stage, device, group))
+    return generate(searcher, tokenizer, prompts, settings, ends, device=device, progress=stage.first)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):
     """A causal language model whose forward pass is that of all stages.
 
-    Args:
-        link: of the last stage.
+    All processes search in step: they get the same scores, so they choose the same tokens. Each has the key-value cache
+    of its own blocks.
     """
 
     def __init__(self, link: StageLink) -> None:
@@ -258,23 +180,31 @@ class Searcher(PreTrainedModel, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
         of_transformers: Any = super()
-        return of_transformers.generate(*args, past_key_values=Keys(config=self.stage.config), **kwargs)
+        return of_transformers.generate(*args, past_key_values=DynamicCache(config=self.stage.config), **kwargs)
 
     def forward(
         self,
         input_ids: Tensor,
-        past_key_values: Keys,
+        past_key_values: DynamicCache,
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
         **_: Any,
     ) -> Any:
         """Scores of the next token after the last `logits_to_keep` tokens, (b, logits_to_keep, V); 0 keeps all."""
-        order, past_key_values.reordered = past_key_values.reordered, None
-        fresh = past_key_values.get_seq_length() == 0
-        one = Pass(input_ids, position_ids.expand_as(input_ids), attention_mask, order, fresh)
-        self._link.broadcast(one.to("cpu"))
-        hidden = one.run(self._link, past_key_values)
-        assert hidden is not None, "the search is on the last stage"
-        logits = self.stage.logits(hidden[:, -logits_to_keep:])
+        hidden = self._link.through(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids.expand_as(input_ids),
+            past_key_values=past_key_values,
+            use_cache=True,
+        )
+        if hidden is None:
+            shape = (len(input_ids), logits_to_keep or input_ids.shape[1], self.config.vocab_size)
+            logits = torch.empty(
+                shape, dtype=torch.promote_types(self.stage.dtype, torch.float32), device=self._link.device
+            )
+        else:
+            logits = self.stage.logits(hidden[:, -logits_to_keep:]).contiguous()
+        self._link.copy_(logits)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
