@@ -11,7 +11,7 @@ from groupwise.audit.two_worlds import CountWorld, SearchWorld, TrainerWorld, di
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler
 from groupwise.privacy.accountants import gaussian_epsilon
-from groupwise.privacy.tuning import Poisson
+from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.training.step import Trainer
 from tests.tiny_training import Trained, trainer_of
 
@@ -106,12 +106,12 @@ def test_plays_start_at_the_same_place_and_are_seen_whole():
 
 
 def test_of_a_search_the_best_run_alone_is_seen(monkeypatch):
-    counts, scores = iter([3, 0, 2]), iter([-4.0, 7.0, 5.0, -2.0, -1.0])
+    counts, scores = iter([3, 2]), iter([-4.0, 7.0, 5.0, -2.0, -1.0])
 
     class Listed:
         def play(self):
             return next(scores)
 
-    monkeypatch.setattr(Poisson, "draw", lambda self: next(counts))
-    world = SearchWorld(Listed(), Poisson(2.0))
-    assert [world.play() for _ in range(3)] == [7.0, 0.0, -1.0]
+    monkeypatch.setattr(TruncatedNegativeBinomial, "draw", lambda self: next(counts))
+    world = SearchWorld(Listed(), TruncatedNegativeBinomial(1.0, 0.5))
+    assert [world.play() for _ in range(2)] == [7.0, -1.0]

@@ -109,8 +109,11 @@ def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(save_config(config))
     assert load_config(tmp_path / "config.yaml") == config
     earlier = save_config(config).replace("pipeline:\n", "pipeline:\n  balance: parameters\n")
-    (tmp_path / "config.yaml").write_text(earlier)
+    (tmp_path / "config.yaml").write_text(earlier.replace("tuning:\n", "tuning:\n  gamma: null\n"))
     assert load_config(tmp_path / "config.yaml") == config
+    (tmp_path / "config.yaml").write_text(earlier.replace("balance: parameters", "balance: time"))
+    with pytest.raises(UserError, match="is not a run's config"):
+        load_config(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("content", [None, "seed: many", "unknown: 1", "- a list", "seed: [1"])

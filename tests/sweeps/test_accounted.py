@@ -1,6 +1,5 @@
 """What an accounted search draws from, what it costs, and what it refuses."""
 
-import math
 import re
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import pytest
 
 from groupwise.config.compose import compose_run, register
 from groupwise.config.identity import config_hash
-from groupwise.config.schema import TuningConfig
 from groupwise.errors import UserError
-from groupwise.privacy.tuning import Poisson, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.run import plan_run
-from groupwise.sweeps.accounted import Search, count_of, plan_search
+from groupwise.sweeps.accounted import Search, plan_search
 from groupwise.sweeps.prepare import plan_sweep
 from tests.few_orders import few_orders
 
@@ -56,17 +54,10 @@ def test_a_run_of_it_is_a_plain_run_with_that_noise(search):
     assert (plan.sample_rate, plan.steps) == (setting.training.sample_rate, setting.training.steps)
 
 
-def test_the_budget_may_be_a_run_s():
-    search = planned("privacy.epsilon=3", "privacy.delta=1e-3", "tuning.target=run", "tuning.runs=6")
-    assert 2.99 < search.cost.one_run <= 3 < search.cost.search
-    asked = compose_run([*GRID[:3], RDP, "train.batch_size=8", "privacy.epsilon=3", "privacy.delta=1e-3"], CONF)
-    assert search.settings[0].training.noise_multiplier == plan_run(asked, search.examples, 1).noise_multiplier
-
-
 def test_given_noise_stays_as_it_is():
-    search = planned("privacy.noise_multiplier=2", "tuning.law=poisson")
+    search = planned("privacy.noise_multiplier=2", "tuning.eta=1")
     assert {setting.training.noise_multiplier for setting in search.settings} == {2.0}
-    assert search.count == Poisson(6.0)
+    assert search.count == TruncatedNegativeBinomial.with_mean(1.0, 6.0)
 
 
 def test_the_statement_has_the_figures(search):
@@ -81,19 +72,6 @@ def test_the_statement_has_the_figures(search):
 def test_so_small_a_grid_says_that_running_it_whole_costs_less():
     told = planned("privacy.epsilon=3", "optim.learning_rate=1,2", "train.batch_size=8").statement()
     assert "cost less if all of them are run" in told
-
-
-def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp_path):
-    held = planned("privacy.noise_multiplier=2", "data.holdout=null")
-    (tmp_path / "sweep").mkdir()
-    grid = "{task: cifar, clip: flat, optim.learning_rate: [1, 2], data.holdout: 0.2}"
-    text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
-    (tmp_path / "sweep" / "held.yaml").write_text(text)
-    found = planned("+sweep=held", "privacy.noise_multiplier=2", grid=("scale=smoke",), beside=tmp_path)
-    assert "data.holdout=0.2 is ignored" in found.statement() and "holdout" not in found.settings[0].name
-    assert found.examples == held.examples and found.settings[0].config.data.holdout is None
-    with pytest.raises(UserError, match=r"data\.holdout=0\.2 would score on training examples"):
-        planned("privacy.noise_multiplier=2", "data.holdout=0.2")
 
 
 @pytest.mark.parametrize(
@@ -112,9 +90,10 @@ def test_a_sweep_s_holdout_is_trained_on_and_one_of_the_command_line_refused(tmp
         (["data.train_limit=100,200"], "data.train_limit is 100, 200 in its cells"),
         (["tuning.eta=0,1"], "tuning is"),
         (["privacy.epsilon=0.001"], "epsilon = 0.001 cannot be reached"),
-        (["tuning.gamma=0.1", "tuning.runs=3"], "leave it out, or tuning.runs and tuning.law"),
+        (["data.holdout=0.2"], "data.holdout=0.2 would score on training examples"),
+        (["overwrite=true"], "overwrite=true would draw again"),
         (["tuning.eta=-1"], "eta is -1"),
-        (["tuning.runs=1"], "not a search"),
+        (["tuning.runs=1"], "give a number above 1"),
     ],
 )
 def test_what_has_no_epsilon_or_would_show_more_is_refused(words, says, tmp_path, monkeypatch):
@@ -132,17 +111,3 @@ def test_a_task_of_one_s_own_must_say_that_its_score_is_of_others(tmp_path):
         planned(*words, beside=tmp_path)
     with pytest.raises(UserError, match="mine"):  # which is not there: it got as far as that
         planned(*words, "tuning.outside=true", beside=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tuning", "count"),
-    [
-        (TuningConfig(), TruncatedNegativeBinomial.with_mean(0.0, 9.0)),
-        (TuningConfig(eta=1.0, runs=20.0), TruncatedNegativeBinomial.with_mean(1.0, 20.0)),
-        (TuningConfig(gamma=0.25, eta=1.0), TruncatedNegativeBinomial(1.0, 0.25)),
-        (TuningConfig(law="poisson", runs=2.5), Poisson(2.5)),
-    ],
-)
-def test_the_law_follows_from_the_configuration(tuning, count):
-    found = count_of(tuning, 9)
-    assert found == count and math.isfinite(found.mean)

@@ -9,23 +9,20 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from scipy import stats
 
 from groupwise.config.compose import compose_run
 from groupwise.config.identity import config_hash, flat_config
-from groupwise.config.schema import RunConfig, TuningConfig
+from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import ORDERS
-from groupwise.privacy.tuning import BITS, Poisson, SearchCost, Training, TruncatedNegativeBinomial, curve_epsilon
+from groupwise.privacy.tuning import SearchCost, Training, TruncatedNegativeBinomial
 from groupwise.sweeps.accounted import Search, Setting
 from groupwise.sweeps.secret_runs import draw_settings, run_search
 from tests.forks import Command
 
 ROOT = Path(__file__).parents[2]
 RATES = (1, 2, 4, 8)
-CURVE = np.array(ORDERS) * 0.01
 
 
 class Trained:
@@ -65,10 +62,7 @@ def search(tmp_path) -> Search:
     training = Training(2.0, 0.1, 50)
     settings = tuple(Setting(f"optim.learning_rate={r}", c, training) for r, c in zip(RATES, configs, strict=True))
     count = TruncatedNegativeBinomial.with_mean(1.0, 4.0)
-    cost = SearchCost(1.0, 3.0, curve_epsilon(CURVE, 1e-3), CURVE)
-    return Search(
-        "table", tmp_path / "searches" / "table-0", "0", settings, count, cost, 100, 1e-3, TuningConfig(), False
-    )
+    return Search(tmp_path / "searches" / "table-0", "0", settings, count, SearchCost(1.0, 3.0, 2.0), 100, 1e-3)
 
 
 @pytest.fixture
@@ -96,12 +90,12 @@ def test_the_best_run_alone_is_left(search, drawn, capfd):
     train = Trained()
     lines = run_search(search, train)
     assert train.rates == [2, 8, 1, 8, 4]
-    kept = [".lock", "DONE", "draws.json", "released/config.yaml", "released/model.pt", "released/release.json"]
+    kept = [".lock", "DONE", "released/config.yaml", "released/model.pt", "released/release.json"]
     assert names(search) == kept and not (search.folder / "unreleased").exists()
     assert (search.folder / "released" / "model.pt").read_text() == "1: weights at 8"  # the first of equals
     found = release_of(search)
     assert (found["setting"], found["metrics"]) == ("optim.learning_rate=8", {"valid/accuracy": 8})
-    assert found["privacy"]["epsilon"] == search.cost.search and found["privacy"]["draw"] == 1
+    assert found["privacy"]["epsilon"] == search.cost.search
     told = "".join(capfd.readouterr()) + "\n".join(lines)
     assert "a secret" not in told and "another" not in told and lines[0] == "Released: optim.learning_rate=8"
     said = told + "".join(path.read_text() for path in (search.folder / "released").iterdir())
@@ -143,14 +137,13 @@ def test_what_was_killed_goes_on_with_the_same_draw(search, drawn, monkeypatch):
     train.die_at = None
     run_search(search, train)
     assert train.rates == [2, 4, 1] and release_of(search)["setting"] == "optim.learning_rate=4"
-    assert json.loads((search.folder / "draws.json").read_text()) == {"draws": 1}
 
 
-@pytest.mark.parametrize("at", ["before the draw", "before it is counted", "before DONE"])
+@pytest.mark.parametrize("at", ["before the draw", "before DONE"])
 def test_killed_between_two_files_it_goes_on(search, drawn, at, monkeypatch):
     drawn(1, 2, 0)
     train = Trained()
-    victim = {"before the draw": "write_atomically", "before it is counted": "write_json", "before DONE": "write_text"}
+    victim = {"before the draw": "write_atomically", "before DONE": "write_text"}
     real = getattr(__import__("groupwise.sweeps.secret_runs", fromlist=["x"]), victim[at])
 
     def dies(path, *rest):
@@ -165,7 +158,6 @@ def test_killed_between_two_files_it_goes_on(search, drawn, at, monkeypatch):
     drawn(1, 2, 0) if at == "before the draw" else drawn(3, 3, 3)
     run_search(search, train)
     assert train.rates == [2, 4, 1] and release_of(search)["setting"] == "optim.learning_rate=4"
-    assert json.loads((search.folder / "draws.json").read_text()) == {"draws": 1}
 
 
 def test_what_is_done_is_shown_and_not_drawn_again(search, drawn):
@@ -176,18 +168,6 @@ def test_what_is_done_is_shown_and_not_drawn_again(search, drawn):
     assert run_search(search, again) == first and again.rates == []
 
 
-def test_another_draw_is_asked_for_and_counted(search, drawn, capsys):
-    drawn(1)
-    run_search(search, Trained())
-    drawn(3)
-    lines = run_search(replace(search, overwrite=True), Trained())
-    assert "This is draw 2" in capsys.readouterr().out
-    privacy = release_of(search)["privacy"]
-    assert privacy["draw"] == 2 and release_of(search)["setting"] == "optim.learning_rate=8"
-    assert privacy["epsilon_of_all_draws"] == curve_epsilon(2 * CURVE, 1e-3) > privacy["epsilon"]
-    assert any("with the draws before it" in line for line in lines)
-
-
 def test_a_draw_that_is_gone_is_not_made_again(search, drawn):
     drawn(1, 2)
     train = Trained()
@@ -196,12 +176,7 @@ def test_a_draw_that_is_gone_is_not_made_again(search, drawn):
         run_search(search, train)
     (search.folder / "unreleased" / "search.json").unlink()
     drawn(3, 3)
-    with pytest.raises(UserError, match="another release, whose epsilon adds"):
-        run_search(search, train)
-    for entry in (search.folder / "unreleased").iterdir():
-        if entry.is_file():
-            entry.unlink()
-    with pytest.raises(UserError, match="another release, whose epsilon adds"):
+    with pytest.raises(UserError, match="is gone, without which the search cannot go on with the same draw"):
         run_search(search, train)
 
 
@@ -228,7 +203,7 @@ def test_a_draw_that_was_altered_is_refused(search, drawn, text):
     with pytest.raises(KeyboardInterrupt):
         run_search(search, train)
     (search.folder / "unreleased" / "search.json").write_text(text)
-    with pytest.raises(UserError, match="was changed: restore it"):
+    with pytest.raises(UserError, match="was changed after the search wrote it: restore it"):
         run_search(search, train)
 
 
@@ -252,19 +227,9 @@ def test_a_run_that_diverged_is_worst_and_is_no_reason_to_draw_another(search, d
     assert release_of(other)["setting"] == "optim.learning_rate=8"
 
 
-def test_no_run_at_all_is_a_release_too(search, monkeypatch):
-    monkeypatch.setattr("secrets.randbits", lambda bits: 0)
-    none = replace(search, count=Poisson(2.0))
-    monkeypatch.setattr(Poisson, "draw", lambda self: 0)
-    train = Trained()
-    assert run_search(none, train)[0].startswith("Nothing was drawn to be run") and not train.rates
-    assert release_of(none)["setting"] is None and names(none)[-1] == "released/release.json"
-    assert Poisson(2.0).mean == 2.0 and BITS == 256
-
-
 def test_the_others_are_kept_if_asked_for_and_for_the_owner_alone(search, drawn):
     drawn(1, 2)
-    run_search(replace(search, tuning=TuningConfig(keep=True)), Trained())
+    run_search(replace(search, keep=True), Trained())
     unreleased = search.folder / "unreleased"
     assert stat.S_IMODE(unreleased.stat().st_mode) == 0o700 and (unreleased / "1.log").is_file()
     run_search(search, Trained())  # and deleted when they are no longer
@@ -307,7 +272,7 @@ def test_the_command_searches_trains_and_releases(tmp_path):
     assert code == 0, err
     assert out.count("epsilon = ") == 4 and "Released: optim.learning_rate=" in out and "Privacy:" not in out
     [folder] = (tmp_path / "searches").iterdir()
-    assert {path.name for path in folder.iterdir()} == {".lock", "DONE", "draws.json", "released"}
+    assert {path.name for path in folder.iterdir()} == {".lock", "DONE", "released"}
     assert [path.name for path in tmp_path.iterdir()] == ["searches"]
     privacy = json.loads((folder / "released" / "release.json").read_text())["privacy"]
     assert 2.99 <= privacy["epsilon"] <= 3.0

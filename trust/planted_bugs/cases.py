@@ -15,7 +15,7 @@ from torch import Tensor
 from groupwise.audit.two_worlds import Release, Score
 from groupwise.config.schema import ClipConfig
 from groupwise.privacy import PrivacyPlan, make_plan, tuning
-from groupwise.privacy.tuning import RunCount, TruncatedNegativeBinomial
+from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from trust.planted_bugs import bugs
 from trust.planted_bugs.bugs import Bug
 from trust.planted_bugs.worst import Worst, WorstCounts
@@ -37,7 +37,9 @@ class RareEvent:
     The noise is found at the first play, by the code as it is then, bug included.
     """
 
-    def __init__(self, count: RunCount, sigma: Callable[[], float], level: float, sum: float, seed: int) -> None:
+    def __init__(
+        self, count: TruncatedNegativeBinomial, sigma: Callable[[], float], level: float, sum: float, seed: int
+    ) -> None:
         self._count, self._make, self._level, self._sum = count, sigma, level, sum
         self._sigma: float | None = None
         self._random = np.random.default_rng(seed)

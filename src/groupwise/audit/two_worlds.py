@@ -17,7 +17,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
-from groupwise.privacy.tuning import RunCount, TruncatedNegativeBinomial, calibrate_search
+from groupwise.privacy.tuning import TruncatedNegativeBinomial, calibrate_search
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
 from groupwise.training.from_config import make_engine
@@ -135,12 +135,12 @@ class SearchWorld:
         count: the law of K.
     """
 
-    def __init__(self, one_run: World, count: RunCount) -> None:
+    def __init__(self, one_run: World, count: TruncatedNegativeBinomial) -> None:
         self._one_run, self._count = one_run, count
 
     def play(self) -> float:
-        """The best score of one more search; 0, which is neutral, if nothing was run."""
-        return max((self._one_run.play() for _ in range(self._count.draw())), default=0.0)
+        """The best score of one more search."""
+        return max(self._one_run.play() for _ in range(self._count.draw()))
 
 
 @dataclass(frozen=True)

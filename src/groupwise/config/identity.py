@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from groupwise.config.keys import key_types
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, reason
 
@@ -57,7 +58,7 @@ LATER = {
 }
 """Keys added after the first committed rows, with the value of those rows: at that value they are not in the hash.
 
-The schema no longer has `clip.public_…`, but records of older runs do, which `audit.reaccount` reads.
+The schema no longer has some of them, but records of older runs do.
 """
 
 GONE = {"data.corpus": None, "pipeline.balance": "parameters"}
@@ -116,16 +117,17 @@ def save_config(config: RunConfig) -> str:
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read the file of `save_config`, which may have keys that are `GONE`.
+    """Read the file of `save_config`, without keys that the schema has no longer and that changed nothing.
 
     Raises `UserError` if it is missing, or not of this schema.
     """
     try:
-        written = OmegaConf.load(path)
-        for key in GONE:
+        written: Any = OmegaConf.load(path)
+        for key, value in (GONE | LATER).items():
             section, _, name = key.rpartition(".")
-            if name in written.get(section, {}):  # type: ignore[union-attr]
-                del written[section][name]  # type: ignore[index]
+            inside = OmegaConf.select(written, section) or {}
+            if key not in key_types() and name in inside and inside[name] == value:
+                del inside[name]
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start afresh.") from error

@@ -19,7 +19,7 @@ READ_WITH = {
 READ_BY = {
     ("optim", "momentum"): ("sgd",),
     **dict.fromkeys((("optim", "beta1"), ("optim", "beta2"), ("optim", "eps")), ("adam", "adamw")),
-    **{("tuning", name): ("accounted",) for name in ("law", "eta", "gamma", "runs", "target", "outside")},
+    **{("tuning", name): ("accounted",) for name in ("eta", "runs", "outside")},
 }
 """Other fields that have an effect only with some names of their section."""
 

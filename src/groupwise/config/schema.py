@@ -185,16 +185,11 @@ class TuningConfig:
 
     name: str = one_of("off", "off", "accounted")
     """off: every cell is run and shown | accounted: settings are drawn from the cells, with one ε for the search."""
-    law: str = one_of("negative_binomial", "negative_binomial", "poisson")
-    """The law of the number of runs K, which is drawn once and secret; negative_binomial is truncated at 1."""
-    eta: float = 0.0
-    """Its shape, above -1: 1 is geometric, 0 logarithmic; smaller costs less, and K varies more."""
-    gamma: float | None = number(None, POSITIVE)
-    """Its other parameter, below 1; null derives it from `runs`."""
     runs: float | None = number(None, POSITIVE)
-    """E[K], the expected number of runs; null: the number of cells, unless gamma is given."""
-    target: str = one_of("search", "search", "run")
-    """privacy.epsilon is for the whole search, so each run gets more noise | for each run by itself."""
+    """E[K], the expected number of runs; null: the number of cells. K is drawn once and secret."""
+    eta: float = 0.0
+    """The shape of K's law, a truncated negative binomial, above -1: 1 is geometric, 0 logarithmic; smaller costs less,
+    and K varies more."""
     outside: bool = False
     """A task of your own: you declare that its validation examples are not among those that ε covers."""
     keep: bool = False

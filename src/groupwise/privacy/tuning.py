@@ -10,18 +10,12 @@ maximum over settings of their RDP is RDP of Q. The score is a function of the m
 does not cover: post-processing. Noisy counts of adaptive thresholds are inside of M_j's σ (`calibration.split_noise`).
 The first of equal scores wins; runs are exchangeable, so that is the law of ties broken at random.
 
-RDP of the search. Let Q be (λ, ε)-RDP in both directions (RDP of the sampled Gaussian is: Mironov et al. 2019).
-Truncated negative binomial K (Theorem 2), for every (λ̂, ε̂) with λ̂ ≥ 1 of which Q is RDP as well:
+RDP of the search. K is truncated negative binomial. Let Q be (λ, ε)-RDP in both directions (RDP of the sampled Gaussian
+is: Mironov et al. 2019). By Theorem 2, for every (λ̂, ε̂) with λ̂ ≥ 1 of which Q is RDP as well:
 
     ε' = ε + (1+η)·(1-1/λ̂)·ε̂ + (1+η)·log(1/γ)/λ̂ + log E[K]/(λ-1).                                               (1)
 
-Poisson K (Theorem 6), where Q is (ε̂, δ̂)-DP with ε̂ ≤ log(1 + 1/(λ-1)):
-
-    exp((λ-1)·ε') = exp(-μ) + μ·exp((λ-1)·(ε + μδ̂)).                                                              (2)
-
-exp(-μ) is what K = 0 adds: by the paper's Lemma 7, with f(x) = Σ_k Pr[K = k]·x^k and q, q' the probabilities of one
-event, exp((λ-1)·ε') is at most f(0) + exp((λ-1)·ε)·max f'(q)^λ·f'(q')^(1-λ). dp_accounting's RepeatAndSelectDpEvent
-leaves it out; (1) it has for η ≥ 0 and one mechanism, not for the maximum of several.
+dp_accounting's RepeatAndSelectDpEvent has it for one mechanism, not for the maximum of several.
 """
 
 from __future__ import annotations
@@ -29,8 +23,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
@@ -41,14 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import (
-    COMPOSITION_FAILURES,
-    ORDERS,
-    check_mechanism,
-    curve_epsilon,
-    rdp_of_steps,
-    releases_epsilon,
-)
+from groupwise.privacy.accountants import ORDERS, check_mechanism, curve_epsilon, rdp_of_steps
 from groupwise.privacy.accounting import epsilon_bounds
 from groupwise.privacy.calibration import calibrate, solve
 
@@ -57,35 +42,9 @@ BITS, DIGITS = 256, 80
 """Of the uniform number that K is drawn by, and of the probabilities that it is held against."""
 
 
-class RunCount(ABC):
-    """A law of K, the number of runs, that does not look at the data; as a text, the law in words."""
-
-    @property
-    @abstractmethod
-    def mean(self) -> float:
-        """E[K]."""
-
-    @abstractmethod
-    def probabilities(self) -> Iterator[tuple[int, Decimal]]:
-        """(k, Pr[K = k]) for k from the smallest on, in the digits of the context."""
-
-    def draw(self, bits: Callable[[int], int] = secrets.randbits) -> int:
-        """K, by inverting the distribution at a secret number of 256 bits from the operating system.
-
-        A probability is off by less than 1e-70, where a float would make it 1e-16.
-        """
-        with localcontext(prec=DIGITS):
-            number, below, least = Decimal(bits(BITS)) / 2**BITS, Decimal(0), Decimal(10) ** (5 - DIGITS)
-            for k, probability in self.probabilities():
-                below += probability
-                if number < below or (probability < least and k > self.mean):
-                    return k
-        raise AssertionError("probabilities never end")
-
-
 @dataclass(frozen=True)
-class TruncatedNegativeBinomial(RunCount):
-    """K ≥ 1 of shape η > -1 and 0 < γ < 1; η = 1 is the geometric law, η = 0 the logarithmic one.
+class TruncatedNegativeBinomial:
+    """The law of the number of runs K ≥ 1, of shape η > -1 and 0 < γ < 1; η = 1 is geometric, η = 0 logarithmic.
 
     Pr[K = k] = (1-γ)^k/(γ^-η - 1)·∏_{l<k} (l+η)/(l+1), for η = 0 its limit (1-γ)^k/(k·log(1/γ)).
     E[K] = η(1-γ)/(γ(1-γ^η)), for η = 0 its limit (1/γ-1)/log(1/γ).
@@ -124,39 +83,25 @@ class TruncatedNegativeBinomial(RunCount):
         return f"truncated negative binomial, eta = {self.eta:g}, gamma = {self.gamma:.4g}"
 
     def probabilities(self) -> Iterator[tuple[int, Decimal]]:
-        """From k = 1 on, each from the one before: Pr[k+1]/Pr[k] = (1-γ)(k+η)/(k+1)."""
+        """(k, Pr[K = k]) from k = 1 on, in the digits of the context: Pr[k+1]/Pr[k] = (1-γ)(k+η)/(k+1)."""
         eta, gamma = Decimal(self.eta), Decimal(self.gamma)
         probability = (1 - gamma) * (eta / ((-eta * gamma.ln()).exp() - 1) if eta else -1 / gamma.ln())
         for k in count(1):
             yield k, probability
             probability *= (1 - gamma) * (k + eta) / (k + 1)
 
+    def draw(self, bits: Callable[[int], int] = secrets.randbits) -> int:
+        """K, by inverting the distribution at a secret number of 256 bits from the operating system.
 
-@dataclass(frozen=True)
-class Poisson(RunCount):
-    """K ≥ 0 with Pr[K = k] = exp(-μ)·μ^k/k!; nothing is released where it is 0."""
-
-    mu: float
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.mu <= MOST_RUNS:
-            raise UserError(f"{self.mu:g} runs are to be expected; give a number above 0, and at most {MOST_RUNS:g}.")
-
-    @property
-    def mean(self) -> float:
-        """E[K]."""
-        return self.mu
-
-    def __str__(self) -> str:
-        """The law in words."""
-        return f"Poisson, mean {self.mu:g}"
-
-    def probabilities(self) -> Iterator[tuple[int, Decimal]]:
-        """From k = 0 on."""
-        probability = (-Decimal(self.mu)).exp()
-        for k in count():
-            yield k, probability
-            probability *= Decimal(self.mu) / (k + 1)
+        A probability is off by less than 1e-70, where a float would make it 1e-16.
+        """
+        with localcontext(prec=DIGITS):
+            number, below, least = Decimal(bits(BITS)) / 2**BITS, Decimal(0), Decimal(10) ** (5 - DIGITS)
+            for k, probability in self.probabilities():
+                below += probability
+                if number < below or (probability < least and k > self.mean):
+                    return k
+        raise AssertionError("probabilities never end")
 
 
 def _mean(eta: float, cost: float) -> float:
@@ -184,47 +129,32 @@ def rdp_curve(trainings: Sequence[Training]) -> Curve:
     return np.max([rdp_of_steps(*training) for training in set(trainings)], axis=0)
 
 
-def search_curve(curve: Curve, runs: RunCount) -> Curve:
+def search_curve(curve: Curve, runs: TruncatedNegativeBinomial) -> Curve:
     """RDP of the best of K outputs of a mechanism that has this curve in both directions.
 
-    Equation (1) at the best λ̂ of `ORDERS` or λ̂ = 1; or (2), at each λ with the largest ε̂ that it allows and the δ̂ that
-    the curve has there. What holds at an order holds below it, as D_λ grows with λ.
+    Equation (1) at the best λ̂ of `ORDERS` or λ̂ = 1. What holds at an order holds below it, as D_λ grows with λ.
     """
-    if isinstance(runs, TruncatedNegativeBinomial):
-        cost = -math.log(runs.gamma)
-        best = min(cost, float(np.min((1.0 - 1.0 / LAMBDA) * curve + cost / LAMBDA)))
-        of_search = curve + (1.0 + runs.eta) * best + math.log(runs.mean) / (LAMBDA - 1.0)
-    elif isinstance(runs, Poisson):
-        from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
-
-        largest = np.log1p(1.0 / (LAMBDA - 1.0))
-        deltas = np.array([compute_delta(ORDERS, curve, float(epsilon))[0] for epsilon in largest])
-        moments = math.log(runs.mu) + (LAMBDA - 1.0) * (curve + runs.mu * deltas)
-        of_search = np.logaddexp(-runs.mu, moments) / (LAMBDA - 1.0)
-    else:
-        raise TypeError(f"no bound is known here for {type(runs).__name__}")
+    cost = -math.log(runs.gamma)
+    best = min(cost, float(np.min((1.0 - 1.0 / LAMBDA) * curve + cost / LAMBDA)))
+    of_search = curve + (1.0 + runs.eta) * best + math.log(runs.mean) / (LAMBDA - 1.0)
     return np.maximum(np.minimum.accumulate(of_search[::-1])[::-1], 0.0)
 
 
-@dataclass(frozen=True)
-class SearchCost:
-    """Upper bounds on ε at one δ, for adding or removing one training example.
-
-    Args:
-        one_run: of the costliest setting's training alone, chosen without a look at results.
-        grid: of one training under each setting, all looked at (composition).
-        search: of the best of K.
-        curve: RDP of the search.
-    """
+class SearchCost(NamedTuple):
+    """Upper bounds on ε at one δ, for adding or removing one training example."""
 
     one_run: float
+    """Of the costliest setting's training alone, chosen without a look at results."""
     grid: float
+    """Of one training under each setting, all looked at (composition)."""
     search: float
-    curve: Curve
+    """Of the best of K."""
 
 
-def search_cost(trainings: Sequence[Training], runs: RunCount, delta: float, accountant: str = "prv") -> SearchCost:
-    """The cost of a search over these settings, one run each; one run and the grid by `accountant`, the search by RDP.
+def search_cost(
+    trainings: Sequence[Training], runs: TruncatedNegativeBinomial, delta: float, accountant: str = "prv"
+) -> SearchCost:
+    """The cost of a search over these settings, one run each; one run by `accountant`, grid and search by RDP.
 
     Formal guarantee: let each training be T Gaussian releases of Poisson samples as in
     :func:`~groupwise.privacy.accounting.epsilon_bounds`, K ~ `runs`, settings uniform and independent, and the best
@@ -234,29 +164,15 @@ def search_cost(trainings: Sequence[Training], runs: RunCount, delta: float, acc
     for training in trainings:
         check_mechanism(*training, delta)
     one_run = max(epsilon_bounds(*training, delta, accountant).upper for training in set(trainings))
-    curve = search_curve(rdp_curve(trainings), runs)
-    search = curve_epsilon(curve, delta)
+    search = curve_epsilon(search_curve(rdp_curve(trainings), runs), delta)
     if not math.isfinite(search):
         raise UserError(f"no finite epsilon can be shown for this search at delta = {delta:g}: give more noise.")
-    return SearchCost(one_run, grid_epsilon(trainings, delta, accountant), search, curve)
-
-
-def grid_epsilon(trainings: Sequence[Training], delta: float, accountant: str = "prv") -> float:
-    """ε of all these trainings together, by `accountant` if one mechanism makes them all, else by PLD."""
-    steps: Counter[tuple[float, float]] = Counter()
-    for sigma, rate, count_of_steps in trainings:
-        steps[sigma, rate] += int(count_of_steps)
-    releases = [Training(*mechanism, total) for mechanism, total in steps.items()]
-    if len(releases) == 1:
-        return epsilon_bounds(*releases[0], delta, accountant).upper
-    try:
-        return releases_epsilon(releases, delta)
-    except COMPOSITION_FAILURES:
-        return curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
+    grid = curve_epsilon(np.sum([rdp_of_steps(*training) for training in trainings], axis=0), delta)
+    return SearchCost(one_run, grid, search)
 
 
 def calibrate_search(
-    rates: Sequence[tuple[float, int]], runs: RunCount, epsilon: float, delta: float
+    rates: Sequence[tuple[float, int]], runs: TruncatedNegativeBinomial, epsilon: float, delta: float
 ) -> tuple[float, ...]:
     """σ for each setting's (ρ, T), so that the whole search is (`epsilon`, `delta`)-DP and at most 0.3 % below.
 

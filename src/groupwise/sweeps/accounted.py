@@ -5,8 +5,7 @@
 
 Scores. ε covers the training examples. A score on examples that ε does not cover is post-processing of the model. A
 score on training examples is a further release without noise: with ``data.holdout``, the held-out part would decide
-which model is released and reveal its accuracy on them, at no finite ε. So a sweep's ``data.holdout`` is ignored: that
-part is trained on, and the score is on the validation set. On the command line it is refused.
+which model is released and reveal its accuracy on them, at no finite ε. So ``data.holdout`` is refused.
 """
 
 import copy
@@ -23,21 +22,15 @@ from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
 from groupwise.privacy.plan import WIDTH
-from groupwise.privacy.tuning import (
-    Poisson,
-    RunCount,
-    SearchCost,
-    Training,
-    TruncatedNegativeBinomial,
-    calibrate_search,
-    search_cost,
-)
+from groupwise.privacy.tuning import SearchCost, Training, TruncatedNegativeBinomial, calibrate_search, search_cost
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
 
-SAME = ("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.hub")
-"""Keys that all settings of a search share, as ε is about one set of training examples."""
-ONE_VALUE = ("privacy.delta", "privacy.accountant", "tuning", "overwrite", "paths.results")
+SAME = (
+    *("task", "own_task", "data.name", "data.train_limit", "data.train_file", "data.hub"),
+    *("privacy.epsilon", "privacy.delta", "privacy.accountant", "tuning", "paths.results"),
+)
+"""Keys that all settings of a search share: ε is about one set of training examples, and one budget."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +51,18 @@ class Search:
     """An accounted search, ready to be drawn.
 
     Args:
-        examples: N. key: the hash of the whole request, which names the folder.
+        key: the hash of the whole request, which names the folder. count: the law of K. examples: N.
+        keep: whether runs that are not released are kept.
     """
 
-    name: str
     folder: Path
     key: str
     settings: tuple[Setting, ...]
-    count: RunCount
+    count: TruncatedNegativeBinomial
     cost: SearchCost
     examples: int
     delta: float
-    tuning: TuningConfig
-    overwrite: bool
-    notes: tuple[str, ...] = ()
+    keep: bool = False
 
     def statement(self) -> str:
         """The search and its cost in words; independent of the draws."""
@@ -85,7 +76,6 @@ class Search:
             f"{neighbours_of(self.settings[0].config)}",
             "  The score is of validation examples, which epsilon does not cover, and leans upwards as the best of "
             "several. Not covered: how long the search takes, which tells how many runs there were.",
-            *(f"  {note}" for note in self.notes),
         ]
         if self.cost.grid <= self.cost.search:
             lines.append("  So few settings cost less if all of them are run and shown, without tuning=accounted.")
@@ -102,119 +92,71 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
         UserError: settings without an ε, that release more than the best run, or that cannot reach their target.
     """
     cells = planned.cells or ()
-    configs = [copy.deepcopy(cell.config) for cell in cells]
-    for problem in [*_command_line(overrides), *_together(configs)]:
-        raise UserError(f"tuning=accounted: {problem}")
-    for cell, config in zip(cells, configs, strict=True):
-        for problem in _refused(config):
-            raise UserError(f"tuning=accounted, in the cell {cell.name}: {problem}")
-    notes = _without_holdout(configs)
-    first = configs[0]
-    key = hashlib.sha256(json.dumps([stable_config(config) for config in configs]).encode()).hexdigest()
-    count = count_of(first.tuning, len(configs))
-    examples = _examples(configs)
-    trainings, delta = _trainings(configs, count, examples)
-    return Search(
-        planned.name,
-        Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}",
-        key,
-        tuple(
-            Setting(_name(cell.name), _with_noise(config, training), training)
-            for cell, config, training in zip(cells, configs, trainings, strict=True)
-        ),
-        count,
-        search_cost(trainings, count, delta, first.privacy.accountant),
-        examples,
-        delta,
-        first.tuning,
-        first.overwrite,
-        tuple(notes),
-    )
-
-
-def count_of(tuning: TuningConfig, settings: int) -> RunCount:
-    """The law of K; raises `UserError` for invalid parameters."""
-    runs = tuning.runs
-    if tuning.gamma is not None:
-        if runs is not None or tuning.law == "poisson":
-            raise UserError(
-                f"tuning.gamma={tuning.gamma:g} sets the expected number of runs of a negative binomial law: leave it "
-                "out, or tuning.runs and tuning.law."
-            )
-        return TruncatedNegativeBinomial(tuning.eta, tuning.gamma)
-    expected = float(settings) if runs is None else runs
-    if tuning.law == "poisson":
-        return Poisson(expected)
-    if expected <= 1.0:
-        raise UserError("tuning.law=negative_binomial with one expected run is not a search: give tuning.runs above 1.")
-    return TruncatedNegativeBinomial.with_mean(tuning.eta, expected)
-
-
-def _command_line(overrides: Sequence[str]) -> Iterator[str]:
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        if key == "hydra/launcher" and value != "basic":
-            yield "its runs go one after the other, as a queue would show how many there are: leave hydra/launcher out."
-        if key == "data.holdout" and value != "null":
-            yield (
-                f"{word} would score on training examples, which no noise protects there: leave it out, and the "
-                "validation set is scored on."
-            )
-
-
-def _together(configs: Sequence[RunConfig]) -> Iterator[str]:
-    """Problems with keys that all cells must share."""
-    first = configs[0]
-    # to_run_config has left epsilon None where the noise is given
-    budget = ["privacy.epsilon"] if first.tuning.target == "search" else []
-    for key in [*SAME, *ONE_VALUE, *budget]:
-        values = {repr(value_at(config, key)): value_at(config, key) for config in configs}
+    if any(word.startswith("hydra/launcher=") and not word.endswith("=basic") for word in overrides):
+        raise UserError(
+            "tuning=accounted: its runs go one after the other, as a queue would show how many there are: leave "
+            "hydra/launcher out."
+        )
+    for key in SAME:
+        values = {repr(value): value for value in (value_at(cell.config, key) for cell in cells)}
         if len(values) > 1:
             several = ", ".join(map(str, list(values.values())[:4]))
-            yield f"{key} is {several} in its cells, but a search needs one value: give it on the command line."
+            raise UserError(
+                f"tuning=accounted: {key} is {several} in its cells, but a search needs one value: give it on the "
+                "command line."
+            )
+    for cell in cells:
+        for problem in _refused(cell.config):
+            raise UserError(f"tuning=accounted, in the cell {cell.name}: {problem}")
+    configs = [cell.config for cell in cells]
+    first = configs[0]
+    tuning = first.tuning
+    key = hashlib.sha256(json.dumps([stable_config(config) for config in configs]).encode()).hexdigest()
+    count = TruncatedNegativeBinomial.with_mean(tuning.eta, len(cells) if tuning.runs is None else tuning.runs)
+    examples = _examples(configs)
+    trainings, delta = _trainings(configs, count, examples)
+    cost = search_cost(trainings, count, delta, first.privacy.accountant)
+    settings = tuple(
+        Setting(cell.name, _with_noise(cell.config, training), training)
+        for cell, training in zip(cells, trainings, strict=True)
+    )
+    folder = Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}"
+    return Search(folder, key, settings, count, cost, examples, delta, tuning.keep)
 
 
 def _refused(config: RunConfig) -> Iterator[str]:
     """Settings that have no RDP curve, are predictable, or release more than the best run."""
-    privacy, tuning = config.privacy, config.tuning
+    privacy, data = config.privacy, config.data
     if config.clip.grouping == "none" or privacy.epsilon == math.inf or privacy.noise_multiplier == 0:
         yield "a run without noise has no epsilon, nor has a search: choose a clipping mode and a finite budget."
     if privacy.sampling != "poisson":
         yield f"privacy.sampling={privacy.sampling} has no valid RDP curve: use privacy=poisson."
-    if config.debug.noise_seed is not None or config.data.public:
-        which, other = ("data.public=true", "false") if config.data.public else ("debug.noise_seed", "null")
-        secret = f"{which.split('=')[0]}={other}"
-        yield f"{which} makes the noise predictable, so nothing is private: give {secret}."
+    if data.public:
+        yield "data.public=true makes the noise predictable, so nothing is private: give data.public=false."
+    if config.debug.noise_seed is not None:
+        yield "debug.noise_seed makes the noise predictable, so nothing is private: give debug.noise_seed=null."
+    if data.holdout:
+        yield (
+            f"data.holdout={data.holdout:g} would score on training examples, which no noise protects there: give "
+            "data.holdout=null, and the validation set is scored on."
+        )
+    if config.overwrite:
+        yield (
+            "overwrite=true would draw again, and each draw is a release whose epsilon adds to the others': leave it "
+            "out, or give another paths.results and add the two."
+        )
     if config.tracker.name != "files":
         yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
-    asked = {
-        "explain": config.explain,
-        "export": config.export,
-        "resume": config.resume,
-        "eval.shots": config.eval.shots,
-    }
-    for key, value in asked.items():
-        if value not in (None, False):
+    for key in ("explain", "export", "resume", "eval.shots"):
+        if value_at(config, key) not in (None, False):
             yield f"{key} is of a single run: leave it out, and give it the released one afterwards."
     if config.pipeline.stages > 1:
         yield f"pipeline.stages={config.pipeline.stages} is not for a search: give one stage."
-    if config.own_task and not tuning.outside:
+    if config.own_task and not config.tuning.outside:
         yield (
             f"task={config.task} is your own, and what it validates on may be training examples: give "
             "tuning.outside=true if none of it is."
         )
-
-
-def _without_holdout(configs: Sequence[RunConfig]) -> list[str]:
-    shares = {config.data.holdout for config in configs if config.data.holdout}
-    for config in configs:
-        config.data.holdout = None
-    given = ", ".join(f"{share:g}" for share in sorted(shares))
-    return [f"The sweep's data.holdout={given} is ignored: a score on training examples has no epsilon."] * bool(shares)
-
-
-def _name(name: str) -> str:
-    return " ".join(word for word in name.split() if not word.startswith("data.holdout="))
 
 
 def _examples(configs: Sequence[RunConfig]) -> int:
@@ -246,21 +188,20 @@ def _examples(configs: Sequence[RunConfig]) -> int:
     return int(task.train_size)
 
 
-def _trainings(configs: Sequence[RunConfig], count: RunCount, examples: int) -> tuple[list[Training], float]:
-    """Each setting's mechanism, and the δ of all."""
+def _trainings(
+    configs: Sequence[RunConfig], count: TruncatedNegativeBinomial, examples: int
+) -> tuple[list[Training], float]:
+    """Each setting's mechanism, and the δ of all; ``privacy.epsilon`` is the whole search's."""
     from groupwise.run import plan_run
 
-    epsilon = configs[0].privacy.epsilon
-    to_search = configs[0].tuning.target == "search" and epsilon is not None
     trainings = []
     for config in configs:
-        asked = copy.deepcopy(config)
-        if to_search:  # σ is found below: this plan is for B, T and δ
-            asked.privacy = replace(asked.privacy, epsilon=None, noise_multiplier=1.0, accountant="rdp")
-        plan = plan_run(asked, examples, 1)
-        trainings.append(Training(plan.noise_multiplier, plan.sample_rate, plan.steps))
-    if to_search:
-        assert epsilon is not None
+        sigma = config.privacy.noise_multiplier or 1.0  # where ε is given, σ is found below
+        given = replace(config, privacy=replace(config.privacy, epsilon=None, noise_multiplier=sigma, accountant="rdp"))
+        plan = plan_run(given, examples, 1)
+        trainings.append(Training(sigma, plan.sample_rate, plan.steps))
+    epsilon = configs[0].privacy.epsilon
+    if epsilon is not None:
         rates = [(training.sample_rate, training.steps) for training in trainings]
         sigmas = calibrate_search(rates, count, epsilon, plan.delta)
         trainings = [Training(sigma, *of) for of, sigma in zip(rates, sigmas, strict=True)]
@@ -271,5 +212,5 @@ def _with_noise(config: RunConfig, training: Training) -> RunConfig:
     """A single run's configuration, with the noise that the search needs and without the search's settings."""
     run = copy.deepcopy(config)
     run.privacy.noise_multiplier, run.privacy.epsilon = training.noise_multiplier, None
-    run.tuning, run.overwrite = TuningConfig(), False
+    run.tuning = TuningConfig()
     return run

@@ -2,14 +2,13 @@
 
 `results/searches/<sweep>-<hash>/`:
 
-    draws.json     how many times this search was drawn; each draw is a release of its own, and their ε add up
     unreleased/    for the owner alone: search.json (K, and each run's setting), the runs' records and logs
     released/      model.pt, config.yaml and release.json of the best run
     DONE
 
 K and the settings come from the operating system's randomness and are on disk before the first run begins, so a search
 that was killed resumes with the same ones. Drawing again for a better result would change the law of K that is
-accounted for, so a second draw needs ``overwrite=true`` and is counted.
+accounted for: the ε of both draws adds up.
 """
 
 import copy
@@ -28,7 +27,7 @@ from groupwise.config.identity import config_hash, save_config
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy.plan import WIDTH
-from groupwise.privacy.tuning import RunCount, curve_epsilon
+from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.rows import HELD_OUT
 from groupwise.sweeps.accounted import Search, Setting
 from groupwise.sweeps.best import HEADLINES, lower_is_better
@@ -36,7 +35,7 @@ from groupwise.sweeps.collect import result_row
 from groupwise.sweeps.folder import output_to
 from groupwise.training.record import neighbours_of
 
-DRAWS, UNRELEASED, STATE, RELEASED, RELEASE = "draws.json", "unreleased", "search.json", "released", "release.json"
+UNRELEASED, STATE, RELEASED, RELEASE = "unreleased", "search.json", "released", "release.json"
 WARNING = (
     "NOT TO BE RELEASED. The epsilon of this search covers the best run alone. How many runs there are, under which\n"
     "settings, and what came of them would cost more, and is for nobody but the owner of the data.\n"
@@ -58,85 +57,58 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
     folder = search.folder
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
-        if search.overwrite:
-            for entry in ("DONE", RELEASED, UNRELEASED):
-                if os.path.lexists(folder / entry):
-                    remove(folder / entry)
         if not (folder / "DONE").is_file():
-            state = _read_draw(search) or _draw(search)
-            if state["draw"] > 1:
-                print(textwrap.fill(_on_draws(search, state["draw"]), WIDTH, subsequent_indent="  "))
+            settings = _drawn(search)
             notice = f"Running in secret; do not release {folder / UNRELEASED}."
             print(textwrap.fill(notice, WIDTH, subsequent_indent="  "), flush=True)
-            scored = [(_score(row), setting, run) for row, setting, run in _runs(search, state["settings"], train)]
-            _release(search, state["draw"], scored)
-        if not search.tuning.keep:
+            _release(search, [(_score(row), setting, run) for row, setting, run in _runs(search, settings, train)])
+        if not search.keep:
             shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
         return _released(folder)
 
 
-def _draw(search: Search) -> dict[str, Any]:
-    """K and the settings of its runs, from secret randomness, written to disk before they are used."""
-    before = _draws(search.folder)
-    if before and not search.overwrite:
-        raise UserError(
-            f"{search.folder} was drawn before and its {UNRELEASED}/{STATE} is missing: restore it, or give "
-            "overwrite=true for another release, whose epsilon adds to the first."
-        )
-    unreleased = search.folder / UNRELEASED
-    unreleased.mkdir(mode=0o700)
-    write_text(unreleased / "NOT-TO-BE-RELEASED.txt", WARNING)
-    settings = draw_settings(search.count, len(search.settings))
-    state = {"draw": before + 1, "key": search.key, "plan": _plan(search), "settings": settings}
-    write_atomically(unreleased / STATE, lambda file: file.write(json.dumps(state).encode()))
-    write_json(search.folder / DRAWS, {"draws": before + 1})
-    return state
-
-
-def draw_settings(count: RunCount, settings: int) -> list[int]:
-    """K numbers below `settings`, each as likely as any other, with replacement, from secret randomness."""
-    return [secrets.randbelow(settings) for _ in range(count.draw())]
-
-
-def _read_draw(search: Search) -> dict[str, Any] | None:
-    """The draw on disk; None if there is none.
+def _drawn(search: Search) -> list[int]:
+    """Each run's setting, from secret randomness; on disk before it is used, and read from there if it is.
 
     Raises:
-        UserError: it belongs to another search, or to another number of examples.
+        UserError: the draw on disk is gone, or of another search or number of examples.
     """
-    path = search.folder / UNRELEASED / STATE
+    unreleased = search.folder / UNRELEASED
+    path = unreleased / STATE
+    sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
+    valid_for = {
+        "key": search.key,
+        "examples": search.examples,
+        "delta": search.delta,
+        "law": str(search.count),
+        "sigmas": sigmas,
+    }
     if not path.is_file():
-        if (search.folder / UNRELEASED).is_dir() and not _draws(search.folder):
-            remove(search.folder / UNRELEASED)  # killed before it was drawn
-        return None
+        if any(unreleased.glob("[0-9]*")):  # logs and records of runs
+            raise UserError(f"{path} is gone, without which the search cannot go on with the same draw: restore it.")
+        unreleased.mkdir(mode=0o700, exist_ok=True)
+        write_text(unreleased / "NOT-TO-BE-RELEASED.txt", WARNING)
+        settings = draw_settings(search.count, len(search.settings))
+        state = {"settings": settings, "valid_for": valid_for}
+        write_atomically(path, lambda file: file.write(json.dumps(state).encode()))
+        return settings
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        same = state["key"] == search.key and state["plan"] == _plan(search)
-        sound = all(0 <= of < len(search.settings) for of in state["settings"]) and state["draw"] >= 1
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} was changed: restore it, or draw again with overwrite=true.") from error
-    if not same or not sound:
-        raise UserError(
-            f"{search.folder} was begun with other data, noise or libraries: restore those, or give overwrite=true for "
-            "another release, whose epsilon adds to the first."
-        )
-    if _draws(search.folder) < state["draw"]:  # killed between the two files
-        write_json(search.folder / DRAWS, {"draws": state["draw"]})
-    return state
-
-
-def _plan(search: Search) -> dict[str, Any]:
-    """The facts besides the configuration that a draw is valid for."""
-    sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
-    return {"examples": search.examples, "delta": search.delta, "law": str(search.count), "sigmas": sigmas}
-
-
-def _draws(folder: Path) -> int:
-    path = folder / DRAWS
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["draws"]) if path.is_file() else 0
+        sound = all(0 <= of < len(search.settings) for of in state["settings"])
+        same = state["valid_for"] == valid_for
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} was changed after the search wrote it: restore it.") from error
+    if not same or not sound:
+        raise UserError(
+            f"{search.folder} was begun with other data, noise or libraries: restore those, or give another "
+            "paths.results for another release, whose epsilon adds to the first."
+        )
+    return state["settings"]
+
+
+def draw_settings(count: TruncatedNegativeBinomial, settings: int) -> list[int]:
+    """K numbers below `settings`, each as likely as any other, with replacement, from secret randomness."""
+    return [secrets.randbelow(settings) for _ in range(count.draw())]
 
 
 def _runs(
@@ -192,54 +164,36 @@ def _score(row: Mapping[str, Any]) -> Score:
     return (1.0, -value if lower_is_better(name) else value) if math.isfinite(value) else (0.0, 0.0)
 
 
-def _release(search: Search, draw: int, scored: list[tuple[Score, Setting, Path]]) -> None:
+def _release(search: Search, scored: list[tuple[Score, Setting, Path]]) -> None:
     """Copy the first of the best runs to the released folder, and nothing of the others."""
     partial = search.folder / f".{RELEASED}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    found: dict[str, Any] = {"setting": None, "metrics": {}}
-    if scored:
-        _, setting, run = max(scored, key=lambda one: one[0])
-        row = json.loads((run / "result.json").read_text(encoding="utf-8"))
-        metrics = {key: value for key, value in row.items() if key.startswith(HELD_OUT)}
-        found = {"setting": setting.name, "score": _headline(row), "metrics": metrics}
-        public = copy.deepcopy(setting.config)
-        public.paths = PathsConfig()
-        write_text(partial / "config.yaml", save_config(public))
-        shutil.copyfile(run / "model.pt", partial / "model.pt")  # not its times, which reveal what came after
-    cost = search.cost
+    _, setting, run = max(scored, key=lambda one: one[0])
+    row = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    public = copy.deepcopy(setting.config)
+    public.paths = PathsConfig()
+    write_text(partial / "config.yaml", save_config(public))
+    shutil.copyfile(run / "model.pt", partial / "model.pt")  # not its times, which reveal what came after
     privacy = {
         "private": True,
-        "epsilon": cost.search,
+        "epsilon": search.cost.search,
         "delta": search.delta,
-        "neighbours_differ_by": neighbours_of(search.settings[0].config),
+        "neighbours_differ_by": neighbours_of(setting.config),
         "training_examples": search.examples,
         "runs_expected": search.count.mean,
         "law": str(search.count),
         "settings": [setting.name for setting in search.settings],
-        "epsilon_of_one_run": cost.one_run,
-        "epsilon_of_all_settings": cost.grid,
-        "draw": draw,
-        "epsilon_of_all_draws": _all_draws(search, draw),
-        "notes": list(search.notes),
+        "epsilon_of_one_run": search.cost.one_run,
+        "epsilon_of_all_settings": search.cost.grid,
     }
-    write_json(partial / RELEASE, {**found, "privacy": privacy})
+    metrics = {key: value for key, value in row.items() if key.startswith(HELD_OUT)}
+    found = {"setting": setting.name, "score": _headline(row), "metrics": metrics, "privacy": privacy}
+    write_json(partial / RELEASE, found)
     if os.path.lexists(search.folder / RELEASED):
         remove(search.folder / RELEASED)
     os.replace(partial, search.folder / RELEASED)
     write_text(search.folder / "DONE", "")
-
-
-def _all_draws(search: Search, draw: int) -> float:
-    """ε of this many draws of the search together: Rényi divergences add up."""
-    return curve_epsilon(draw * search.cost.curve, search.delta)
-
-
-def _on_draws(search: Search, draw: int) -> str:
-    return (
-        f"  This is draw {draw} of this search and a release of its own: all {draw} together have epsilon = "
-        f"{_all_draws(search, draw):.4g}. To go on with it after an interruption, leave overwrite=true out."
-    )
 
 
 def _released(folder: Path) -> list[str]:
@@ -247,20 +201,14 @@ def _released(folder: Path) -> list[str]:
     try:
         found = json.loads((folder / RELEASED / RELEASE).read_text(encoding="utf-8"))
         privacy, metrics = found["privacy"], found["metrics"]
+        lines = [
+            f"Released: {found['setting']}",
+            "  " + "  ".join(f"{key} {value:.4g}" for key, value in metrics.items()),
+            f"  epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}, for the whole search",
+            f"  {folder / RELEASED}",
+        ]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder / RELEASED} was changed after the search wrote it: restore it.") from error
-    figures = [f"epsilon = {privacy['epsilon']:.4g} at delta = {privacy['delta']:g}, for the whole search"]
-    if privacy["draw"] > 1:
-        figures.append(f"epsilon = {privacy['epsilon_of_all_draws']:.4g} with the draws before it")
-    if found["setting"] is None:
-        return ["Nothing was drawn to be run, and that is the release.", *figures]
-    shown = "  ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-    lines = [
-        f"Released: {found['setting']}",
-        f"  {shown}",
-        *(f"  {figure}" for figure in figures),
-        f"  {folder / RELEASED}",
-    ]
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
 
 
