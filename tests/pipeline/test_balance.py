@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.split import choose_ranges, even_out
 from groupwise.torchvision_import import import_torchvision
 
@@ -55,10 +54,6 @@ def test_embedding_and_head_weigh_where_they_are():
     large.weight = nn.Parameter(torch.zeros(500, 8))
     model.lm_head = large
     assert choose_ranges(model, 2) == ((0, 4), (4, 6))
-
-
-def test_a_wide_resnet_is_heaviest_at_its_end():
-    assert choose_ranges(wide_resnet(depth=16, width=1), 2) == ((0, 5), (5, 6))
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [1, 1, 1], [4, 0, 0]])

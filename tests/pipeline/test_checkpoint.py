@@ -71,7 +71,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
         seen[f"after full at {place}"] = load()
         ranks.barrier()
 
-    model = make_model(Case("wrn"))
+    model = make_model(Case())
     stage = cut(model, choose_ranges(model, STAGES), ranks.stage)
     checkpoint.save_weights(Path(folder) / "model.pt", stage.names(), stage.state_dict(), ranks)
     checkpoint.LARGEST = 10
@@ -115,9 +115,9 @@ def test_when_one_cannot_write_all_say_so_and_the_last_checkpoint_stands(ran, pl
 @pytest.mark.parametrize("name", ["model", "large"])
 @pytest.mark.parametrize("stages", [1, 3, 4])
 def test_any_number_of_stages_reads_the_weights(ran, name, stages):
-    truth = make_model(Case("wrn")).state_dict()
+    truth = make_model(Case()).state_dict()
     for index in range(stages):
-        model = make_model(Case("wrn"))
+        model = make_model(Case())
         stage = cut(model, choose_ranges(model, stages), index)
         for parameter in stage.parameters():
             torch.nn.init.zeros_(parameter)
@@ -126,7 +126,7 @@ def test_any_number_of_stages_reads_the_weights(ran, name, stages):
 
 
 def test_a_small_model_is_also_one_file_as_any_task_leaves_it(ran):
-    truth = make_model(Case("wrn")).state_dict()
+    truth = make_model(Case()).state_dict()
     written = load_checkpoint(ran[0] / "model.pt")
     assert written.keys() == truth.keys()
     assert all(torch.equal(written[name], truth[name]) for name in truth)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Microbatch
 from tests.pipeline.ranks import run_ranks
-from tests.pipeline.tiny import BATCHES, MICROBATCH, Case, Images, make_trainer
+from tests.pipeline.tiny import BATCHES, MICROBATCH, WORDS, Case, Texts, make_trainer
 
 COUNTS = [-(-len(BATCHES[step]) // MICROBATCH) for step in (0, 2)]
 """Microbatches of the steps that have examples."""
@@ -139,14 +140,14 @@ def left_out(ranks: Ranks) -> tuple:
     for grouping in ("flat", "device"):
         both = []
         for batch in ((0, 5, 1), (0, 1)):
-            trainer = make_trainer(Case(model="wrn", grouping=grouping), ranks)
-            feed, bad = trainer.private.sums.feed, Images().images[5]
-            prepare = feed._prepare
-            feed._prepare = lambda images, bad=bad, prepare=prepare: torch.where(
-                (images == bad).flatten(1).all(1).view(-1, 1, 1, 1), torch.nan, prepare(images)
-            )
+            trainer = make_trainer(Case(grouping=grouping), ranks)
+            data, last = Texts(), WORDS - 1  # a token of example 5 alone
+            data.rows = [np.minimum(row, last if number == 5 else last - 1) for number, row in enumerate(data.rows)]
+            data.rows[5][0] = last
+            if trainer.runner.stage.first:
+                trainer.runner.stage.body.wte.weight.data[last] = torch.nan
             run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
-            run(feed.microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
+            run(data.feed().microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
             counts = (trainer.private.engine.nonfinite, trainer.private.engine.examples)
             both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
         found.append(both)

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
 from groupwise.errors import UserError
-from groupwise.models.image_networks import wide_resnet
 from groupwise.models.trainable import add_adapters
 from groupwise.pipeline.model_parts import FAMILIES
 from groupwise.pipeline.split import choose_ranges, cut
@@ -173,19 +171,6 @@ def test_losses_can_be_sums_over_tokens():
     model, (ids, kwargs) = untied("gpt2"), texts()
     wanted = expected(model, ids, kwargs, "sum")
     assert_same(chained(stages_of(model, 2, token_loss="sum"), ids, kwargs), wanted, wanted[1])
-
-
-@pytest.mark.parametrize("order", ["classic", "deepmind", "order3"])
-def test_stages_of_a_wide_resnet(order):
-    torch.manual_seed(0)
-    model = wide_resnet(depth=16, width=1, num_classes=4, block_order=order, norm_groups=4).double()
-    images, labels, weights = torch.rand(3, 3, 10, 10).double(), torch.tensor([1, 3, 0]), torch.tensor([1.0, 1.0, 0.0])
-    losses = F.cross_entropy(model(images), labels, reduction="none") * weights
-    losses.sum().backward()
-    wanted = losses.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-    for count in (1, 2, 3, 4):
-        stages = stages_of(model, count, rematerialize=count == 3)
-        assert_same(chained(stages, images, {"labels": labels, "weights": weights}), wanted, wanted[1])
 
 
 def test_a_block_that_runs_again_draws_the_same_dropout():

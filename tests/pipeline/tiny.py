@@ -1,4 +1,4 @@
-"""Pipelines small enough for tests: three models in float64, texts of unequal lengths, and given batches."""
+"""Pipelines small enough for tests: two models in float64, texts of unequal lengths, and given batches."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,10 @@ from torch import nn
 
 from groupwise.build import losses_of_stage
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.models.image_networks import wide_resnet
 from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.pipeline.trainer import PipelineTrainer, StageSums
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
-from groupwise.tasks.image_classification import ImageFeed
 from groupwise.tasks.samples import Rows, Samples
 from groupwise.tasks.text_generation import TextFeed
 from groupwise.torchvision_import import import_torchvision
@@ -26,7 +24,7 @@ from tests.tiny_training import Trained
 
 WORDS, EXAMPLES, EXPECTED, LEARNING_RATE, MICROBATCH = 20, 16, 8, 0.5, 3
 QUANTILE, STEP = 0.6, 0.3
-THRESHOLDS = {"gpt2": 1.0, "lora": 0.3, "wrn": 25.0}
+THRESHOLDS = {"gpt2": 1.0, "lora": 0.3}
 """C, such that some examples are clipped and others are not."""
 BATCHES: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3, 5, 7, 9, 10, 12, 14, 15), (), (4, 6, 8, 11, 13))
 """The second batch is empty, and none fills its last microbatch."""
@@ -58,27 +56,9 @@ class Texts:
         return TextFeed(Samples(Rows.of(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
 
 
-class Images:
-    """Noise in ten classes."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.images = torch.randint(0, 256, (EXAMPLES, 3, 8, 8), dtype=torch.uint8)
-        self.labels = torch.randint(0, 10, (EXAMPLES,))
-
-    @staticmethod
-    def prepare(images: torch.Tensor) -> torch.Tensor:
-        return images.double() / 64 - 2
-
-    def feed(self) -> ImageFeed:
-        return ImageFeed(self.images, self.labels, self.prepare, torch.device("cpu"))
-
-
 def make_model(case: Case) -> nn.Module:
     """The whole model, the same in every process."""
     torch.manual_seed(0)
-    if case.model == "wrn":
-        return wide_resnet(depth=16, width=1, norm_groups=4).double()
     import_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -120,7 +100,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
     device = torch.device("cpu")
     engine = make_engine(stage, ClipConfig(grouping=case.grouping, policy=case.policy))
-    feed = Images().feed() if case.model == "wrn" else Texts().feed()
+    feed = Texts().feed()
     if engine is not None:
         some = feed.microbatches(feed.order(np.arange(EXAMPLES)), EXAMPLES)[0]
         engine.trace(losses_of_stage(stage, some, device), range(EXAMPLES))

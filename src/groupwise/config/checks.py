@@ -23,8 +23,7 @@ WRITTEN = ("paths.results", "export")
 LARGEST_WHOLE, LARGEST = 2**62, 1e15
 """The largest seed, size or number of steps, and the largest other number: beyond them libraries overflow."""
 GENERATION = ("e2e", "dart", "samsum")
-PIPELINES = ("samsum", "e2e", "dart", "cifar")
-"""Tasks whose model can be split into stages."""
+"""Tasks of texts to be written; their model can be split into stages."""
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
@@ -269,8 +268,6 @@ def _augmentation(config: RunConfig) -> Iterator[str]:
              if getattr(data, key) != off]  # fmt: skip
     if asked and config.model.name != "wide_resnet":
         yield f"{asked[0]} is of images, and model.name={config.model.name} sees none: leave it out."
-    if asked and config.pipeline.stages > 1:
-        yield f"{asked[0]} is not for pipeline.stages={config.pipeline.stages}: leave it out, or give one stage."
     if asked == [f"data.views={data.views}"]:
         yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
@@ -283,8 +280,8 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if stages == 1:
         return
     several = f"pipeline.stages={stages}"
-    if config.task not in PIPELINES:
-        yield f"{several} is not for task={config.task}: choose one of {', '.join(PIPELINES)}, or pipeline.stages=1."
+    if config.task not in GENERATION:
+        yield f"{several} is not for task={config.task}: choose one of {', '.join(GENERATION)}, or pipeline.stages=1."
     if clip.norms == "ghost":
         yield f"clip.norms=ghost is not for {several}: clip=flat does the same there, in two passes of the pipeline."
     if clip.grouping == "custom":

@@ -77,7 +77,7 @@ class StageLink:
 
 @runtime_checkable
 class Staged(Protocol):
-    """A task whose model can be split into stages: `tasks.TextGeneration` and `tasks.ImageClassification`."""
+    """A task whose model can be split into stages: `tasks.TextGeneration`."""
 
     def feed(self, split: Split, device: torch.device) -> Feed:
         """Makes the microbatches of a split."""
@@ -85,7 +85,7 @@ class Staged(Protocol):
     def metrics(
         self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Callable[..., list[str]] | None = None
     ) -> dict[str, float]:
-        """Metrics from `Stage.outcomes` of these rows (n,) of a split, (n, ...); a final evaluation writes texts."""
+        """Metrics from the losses of these rows (n,) of a split, (n,); a final evaluation writes texts."""
 
 
 def evaluate_pipeline(
@@ -124,7 +124,7 @@ def evaluate_outcomes(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`Stage.outcomes` of all examples on every process, in order and without fillers, on the CPU: (n, ...).
+    """The losses of all examples on every process, in order and without fillers, on the CPU: (n,).
 
     The microbatches may differ in shape. A stage starts the next one as soon as it has sent one on.
     """
@@ -134,7 +134,7 @@ def evaluate_outcomes(
             reads: dict[str, Any] = {name: microbatch.kwargs[name] for name in stage.reads if name in microbatch.kwargs}
             hidden = link.through(microbatch.first, **reads)
             if hidden is not None:
-                found.append(stage.outcomes(hidden, microbatch.kwargs)[: microbatch.examples - microbatch.absent].cpu())
+                found.append(stage.losses(hidden, microbatch.kwargs)[: microbatch.examples - microbatch.absent].cpu())
     return link.broadcast(torch.cat(found) if stage.last else None)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.models.image_networks import WideResNet
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,14 @@ class ModelParts:
         blocks: in their order.
         exit: modules that only the last stage needs.
         network: the model without peft's wrapper.
-        family: of a language model; None for a wide residual network.
+        family: where its parts are.
     """
 
     entry: tuple[nn.Module, ...]
     blocks: tuple[nn.Module, ...]
     exit: tuple[nn.Module, ...]
     network: Any
-    family: Family | None = None
+    family: Family
 
     @property
     def parts(self) -> list[tuple[nn.Module, ...]]:
@@ -88,21 +87,17 @@ class ModelParts:
 
     @property
     def body(self) -> Any:
-        """The module of a language model that runs the blocks."""
-        assert self.family is not None
+        """The module that runs the blocks."""
         return _body(self.network, self.family)
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Find the parts of a causal language model, bare or with peft's adapters inside, or of a wide residual network.
+    """Find the parts of a causal language model, bare or with peft's adapters inside.
 
     Raises:
         UserError: a model whose parts are not known here.
     """
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if isinstance(network, WideResNet):
-        start = _present(network.stem, getattr(network, "stem_norm", None))
-        return ModelParts(start, tuple(network.blocks), _present(network.final_norm, network.classifier), network)
     check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
     family = FAMILIES[network.config.model_type]
     head = network.get_output_embeddings()

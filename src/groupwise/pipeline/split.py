@@ -12,7 +12,7 @@ from torch import nn
 
 from groupwise.errors import UserError
 from groupwise.pipeline.model_parts import ModelParts, find_parts
-from groupwise.pipeline.stage import ImageStage, Stage, TextStage
+from groupwise.pipeline.stage import Stage, TextStage
 
 Ranges = tuple[tuple[int, int], ...]
 """Blocks [start, stop) of each stage."""
@@ -106,12 +106,12 @@ def cut(
     """Cut stage `index` out of `model`, which cannot be used afterwards: the other stages' modules are dropped.
 
     Args:
-        model: a causal language model of transformers, bare or with peft's adapters inside, or a wide residual network;
-            its parameters may be on the meta device.
+        model: a causal language model of transformers, bare or with peft's adapters inside; its parameters may be on
+            the meta device.
         ranges: blocks [start, stop) of each stage.
         index: of the stage.
         rematerialize: keep only each block's input for the backward pass, and run the block again there.
-        token_loss: text: mean | sum over each example's own tokens.
+        token_loss: mean | sum over each example's own tokens.
         precision: makes the context of every forward pass; see `training.precision`.
 
     Raises:
@@ -121,8 +121,7 @@ def cut(
     anatomy = find_parts(model)
     _check_trainable(model, anatomy, ranges)
     names = {id(module): name for name, module in model.named_modules()}
-    kind = ImageStage if anatomy.family is None else TextStage
-    stage = kind(anatomy, ranges, index, rematerialize=rematerialize, token_loss=token_loss, precision=precision)
+    stage = TextStage(anatomy, ranges, index, rematerialize=rematerialize, token_loss=token_loss, precision=precision)
     stage.remember(names)
     return stage.train(model.training)
 

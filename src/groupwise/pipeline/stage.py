@@ -1,27 +1,24 @@
-"""The stages of a split model: a causal language model, or a wide residual network (for small images)."""
+"""The stages of a split causal language model."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.pipeline.model_parts import Family, ModelParts
-from groupwise.tasks.image_classification import image_outcomes
 from groupwise.tasks.text_task import at_least_float32, per_example, token_losses
 
 
 class Stage(nn.Module, ABC):
-    """One part of a model: hidden activations in and out, token ids or images into the first, losses out of the last.
+    """One part of a model: hidden activations in and out, token ids into the first, losses out of the last.
 
     Args:
         index: 0 ... count - 1.
@@ -41,7 +38,7 @@ class Stage(nn.Module, ABC):
         """Run the stage.
 
         Args:
-            x: token ids (b, T) or images (b, C, H, W) on the first stage, else the output of the stage before.
+            x: token ids (b, T) on the first stage, else the output of the stage before.
             kwargs: as `training.task.Microbatch` has them; a stage ignores those that it does not take.
 
         Returns:
@@ -61,13 +58,9 @@ class Stage(nn.Module, ABC):
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
         """On the last stage, from its hidden activations to one loss an example, (b,), without weights."""
 
-    def outcomes(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """On the last stage, each example's result for an evaluation, without weights: here its loss, (b,)."""
-        return self.losses(hidden, kwargs)
-
     @abstractmethod
     def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
-        """The shape of this stage's output, for b rows of T tokens, or b images with sides of T pixels.
+        """The shape of this stage's output, for b rows of T tokens.
 
         With `before`, the shape of its input (after the first stage).
         """
@@ -202,67 +195,3 @@ def _drops_out(body: Any) -> bool:
     rates = [value for name, value in body.config.to_dict().items() if "drop" in name]
     modules = [module.p for module in body.modules() if isinstance(module, nn.Dropout)]
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates + modules)
-
-
-class ImageStage(Stage):
-    """A stage of a wide residual network: stem, blocks, and the head up to each image's cross-entropy."""
-
-    def __init__(
-        self,
-        anatomy: ModelParts,
-        ranges: tuple[tuple[int, int], ...],
-        index: int,
-        *,
-        rematerialize: bool,
-        token_loss: str,
-        precision: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        super().__init__(index, len(ranges))
-        network, (start, stop) = anatomy.network, ranges[index]
-        convolutions = [getattr(block.conv1, "conv", block.conv1) for block in anatomy.blocks]
-        self._shapes = _after(convolutions[:start]), _after(convolutions[:stop])
-        self._rematerialize, self._precision = rematerialize, precision
-        self.entry = nn.ModuleList(anatomy.entry if self.first else ())
-        self.blocks = nn.ModuleList(anatomy.blocks[start:stop])
-        self.final_norm = network.final_norm if self.last else None
-        self.classifier = network.classifier if self.last else None
-
-    def hidden(self, x: Tensor, **_: Any) -> Tensor:
-        """The pass without classifier and loss."""
-        with self._precision():
-            for module in self.entry:
-                x = module(x)
-            if len(self.entry) > 1:  # a stem with a norm ends with a ReLU
-                x = F.relu(x)
-            for block in self.blocks:
-                again = self._rematerialize and torch.is_grad_enabled()
-                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if again else block(x)
-        return x if self.last else x.to(self.dtype).contiguous()
-
-    def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy of each image, (b,)."""
-        return F.cross_entropy(self.logits(hidden), kwargs["labels"], reduction="none")
-
-    def outcomes(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy of each image, and whether its predicted class is right, (b, 2)."""
-        return image_outcomes(self.logits(hidden), kwargs["labels"])
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits from hidden activations of the last stage, (b, classes), float32 at least."""
-        assert self.classifier is not None
-        with self._precision():
-            if self.final_norm is not None:
-                hidden = self.final_norm(F.relu(hidden))
-            logits = self.classifier(torch.mean(hidden, dim=(2, 3)))
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
-        """(b, channels, T / strides, T / strides), rounded up."""
-        channels, strides = self._shapes[0 if before else 1]
-        return (b, channels, -(-T // strides), -(-T // strides))
-
-
-def _after(convolutions: Sequence[Any]) -> tuple[int, int]:
-    """The channels and the downsampling factor after blocks with these first convolutions."""
-    channels = convolutions[-1].out_channels if convolutions else 0
-    return channels, prod(int(convolution.stride[0]) for convolution in convolutions)

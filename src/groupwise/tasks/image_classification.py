@@ -19,7 +19,7 @@ from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.models.efficientnet import SOURCE, lite0_head
 from groupwise.models.published import provenance_of
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Feed, Microbatch, Split, Task, eval_mode, fill, row_numbers, row_weights, to_device
+from groupwise.training.task import Split, Task, eval_mode, row_numbers
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn", "lite0_head")
@@ -81,10 +81,6 @@ class ImageClassification(Task):
         repeated = labels[:, None].expand(logits.shape[:2])
         return F.cross_entropy(logits.flatten(0, 1), repeated.flatten(), reduction="none").view_as(repeated).mean(1)
 
-    def feed(self, split: Split, device: torch.device) -> Feed:
-        """Microbatches of a split for a pipeline."""
-        return ImageFeed(*self._splits[split], self._prepare, device)
-
     @torch.no_grad()
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
@@ -95,18 +91,10 @@ class ImageClassification(Task):
             rows = _first_of_each_class(labels, limit)
             images, labels = images[rows], labels[rows]
         with eval_mode(self.model):
-            outcomes = [
-                image_outcomes(self._logits(self.model, some), classes)
-                for some, classes in zip(images.split(batch_size), labels.split(batch_size), strict=True)
-            ]
-        return self.metrics(split, np.arange(len(images)), torch.cat(outcomes))
-
-    def metrics(
-        self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Callable[..., list[str]] | None = None
-    ) -> dict[str, float]:
-        """The metrics of `evaluate` from `image_outcomes` (n, 2) of these rows, which a pipeline computes itself."""
-        loss, right = outcomes.double().sum(0).tolist()
-        return {"accuracy": 100.0 * right / len(rows), "loss": loss / len(rows)}
+            logits = torch.cat([self._logits(self.model, some) for some in images.split(batch_size)])
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        right = (logits.argmax(1) == labels).double().sum()
+        return {"accuracy": 100.0 * float(right) / len(labels), "loss": float(losses.double().sum()) / len(labels)}
 
     def describe_data(self) -> dict[str, Any]:
         """Source, counts and SHA-256 of the files."""
@@ -117,50 +105,6 @@ class ImageClassification(Task):
         with self._precision():
             logits = network(self._prepare(images))
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def image_outcomes(logits: Tensor, labels: Tensor) -> Tensor:
-    """Each image's cross-entropy, and 1 if the predicted class is right, else 0: (b, classes), (b,) -> (b, 2)."""
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return torch.stack((losses, (logits.argmax(1) == labels).to(losses.dtype)), dim=1)
-
-
-class ImageFeed:
-    """Images and their classes, as the model reads them and without augmentation; see `training.task.Feed`.
-
-    Args:
-        images: of one split, (n, C, H, W).
-        labels: their classes, (n,).
-        prepare: from such images to those that the model reads.
-        device: of the microbatches.
-    """
-
-    def __init__(
-        self, images: Tensor, labels: Tensor, prepare: Callable[[Tensor], Tensor], device: torch.device
-    ) -> None:
-        self._images, self._labels, self._prepare, self._device = images, labels, prepare, device
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def order(self, examples: np.ndarray) -> np.ndarray:
-        """Unchanged: all images have one size."""
-        return examples
-
-    def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
-        """See `Feed`; labels are (b,)."""
-        if not len(examples):
-            return []
-        filling = fill(examples, size, least)
-        return [
-            self._microbatch(row_numbers(rows, self._images.device), absent)
-            for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
-        ]
-
-    def _microbatch(self, rows: Tensor, absent: int) -> Microbatch:
-        made = {"labels": self._labels[rows], "weights": row_weights(len(rows), absent)}
-        images = to_device(self._prepare(self._images[rows]), self._device)
-        return Microbatch(images, {name: to_device(value, self._device) for name, value in made.items()}, absent)
 
 
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
