@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.pipeline.runner import StageRunner, SteppedStage, check_schedule, held_at_once, least_microbatches
+from groupwise.pipeline.runner import SteppedStage, held_at_once, least_microbatches
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Microbatch
@@ -24,13 +24,6 @@ COUNTS = [-(-len(BATCHES[step]) // MICROBATCH) for step in (0, 2)]
 
 def nothing_random(_: int) -> nullcontext:
     return nullcontext()
-
-
-def test_schedules_that_would_break_clipping_are_refused_with_the_reason():
-    with pytest.raises(UserError, match=r"ZBVZeroBubble is neither 1f1b nor gpipe: .*clipped and counted twice"):
-        check_schedule("ZBVZeroBubble")
-    with pytest.raises(UserError, match="did you mean gpipe"):
-        StageRunner(make_trainer(Case(stages=1), Alone()).runner.stage, None, torch.device("cpu"), "gpip")
 
 
 def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():

@@ -62,13 +62,13 @@ def test_the_plan_adds_up(plan, options):
     assert plan.parameters == 4 * (12 * 64 * 64 + 13 * 64) + (100 + 64) * 64 + 2 * 64 + plan.trained
     assert len(plan.memory) == 2 and all(min(vars(memory).values()) >= 0 for memory in plan.memory)
     assert plan.most == options.batch
-    assert plan.plain < plan.setting.per_device < plan.setting.flat
+    assert plan.plain < plan.times.per_device < plan.times.flat
 
 
 def test_the_fastest_microbatch_is_chosen(estimate, plan):
     works = [replace(estimate.work, microbatch=size) for size in (1, 2, 4)]
-    seconds = [estimate.setting(work, estimate.ranges()).per_device for work in works]
-    assert plan.setting.per_device == min(seconds)
+    seconds = [estimate.times(work, estimate.ranges()).per_device for work in works]
+    assert plan.times.per_device == min(seconds)
     assert works[seconds.index(min(seconds))].microbatch == plan.options.microbatch
 
 

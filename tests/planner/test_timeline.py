@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.pipeline.runner import held_at_once
-from groupwise.planner.timeline import Setting, bubble_fraction, duration, order
+from groupwise.planner.timeline import bubble_fraction, duration, order
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -39,11 +39,3 @@ def test_the_slowest_stage_and_the_messages_count():
     assert duration("1f1b", 1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
     long = duration("1f1b", 100, [1.0, 2.0], [1.0, 2.0], 0.0)
     assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage never waits, but before and after
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_step_is_its_passes_and_its_update_and_flat_clipping_takes_them_twice(schedule):
-    even = {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "norms": (1.5,) * 4}
-    step = Setting(schedule, 8, **even, update=5.0, message=0.0, agree=0.5)
-    assert step.per_device == pytest.approx(3.0 * (8 + 3) + 5.5)
-    assert step.flat == pytest.approx(step.per_device + 2.5 * (8 + 3) + 0.5)

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from groupwise.clipping import ClippingEngine
-from groupwise.errors import UserError, did_you_mean
+from groupwise.errors import UserError
 from groupwise.pipeline.stage import Stage
 from groupwise.training.task import Microbatch
 
@@ -110,20 +110,8 @@ def _sent(stage: Stage, first: Tensor) -> Tensor:
 
 
 _SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-
-
-def check_schedule(name: str) -> None:
-    """Refuse a schedule that is unknown, or under which clipping would be wrong.
-
-    Raises:
-        UserError: with the reason.
-    """
-    if name not in _SCHEDULES:
-        hint = did_you_mean(name, tuple(_SCHEDULES))
-        raise UserError(
-            f"pipeline.schedule={name} is neither 1f1b nor gpipe{hint}: others split the backward pass, so that every "
-            "example would be clipped and counted twice, or put several stages on one device."
-        )
+"""Others split the backward pass, so that every example would be clipped and counted twice, or put several stages on
+one device."""
 
 
 def least_microbatches(name: str, stages: int) -> int:
@@ -147,9 +135,6 @@ class StageRunner:
         device: of this process.
         schedule: 1f1b or gpipe.
         group: the processes of the pipeline, in the order of the stages; None takes all.
-
-    Raises:
-        UserError: a schedule that cannot clip.
     """
 
     def __init__(
@@ -160,7 +145,6 @@ class StageRunner:
         schedule: str = "1f1b",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_schedule(schedule)
         self.stage, self.engine, self.device, self.schedule, self.group = stage, engine, device, schedule, group
         self.least = least_microbatches(schedule, stage.count)
         """The least number of microbatches in a step, which `Feed.microbatches` makes."""

@@ -21,7 +21,7 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import HELP, PlanOptions, parse
-from groupwise.planner.timeline import Setting, bubble_fraction
+from groupwise.planner.timeline import Times, bubble_fraction
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
         most: the largest microbatch that fits.
         ranges: blocks of each stage.
         memory: of each stage.
-        setting: the step's times.
+        times: of a step.
         plain: seconds of a step without clipping and noise.
     """
 
@@ -44,7 +44,7 @@ class Plan:
     most: int
     ranges: Ranges
     memory: list[Memory]
-    setting: Setting
+    times: Times
     plain: float
 
     @property
@@ -75,8 +75,8 @@ def make_plan(estimate: Estimate) -> Plan:
         most=most,
         ranges=ranges,
         memory=estimate.memory(work, ranges),
-        setting=estimate.setting(work, ranges),
-        plain=estimate.setting(work, ranges, "none").per_device,
+        times=estimate.times(work, ranges),
+        plain=estimate.times(work, ranges, "none").per_device,
     )
 
 
@@ -111,7 +111,7 @@ def _chosen(estimate: Estimate, most: int) -> Work:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
     works = [replace(estimate.work, microbatch=size) for size in sizes]
-    return min(works, key=lambda work: estimate.setting(work, estimate.ranges()).per_device)
+    return min(works, key=lambda work: estimate.times(work, estimate.ranges()).per_device)
 
 
 def _why_not(estimate: Estimate) -> str:
@@ -134,8 +134,8 @@ GB = 1e9
 
 def report(plan: Plan) -> str:
     """The options, the table of stages and the times."""
-    options, setting = plan.options, plan.setting
-    device, best = options.device, setting.per_device
+    options, times = plan.options, plan.times
+    device, best = options.device, times.per_device
     dtype = options.weights_dtype if options.rank else "float32"
     trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
     speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
@@ -143,22 +143,22 @@ def report(plan: Plan) -> str:
     stages["free"] = options.room - stages["peak"]
     table = stages / GB
     table.insert(0, "blocks", [f"{start}-{stop - 1}" for start, stop in plan.ranges])
-    table["forward ms"], table["backward ms"] = (1e3 * np.array(each) for each in (setting.forward, setting.backward))
+    table["forward ms"], table["backward ms"] = (1e3 * np.array(each) for each in (times.forward, times.backward))
     free = stages["free"].min() / GB
     return f"""\
 {options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}
 {options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}
-batch {options.batch} = {setting.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
+batch {options.batch} = {times.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
 (up to {plan.most} would fit), {options.schedule}, {"with" if options.rematerialize else "without"} rematerialisation
 
 GB of each stage, and milliseconds of a microbatch there:
 {table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
 
-bubble {bubble_fraction(options.devices, setting.microbatches):.1%} ((S-1)/(J+S-1)); \
+bubble {bubble_fraction(options.devices, times.microbatches):.1%} ((S-1)/(J+S-1)); \
 {plan.steps:.4g} steps an epoch
 without clipping and noise   {_times(plan, plan.plain)}
 per-device clipping          {_times(plan, best)}
-flat clipping in two passes  {_times(plan, setting.flat)}
+flat clipping in two passes  {_times(plan, times.flat)}
 
 Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; \
 {free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
@@ -166,7 +166,7 @@ Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedul
 
 
 def _times(plan: Plan, seconds: float) -> str:
-    share = seconds / plan.setting.per_device
+    share = seconds / plan.times.per_device
     return f"{_time(seconds):>9} a step {_time(seconds * plan.steps):>9} an epoch {share:6.2f} times as long"
 
 

@@ -15,7 +15,7 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
-from groupwise.planner.timeline import Setting
+from groupwise.planner.timeline import Times, duration
 
 MOMENTS = 2  # of Adam
 UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
@@ -204,22 +204,21 @@ class Estimate:
             max(found.backward_operations / rate, reading * (1 + work.rematerialize)),
         )
 
-    def setting(self, work: Work, ranges: Ranges, name: str = "device") -> Setting:
+    def times(self, work: Work, ranges: Ranges, name: str = "device") -> Times:
         """One step, its backward passes `name` of `work.PASSES`."""
-        device, stages = self.options.device, kinds(ranges)
+        device, stages, count = self.options.device, kinds(ranges), self.microbatches(work, len(ranges))
         forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
         norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward
         found = [self.footprint(work, kind, name) for kind in stages]
-        return Setting(
-            schedule=self.options.schedule,
-            microbatches=self.microbatches(work, len(ranges)),
-            forward=forward,
-            backward=backward,
-            norms=norms,
-            update=UPDATE_PASSES * max(of.trained for of in found) / device.bandwidth,
-            message=device.latency + max(of.sent for of in found) / device.link,
-            agree=device.latency * math.ceil(math.log2(len(ranges) + 1)),
-        )
+        update = UPDATE_PASSES * max(of.trained for of in found) / device.bandwidth
+        message = device.latency + max(of.sent for of in found) / device.link
+        agree = device.latency * math.ceil(math.log2(len(ranges) + 1))  # an all-reduce of a few numbers
+
+        def passes(backward: tuple[float, ...]) -> float:
+            return duration(self.options.schedule, count, forward, backward, message) + agree
+
+        per_device = passes(backward) + update
+        return Times(count, forward, backward, per_device, passes(norms) + per_device)
 
 
 def kinds(ranges: Ranges) -> list[Kind]:

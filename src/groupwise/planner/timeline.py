@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from groupwise.pipeline.runner import held_at_once
 
@@ -55,38 +55,16 @@ def duration(
     return max(now)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One step of a pipeline.
+class Times(NamedTuple):
+    """Of one step of a pipeline, in seconds."""
 
-    Args:
-        schedule: 1f1b or gpipe.
-        microbatches: J.
-        forward, backward: seconds of a microbatch by stage, recomputation included in the latter.
-        norms: the same of a backward pass that makes norms and no sums.
-        update: seconds of noise and optimiser, of the slowest stage.
-        message: seconds from one stage to the next.
-        agree: seconds of an all-reduce of a few numbers.
-    """
-
-    schedule: str
     microbatches: int
+    """J."""
     forward: tuple[float, ...]
+    """Of a microbatch, by stage."""
     backward: tuple[float, ...]
-    norms: tuple[float, ...]
-    update: float
-    message: float
-    agree: float
-
-    def _passes(self, backward: Sequence[float]) -> float:
-        return duration(self.schedule, self.microbatches, self.forward, backward, self.message) + self.agree
-
-    @property
-    def per_device(self) -> float:
-        """Seconds of a step in which every stage clips alone (Algorithm 2)."""
-        return self._passes(self.backward) + self.update
-
-    @property
-    def flat(self) -> float:
-        """Seconds of a step with flat clipping: norms of the whole batch first, then all of it again."""
-        return self._passes(self.norms) + self.per_device
+    """The same, recomputation included."""
+    per_device: float
+    """Of a step in which every stage clips alone (Algorithm 2)."""
+    flat: float
+    """Of a step with flat clipping: norms of the whole batch first, then all of it again."""
