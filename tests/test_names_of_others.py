@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 import groupwise
 from groupwise.__main__ import COMMANDS, main
 from groupwise.errors import UserError
-from groupwise.private.arguments import INSTEAD
 
 
 def make(**given):
@@ -44,17 +43,6 @@ def make(**given):
 def test_opacus_arguments_are_answered_with_the_name_here(theirs, ours):
     with pytest.raises(UserError, match=rf"no setting '{theirs}' \(did you mean {ours}\?\)"):
         make(**{theirs: 1})
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_what_has_no_name_here_is_answered_too(name):
-    with pytest.raises(UserError, match=f"no setting '{name}': "):
-        make(**{name: True})
-
-
-def test_opacus_whole_call_is_answered_before_python_misses_arguments():
-    with pytest.raises(UserError, match=r"'module' \(did you mean model\?\)"):
-        groupwise.make_private(module=1, optimizer=2, data_loader=3, noise_multiplier=1, max_grad_norm=1)
 
 
 @pytest.mark.parametrize("name", groupwise._INSTEAD)

@@ -1,11 +1,8 @@
 """Checks the arguments of `make_private` that need no other: their types, the model, the optimiser, unknown names."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import fields
-from functools import wraps
-from numbers import Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -13,12 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from groupwise.clipping import Group
 from groupwise.config.names import OURS
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
-from groupwise.privacy import NoiseSource, PrivacyPlan
-from groupwise.privacy.accountants import is_whole
 from groupwise.training.ranks import Alone, Ranks
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
@@ -26,62 +20,25 @@ PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """Optimizers that took private steps alone, as far as is known."""
 
-KINDS: dict[str, tuple[Any, str]] = {
-    "model": (nn.Module, "a torch.nn.Module"),
-    "optimizer": (Optimizer, "an optimizer of torch.optim over the model's parameters"),
-    **dict.fromkeys(("epsilon", "noise_multiplier", "delta", "epochs", "steps", "batch_size"), (Real, "a number")),
-    "plan": (PrivacyPlan, "a plan of groupwise.privacy.make_plan"),
-    "clip": (str | ClipConfig | tuple | list, "a mode's name, a partition of a group or more, or a ClipConfig"),
-    "losses": (Callable, "a function of the model and a batch that returns one loss for each of its examples"),
-    "collate_fn": (Callable, "a function of a list of examples"),
-    "order": (Callable, "a function of the numbers of a batch's examples"),
-    "noise_source": (NoiseSource, "a groupwise.privacy.NoiseSource"),
-    "ranks": (Alone | Ranks, "groupwise.training.ranks.Ranks()"),
-}
-"""Argument -> its type, and the same in words; None is for all but four. Others are checked where they are read."""
-NEEDED = ("model", "optimizer", "losses", "clip")
-WHOLE = {"microbatch": 1, "num_workers": 0}
-"""Arguments that are whole numbers, with the least."""
-INSTEAD = {
-    **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
-    "sample_rate": "give batch_size, which is sample_rate times the number of examples",
-    "poisson_sampling": "leave it out, as batches are always Poisson samples",
-    "loss_reduction": "leave it out, as losses(model, batch) gives one loss for each example",
-    "batch_first": "leave it out, as the trace finds the batch axis",
-    **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source, NoiseSource.fresh(secure=True) say"),
-}
-"""Names that are no arguments -> what to do."""
 
-
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of another type, and numbers that are not whole.
+def check_kinds(model: Any, optimizer: Any, losses: Any, microbatch: int | None) -> None:
+    """Refuse what is easily given in the place of something else; other types get Python's own errors.
 
     Raises:
         UserError: naming the first, and what was expected.
     """
-    for name, (kind, expected) in KINDS.items():
-        value = given[name]
-        fits = isinstance(value, kind) or (value is None and name not in NEEDED)
-        if isinstance(value, tuple | list):
-            fits = fits and len(value) > 0 and all(isinstance(group, Group) for group in value)
-        if not fits:
-            brief = isinstance(value, str | int | float | None) or (isinstance(value, tuple | list) and not value)
-            shown = f"={value!r}" if brief else f", a {type(value).__name__},"
-            raise UserError(f"{name}{shown} does not fit: {expected} was expected.")
-    for name, least in WHOLE.items():
-        value = given[name]
-        if value is not None and not (isinstance(value, Real) and is_whole(value) and value >= least):  # type: ignore
-            raise UserError(f"{name}={value!r} is out of range: give a whole number of at least {least}.")
-    losses = given["losses"]
-    try:
-        fits = not isinstance(losses, nn.Module) and bool(inspect.signature(losses).bind(given["model"], None))
-    except TypeError:
-        fits = False
-    if not fits:
+    if not (isinstance(model, nn.Module) and isinstance(optimizer, Optimizer)):
         raise UserError(
-            f"losses, {getattr(losses, '__name__', f'a {type(losses).__name__}')}, does not take (model, batch): write "
-            "losses(model, batch), where batch is what the collate function makes, and return one loss per example."
+            f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}: give a torch.nn.Module, "
+            "and an optimizer of torch.optim over its parameters."
         )
+    if isinstance(losses, nn.Module) or not callable(losses):
+        raise UserError(
+            f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
+            "where batch is what the collate function makes, and return one loss per example."
+        )
+    if microbatch is not None and microbatch < 1:
+        raise UserError(f"microbatch={microbatch} is out of range: give a whole number of at least 1.")
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -106,31 +63,12 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             )
 
 
-Given = ParamSpec("Given")
-T = TypeVar("T")
-
-
-def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
-    """`make_private`, which refuses names that are neither arguments of it nor fields of `ClipConfig`.
-
-    First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
-    would miss ``model`` and ``data``.
-    """
-    arguments = inspect.signature(make).parameters
-
-    @wraps(make)
-    def call(*values: Given.args, **named: Given.kwargs) -> T:
-        check_settings([name for name in named if name not in arguments], arguments)
-        return make(*values, **named)
-
-    return call
-
-
 def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:
     """Refuse settings that are no fields of `ClipConfig`.
 
     Args:
-        given: names of settings. arguments: of `make_private`, which may have been meant.
+        given: names of settings.
+        arguments: of `make_private`, which may have been meant.
 
     Raises:
         UserError: naming the first, and what was probably meant.
@@ -138,8 +76,7 @@ def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:
     known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
     for name in given:
         if name not in known:
-            ours = OURS.get(name, name)
-            hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, (*arguments, *known))
+            hint = did_you_mean(OURS.get(name, name), (*arguments, *known))
             raise UserError(f"make_private knows no setting {name!r}{hint}.")
 
 
