@@ -1,6 +1,6 @@
 """The arithmetic of a GPU is what was asked for, and afterwards what it was; seen here in torch's own settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -92,14 +92,18 @@ def clipped() -> PrivateStep:
     )
 
 
-def test_the_backward_pass_is_float32_whatever_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    private = clipped()
-    monkeypatch.setattr(private.engine, "backward", lambda losses: seen.append(settings()))
+def test_the_backward_pass_is_float32_whatever_the_user_set() -> None:
+    seen, private = [], clipped()
+
+    def losses_of(rows: Sequence[int]) -> torch.Tensor:
+        made: torch.Tensor = private.model(torch.zeros(len(rows), 3)).sum(1)
+        made.register_hook(lambda _: seen.append(torch.backends.cuda.matmul.fp32_precision))
+        return made
+
     with products(tf32=True):
-        private.clip(lambda rows: private.model(torch.zeros(len(rows), 3)).sum(1), range(3))
+        private.clip(losses_of, range(3))
         assert settings() == (True, True)
-    assert seen == [(False, False)]
+    assert seen == ["ieee"]
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:

@@ -182,7 +182,7 @@ def unchecked() -> Iterator[None]:
 def unwatched() -> Iterator[None]:
     """Buffers may change, in the check and in a step."""
     with (
-        patch.object(StepGuard, "_constants", lambda self: {}),
+        patch.object(StepGuard, "_versions", lambda self: {}),
         patch.object(verification, "_check_buffers", lambda *_: None),
     ):
         yield
@@ -274,7 +274,7 @@ GUARDS = (
         lambda: patch.object(make, "check_fresh", lambda *_: None),
         "private/arguments.py: check_fresh",
     ),
-    Guard("buffer that data move", bank, unwatched, "training/guards.py: _constants; clipping/verification.py"),
+    Guard("buffer that data move", bank, unwatched, "training/guards.py: _versions; clipping/verification.py"),
     Guard(
         "one noise_source for two trainings",
         one_source,

@@ -151,7 +151,8 @@ def sensitivity(thresholds: torch.Tensor | Sequence[float], weights: torch.Tenso
     Formal guarantee: if one example moves group k's sum by at most C_k in ℓ2, it moves (g_1/γ_1, …, g_K/γ_K) by at
     most S. ``thresholds`` must be those that clipped *this* batch.
     """
-    return float((positive(thresholds, "thresholds") / positive(weights, "weights")).square().sum().sqrt())
+    shares = torch.as_tensor(thresholds, dtype=torch.float64) / torch.as_tensor(weights, dtype=torch.float64)
+    return float(shares.square().sum().sqrt())
 
 
 def noise_stds(

@@ -1,11 +1,11 @@
 """Refuses, while a step runs, what would release clipped sums without noise or change them after clipping."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from groupwise.errors import UserError
@@ -13,7 +13,7 @@ from groupwise.privacy.randomness import refuse_another_seed
 
 
 @contextmanager
-def optimizers_blocked(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def optimizers_blocked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, an optimizer that steps on any of these parameters raises `UserError`: their gradients have no noise."""
     blocked = {id(parameter) for parameter in parameters}
 
@@ -36,72 +36,64 @@ class StepGuard:
 
     Args:
         model: that is trained privately.
-        trainable: its trainable parameters.
     """
 
-    def __init__(self, model: nn.Module, trainable: Sequence[nn.Parameter]) -> None:
-        self._model, self._trainable = model, trainable
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Around the sums of a batch.
 
         Raises:
-            UserError: an optimizer stepped; a parameter has a hook; a buffer or frozen parameter was changed.
+            UserError: an optimizer stepped; a parameter has a hook; a buffer or parameter was changed.
         """
         self._refuse_hooks()
-        before = self._constants()
-        with optimizers_blocked(self._trainable):
+        before = self._versions()
+        with optimizers_blocked(self._trainable.values()):
             yield
-        after = self._constants()
-        changed = (name for name in (*before, *after) if before.get(name) != after.get(name))
-        if (name := next(changed, None)) is not None:
-            raise UserError(
-                f"{name!r}, a buffer or frozen parameter, was changed by the losses, so it carries what it saw past "
-                "all clipping and noise: put its module into eval mode for good, or use one without running state."
-            )
+        after = self._versions()
+        for name in (*before, *after):
+            if before.get(name) != after.get(name):
+                raise UserError(
+                    f"{name!r}, a buffer or parameter, was changed by the losses, so it carries what it saw past all "
+                    "clipping and noise: leave it alone there; a module with a running state goes into eval mode for "
+                    "good."
+                )
 
     @contextmanager
     def losses(self) -> Iterator[None]:
         """Around the losses of a microbatch, which do not see the sums of those before it: `.grad` is None inside.
 
         Raises:
-            UserError: torch was seeded; a parameter got a hook or a gradient; a trainable parameter was changed.
+            UserError: torch was seeded; a parameter got a gradient.
         """
-        sums = [parameter.grad for parameter in self._trainable]
-        before = self._versions(sums)
-        for parameter in self._trainable:
+        sums = [parameter.grad for parameter in self._trainable.values()]
+        for parameter in self._trainable.values():
             parameter.grad = None
         try:
             yield
-            changed = any(p.grad is not None for p in self._trainable) or self._versions(sums) != before
+            if any(parameter.grad is not None for parameter in self._trainable.values()):
+                raise UserError(
+                    "The losses changed gradients of the model by themselves, past the clipping and the noise: leave "
+                    "backward() out of them."
+                )
         finally:
-            for parameter, gradient in zip(self._trainable, sums, strict=True):
+            for parameter, gradient in zip(self._trainable.values(), sums, strict=True):
                 parameter.grad = gradient
         refuse_another_seed()
-        self._refuse_hooks()
-        if changed:
-            raise UserError(
-                "The losses changed gradients or weights of the model by themselves, past the clipping and the noise: "
-                "leave backward(), zero_grad() and changes of parameters out of them."
-            )
 
     def _refuse_hooks(self) -> None:
-        for parameter in self._trainable:
+        for name, parameter in self._trainable.items():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                name = next((name for name, other in self._model.named_parameters() if other is parameter), "")
                 raise UserError(
                     f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
                     "it."
                 )
 
-    def _constants(self) -> dict[str, tuple[int, int]]:
-        """Which buffers and frozen parameters there are, and how often each was changed in place."""
-        frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
-        return {name: (id(tensor), tensor._version) for name, tensor in (*self._model.named_buffers(), *frozen)}
-
-    def _versions(self, sums: Sequence[Tensor | None]) -> list[int]:
-        """How often the parameters and their gradients were changed in place."""
-        tensors: list[Any] = [*self._trainable, *(gradient for gradient in sums if gradient is not None)]
-        shards = [tensor._local_tensor for tensor in tensors if hasattr(tensor, "_local_tensor")]
-        return [tensor._version for tensor in (*tensors, *shards)]
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Which buffers and parameters there are, and how often each was changed in place."""
+        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
+        there: dict[str, Any] = {**dict(self._model.named_buffers()), **frozen, **self._trainable}
+        return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in there.items()}

@@ -27,7 +27,6 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.secure_noise import SecurePoissonSampler
-from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
 
@@ -117,7 +116,7 @@ class PrivateStep:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.in_shards = are_shards(self.trainable)
         """Each process holds a part of every parameter (FSDP2), and gradients that are summed already."""
-        self._guard = StepGuard(self.model, self.trainable)
+        self._guard = StepGuard(self.model)
         self.use_key(self.noise)
 
     @property
@@ -182,7 +181,7 @@ class PrivateStep:
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients; on a GPU without TF32.
+        """Add the clipped sums of a microbatch to the gradients.
 
         Args:
             losses_of: the losses (b,) of the microbatch, or of some of its examples.
@@ -202,8 +201,7 @@ class PrivateStep:
             return losses.detach()
         with self._guard.losses():
             losses = self.engine.losses(losses_of, rows, self._rewind)
-        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
-        with exact, self.engine.uncounted() if filler else nullcontext():
+        with self.engine.uncounted() if filler else nullcontext():
             self.engine.backward(losses * 0 if filler else losses)
         return losses.detach()
 
