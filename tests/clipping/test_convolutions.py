@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.rules import conv, find_rule
 from groupwise.clipping.rules.base import LayerRule, RuleContext, Saved
+from tests.clipping.rule_norms import squares_of
 
 LAYERS = {
     "padded": (lambda: nn.Conv2d(4, 5, 3, padding=1), (6, 5)),
@@ -86,7 +87,7 @@ def test_norms_are_those_of_single_examples(name, method, double):
     for wanted in ((True, False), (True, True)):
         expected = squares + wanted[1] * call.biases.square().sum(1)
         context = RuleContext(methods=NormMethods(method))
-        found = call.rule.squared_norms(call.saved, call.g, wanted, context)
+        found = squares_of(call.rule, call.saved, call.g, wanted, context)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
@@ -95,7 +96,7 @@ def test_norms_are_those_of_single_examples(name, method, double):
 def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, method, double):
     call = call_of("padded")
     rule, seen, context = call.rule, [], RuleContext(methods=NormMethods(method))
-    whole = rule.squared_norms(call.saved, call.g, (True, True), context)
+    whole = squares_of(rule, call.saved, call.g, (True, True), context)
     if method == "gram":
         held = 30**2 + (1 + 6) * (6 * 5) ** 2 * 2 + 3 * 30**2
         monkeypatch.setattr(conv, "chunk_floats", lambda g: few * held)
@@ -105,7 +106,7 @@ def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, m
         monkeypatch.setattr(conv, "GROUPED_FLOATS", few * (4 * 5 * 9 + 5))
         real = type(rule)._by_groups
         monkeypatch.setattr(type(rule), "_by_groups", lambda self, x, g: seen.append(len(x)) or real(self, x, g))
-    torch.testing.assert_close(rule.squared_norms(call.saved, call.g, (True, True), context), whole)
+    torch.testing.assert_close(squares_of(rule, call.saved, call.g, (True, True), context), whole)
     assert seen == sizes
 
 

@@ -12,11 +12,12 @@ from groupwise.clipping import attach, automatic_factors, clip_factors, flat
 from groupwise.clipping import factors as factors_module
 from groupwise.clipping.factors import (
     CLIP_RULES,
+    Factors,
     add_weighed_rows,
-    drop_zero_rows,
     is_async_device,
     keep_finite,
     scale_rows,
+    without_rows,
 )
 from groupwise.config.keys import CHOICES
 
@@ -49,8 +50,7 @@ def test_rows_left_out_add_exactly_nothing(bad):
     rows = torch.tensor([[1.0, 2.0], [bad, 3.0]])
     factors = keep_finite(torch.ones(2), rows.square().sum(1))
     assert factors.tolist() == [1.0, 0.0]
-    assert scale_rows(rows, factors).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert add_weighed_rows(None, factors, rows).tolist() == [1.0, 2.0]
+    assert add_weighed_rows(None, Factors.of(factors), rows).tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4)])
@@ -60,9 +60,9 @@ def test_rows_of_any_shape_are_scaled_and_added_up(shape):
     assert torch.equal(scale_rows(rows, factors), rows * weights)
     if len(shape) > 1:
         expected = (rows * weights).sum(0)
-        torch.testing.assert_close(add_weighed_rows(None, factors, rows), expected)
+        torch.testing.assert_close(add_weighed_rows(None, Factors.of(factors), rows), expected)
         total = torch.ones_like(expected)
-        assert add_weighed_rows(total, factors, rows) is total
+        assert add_weighed_rows(total, Factors.of(factors), rows) is total
         torch.testing.assert_close(total, 1 + expected)
 
 
@@ -78,15 +78,15 @@ def test_a_square_that_overflowed_either_way_is_left_out():
 def test_where_nobody_is_left_out_rows_are_as_they_were():
     rows = torch.randn(3, 2)
     assert scale_rows(rows, None) is rows
-    assert drop_zero_rows(None, rows) is rows
-    assert drop_zero_rows(torch.ones(3), rows) is rows
+    assert Factors.of(torch.ones(3)).dropped is None and without_rows(rows, None) is rows
 
 
 def test_rows_left_out_are_masked_where_values_may_not_be_looked_at(monkeypatch):
     monkeypatch.setattr(factors_module, "is_async_device", lambda t: True)
     rows = torch.tensor([[1.0], [float("nan")], [3.0]])
-    assert drop_zero_rows(torch.tensor([1.0, 0.0, 0.5]), rows).tolist() == [[1.0], [0.0], [3.0]]
-    assert drop_zero_rows(torch.ones(3), rows[:1].expand(3, 1)).tolist() == [[1.0]] * 3
+    assert without_rows(rows, Factors.of(torch.tensor([1.0, 0.0, 0.5])).dropped).tolist() == [[1.0], [0.0], [3.0]]
+    assert not Factors.of(torch.ones(3)).dropped.any()
+    assert Factors.of(torch.zeros(3), masks=False).dropped is None
 
 
 def test_values_are_looked_at_on_a_cpu_only():

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from groupwise.clipping import WSConv2d, gram, precision
+from groupwise.clipping.factors import Factors
 from groupwise.clipping.norm_methods import NormMethods
-from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.precision import cut_factors, product_over_rows, squared_row_norms
 from groupwise.clipping.rules import linear
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, clipped_sum, find_rule
 from groupwise.clipping.rules.linear import LinearRule
+from tests.clipping.rule_norms import squares_of
 
 C = 0.5
 BOUND = 1e-6
@@ -58,7 +59,7 @@ def test_no_example_adds_more_than_its_threshold(half, formula, sizes, positions
     examples = 30
     x, g = rows(examples, positions, sizes[0], seed=2), rows(examples, positions, sizes[1], seed=3)
     wanted = (True, True)
-    squares = squares_together([[rule.squared_norms((x, None), g, wanted, context)]])[0]
+    squares = squares_of(rule, (x, None), g, wanted, context)
     weights = torch.bmm(g.double().mT, x.double())
     true = weights.square().sum((1, 2)) + g.double().sum(1).square().sum(1)
     assert bool((squares >= true * (1 - 2e-6)).all())
@@ -118,22 +119,19 @@ def test_convolutions_of_half_precision_keep_the_threshold(half, kind, formula, 
     true = torch.stack([sum(part.square().sum() for part in parts) for parts in truth])
     kept: list[torch.Tensor] = []
 
-    def clip(squares: torch.Tensor) -> torch.Tensor:
+    def clip(squares: torch.Tensor) -> Factors:
         kept.append((C / squares.sqrt()).clamp_max(1.0).float())
-        return kept[-1]
+        return Factors.of(kept[-1])
 
     def norm(gradients: Gradients) -> float:
         return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
 
-    def squares_of(saved: Saved, g: torch.Tensor) -> torch.Tensor:
-        return squares_together([[rule.squared_norms(saved, g, wanted, context)]])[0]
-
     def clip_and_sum(saved: Saved, g: torch.Tensor) -> Gradients:
-        if own_group and rule.materializes(saved, g, wanted, context):
+        if own_group and rule.squared_norms(saved, g, wanted, context) is None:
             return clipped_sum(rule, saved, g, clip, wanted)
-        return rule.weighted_sum(saved, g, clip(squares_of(saved, g)), wanted, context)
+        return rule.weighted_sum(saved, g, clip(squares_of(rule, saved, g, wanted, context)).values, wanted, context)
 
-    squares = squares_of(saved, g)
+    squares = squares_of(rule, saved, g, wanted, context)
     assert bool((squares >= true * (1 - 2e-6)).all())
     torch.testing.assert_close(squares, true, rtol=3e-3, atol=0)
     for i in range(examples):

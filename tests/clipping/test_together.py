@@ -146,7 +146,5 @@ def test_rows_that_are_left_out_are_not_read(together, monkeypatch, examples, nu
         spoilt, kept = rows.clone(), weights.clone()
         spoilt[gone], kept[gone] = torch.tensor([math.nan, -math.inf], dtype=torch.float64), 0.0
         expected = torch.einsum("i,i...->...", kept, rows) + (0.0 if before is None else before)
-        found = factors.add_weighed_rows(
-            None if before is None else before.clone(), factors.with_drop_mask(kept), spoilt
-        )
+        found = factors.add_weighed_rows(None if before is None else before.clone(), factors.Factors.of(kept), spoilt)
         torch.testing.assert_close(found, expected)

@@ -202,7 +202,7 @@ def test_norms_stated_too_small_are_found_also_where_nothing_is_clipped(monkeypa
 
 def test_a_wrong_rule_is_found(monkeypatch):
     def half(self, saved, g, wanted, context):
-        return LayerRule.squared_norms(self, saved, g, wanted, context) / 4
+        return LayerRule.formed_norms(self, saved, g, wanted) / 4
 
     monkeypatch.setattr(LinearRule, "squared_norms", half)
     engine, losses_of = attached(nn.Tanh())

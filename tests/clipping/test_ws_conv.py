@@ -11,6 +11,7 @@ from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.computed_weight import WSConv2dRule
+from tests.clipping.rule_norms import squares_of
 from tests.clipping.traced import clip_batch, trace_batch
 
 
@@ -131,7 +132,7 @@ def test_only_what_trains_counts(wanted, formula, double):
         ):
             expected[i] += float(gradient.square().sum()) if counts else 0
     context = RuleContext(methods=NormMethods(formula))
-    torch.testing.assert_close(rule.squared_norms(saved, g, wanted, context), expected, rtol=1e-11, atol=0)
+    torch.testing.assert_close(squares_of(rule, saved, g, wanted, context), expected, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])

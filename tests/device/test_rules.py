@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.factors import LARGE, add_weighed_rows
+from groupwise.clipping.factors import LARGE, Factors, add_weighed_rows
 from groupwise.clipping.reference import clipped_sums
 from groupwise.training.arithmetic import arithmetic, products
 from tests.clipping.conftest import BATCH, CASES, make_case
@@ -85,7 +85,9 @@ def test_large_rows_are_weighed_without_those_left_out(device: torch.device) -> 
     there, factors = rows.float().to(device), weights.float().to(device)
     expected = torch.einsum("i,i...->...", weights, rows.nan_to_num(0.0, 0.0))
     assert there.numel() > LARGE
-    found = add_weighed_rows(None, factors, there).cpu().double()
+    found = add_weighed_rows(None, Factors.of(factors), there).cpu().double()
     assert float((found - expected).norm() / expected.norm()) < 1e-6
-    nothing = add_weighed_rows(torch.ones(3, 7001, device=device), torch.zeros_like(factors), there[[5] * 96])
+    nothing = add_weighed_rows(
+        torch.ones(3, 7001, device=device), Factors.of(torch.zeros_like(factors)), there[[5] * 96]
+    )
     assert bool((nothing == 1).all())

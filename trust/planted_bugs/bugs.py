@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping import ClippingEngine, Sensitivity, group_pass, groups
-from groupwise.clipping.factors import keep_finite, with_drop_mask
+from groupwise.clipping.factors import Factors, keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
 from groupwise.privacy import (
@@ -115,11 +115,12 @@ def first_layer_unclipped() -> Iterator[None]:
     """The factors of the first group are 1."""
     real = groups.clip_factors_of
 
-    def factors(some: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
+    def factors(some: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
         found = real(some, squares)
         for i, group in enumerate(some):
             if group.index == 0:
-                found[i] = with_drop_mask(keep_finite(torch.ones_like(found[i]), squares[i], found[i].dtype))
+                ones = torch.ones_like(found[i].values)
+                found[i] = Factors.of(keep_finite(ones, squares[i], ones.dtype))
         return found
 
     with patch.object(group_pass, "clip_factors_of", factors):
@@ -145,9 +146,6 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
-
-    def materializes(self, *call: Any) -> bool:
-        return False
 
     def squared_norms(self, saved: Any, g: Tensor, *rest: Any) -> Tensor:
         return torch.zeros(len(g), dtype=torch.float64, device=g.device)

@@ -18,8 +18,9 @@ from groupwise.clipping.checks import (
     check_paths,
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
-from groupwise.clipping.factors import ClipRule, clip_factors, with_drop_mask
+from groupwise.clipping.factors import ClipRule, Factors, clip_factors
 from groupwise.clipping.group_pass import total_squares
+from groupwise.clipping.groups import clip_factors_of
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import NOT_NAMED, ClippedGradients, Note, Pass, Passes, Phase
@@ -219,7 +220,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 check_paths(losses, self._names, self._direct)
             if ghost:
                 squares = self._ghost_norms(running, losses)
-                running.begin_sums(squares, self.factors(squares))
+                running.begin_sums(squares, clip_factors_of(self.groups, [squares])[0])
             run_backward(losses, self._into)
             self._check_reached(running)
             self._count(running.squared_norms, running.examples)
@@ -315,7 +316,7 @@ class ClippingEngine(ThresholdsAndCounts):
         if len(self.groups) != 1:
             raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
         with self._backward(Phase.SUMS, microbatch) as running:
-            running.factors = None if factors is None else with_drop_mask(factors)
+            running.factors = None if factors is None else Factors.of(factors)
             yield
             self._check_reached(running)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,55 +83,45 @@ def is_async_device(t: Tensor) -> bool:
     return t.device.type != "cpu"
 
 
-def with_drop_mask(factors: Tensor, masks: bool = True) -> Tensor:
-    """Factors (n,) or (K, n), of which `dropped_examples` is computed once for all layers.
+class Factors(NamedTuple):
+    """What the gradients of n examples are multiplied by."""
 
-    On a CPU that nobody is dropped is the common case, and it is looked up. Elsewhere rows are masked without asking,
-    so that the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
-    """
-    if is_async_device(factors):
-        dropped = factors == 0 if masks else None
-    else:
-        dropped = None if bool(factors.all()) else factors == 0
-    factors.dropped = dropped  # type: ignore[attr-defined]
-    return factors
+    values: Tensor
+    """(n,); 0 for an example that is left out, because its norm is not finite."""
+    dropped: Tensor | None
+    """Examples whose rows become zeros, (n,) booleans, as 0 · NaN is NaN; None where there is none, or where rows are
+    not masked."""
 
+    @classmethod
+    def of(cls, values: Tensor, masks: bool = True) -> "Factors":
+        """From values (n,) or (K, n).
 
-def unbind_factors(factors: Tensor) -> list[Tensor]:
-    """Each group's own factors (n,) of (K, n), with their part of the mask."""
-    rows, dropped = list(factors.unbind()), factors.dropped  # type: ignore[attr-defined]
-    for row, mask in zip(rows, [None] * len(rows) if dropped is None else dropped.unbind(), strict=True):
-        row.dropped = mask  # type: ignore[attr-defined]
-    return rows
+        On a CPU that nobody is dropped is the common case, and it is looked up. Elsewhere rows are masked without
+        asking, so that the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
+        """
+        if is_async_device(values):
+            return cls(values, values == 0 if masks else None)
+        return cls(values, None if bool(values.all()) else values == 0)
 
-
-def dropped_examples(factors: Tensor | None) -> Tensor | None:
-    """Which examples have factor 0, (n,) booleans; None where it is known that none has."""
-    if factors is None:
-        return None
-    return (factors if hasattr(factors, "dropped") else with_drop_mask(factors)).dropped  # type: ignore[no-any-return, attr-defined]
+    def unbind(self) -> "list[Factors]":
+        """Each group's own (n,) of (K, n)."""
+        rows = self.values.unbind()
+        return list(map(Factors, rows, [None] * len(rows) if self.dropped is None else self.dropped.unbind()))
 
 
 def without_rows(rows: Tensor, dropped: Tensor | None) -> Tensor:
-    """Rows (B, ...) with zeros in the places of dropped examples (B,), whatever they hold (0 · NaN is NaN)."""
+    """Rows (B, ...) with zeros in the places of dropped examples (B,), whatever they hold."""
     return rows if dropped is None else rows.masked_fill(dropped.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
-def drop_zero_rows(factors: Tensor | None, rows: Tensor) -> Tensor:
-    """Rows (B, ...) with zeros in the places of the examples that have factor 0."""
-    return without_rows(rows, dropped_examples(factors))
-
-
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """rows_i · factor_i, and exact zeros for the examples left out; ``None`` keeps the rows as they are."""
-    if factors is None:
-        return rows
-    return drop_zero_rows(factors, rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)))
+    """rows_i · factor_i of rows (B, ...); ``None`` keeps the rows as they are."""
+    return rows if factors is None else rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 
 
-def add_weighed_rows(total: Tensor | None, factors: Tensor, rows: Tensor) -> Tensor:
+def add_weighed_rows(total: Tensor | None, factors: Factors, rows: Tensor) -> Tensor:
     """total + Σ_i factor_i · rows_i, in place where there is a total."""
-    weights, dropped = factors.to(rows.dtype), dropped_examples(factors)
+    weights, dropped = factors.values.to(rows.dtype), factors.dropped
     flat, order = in_memory_order(rows)
     shape = [rows.shape[axis] for axis in order]
     if is_async_device(rows) and rows.numel() > LARGE:

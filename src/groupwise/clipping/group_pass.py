@@ -5,11 +5,13 @@ forms the clip factors and with them the clipped sums, together with groups that
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, Layout
+from groupwise.clipping.factors import Factors
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup, clip_factors_of, most_kept
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
@@ -111,7 +113,7 @@ class GroupPass:
         elif layout != FIRST:
             rule = FoldedRule(rule, layout)
         if running.phase is Phase.SUMS:
-            return self.add(member, rule.weighted_sum(saved, g, running.factors, member.wanted, member.context))
+            return self.add(member, weighted_sum(LayerCall(rule, member, saved, g), running.factors))
         call = LayerCall(rule, member, saved, g)
         if self.calls > 1 and any(
             place is not None and overlap(self.uses[place]) for place in member.parameter_indices
@@ -123,31 +125,30 @@ class GroupPass:
 
     def _report(self, call: LayerCall, phase: Phase | None) -> Gradients:
         """Take a call's squared norms, and what makes its sum once the factors are known."""
-        rule, (saved, g), member = call.rule, (call.saved, call.g), call.member
-        given = saved, g, member.wanted, member.context
+        rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
+        closed = rule.squared_norms(saved, g, wanted, member.context)
+        forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
         if phase is Phase.NORMS:
-            self.terms.append(rule.squared_norms(*given))
+            self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
             return ()
-        forms, alone, kept, formed = rule.materializes(*given), self.calls == 1, 0, 0
         if forms or (alone and self.waits):
-            kept = total_numel(*(saved[i] for i in rule.batched), g)
-            formed = rule.count(g) * rule.size(member.wanted) if forms else kept
+            held = total_numel(*(saved[i] for i in rule.batched), g)
+            formed = rule.count(g) * rule.size(wanted) if forms else held
         if alone and not (self.waits and formed <= most_kept(g)):
-            if forms:
-                return self.add(member, clipped_sum(rule, saved, g, self._factors, member.wanted))
-            squares = squares_together([[rule.squared_norms(*given)]])[0]
-            return self.add(member, rule.weighted_sum(saved, g, self._factors(squares), *given[2:]))
-        if forms and (alone or are_kept(formed, kept)):
-            rows = RowTerms(rule.all_gradients(saved, g, member.wanted))
+            if closed is None:
+                return self.add(member, clipped_sum(rule, saved, g, self._factors, wanted))
+            return self.add(member, weighted_sum(call, self._factors(squares_together([[closed]])[0])))
+        if forms and (alone or are_kept(formed, held)):
+            rows = RowTerms(rule.all_gradients(saved, g, wanted))
             self.terms.append(rows)
             self.due.append((member, rows))
         else:
-            self.terms.append(rule.squared_norms(*given))
+            self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
             self.due.append((member, call))
         return ()
 
-    def _factors(self, squares: Tensor) -> Tensor:
-        """Squared norms (n,) of the next n examples -> their factors (n,), 0 where a norm is not finite."""
+    def _factors(self, squares: Tensor) -> Factors:
+        """Squared norms (n,) of the next n examples -> their factors, 0 where a norm is not finite."""
         self.clipped.append(squares)
         return clip_factors_of([self.group], [squares])[0]
 
@@ -179,16 +180,16 @@ class GroupPass:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
         return ()
 
-    def add_weighted(self, call: LayerCall, factors: Tensor) -> None:
+    def add_weighted(self, call: LayerCall, factors: Factors) -> None:
         """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
-        rule, member = call.rule, call.member
-        place, part = member.parameter_indices[0], member.rows[0]
+        rule: Any = call.rule
+        place, part = call.member.parameter_indices[0], call.member.rows[0]
         known = None if place is None else self.sums[place]
         if known is not None and rule.indexed:
-            indices, rows = rule.weighted_rows(call.saved, call.g, factors)
+            indices, rows = rule.weighted_rows(*without_dropped(call, factors), factors.values)
             (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
         else:
-            self.add(member, rule.weighted_sum(call.saved, call.g, factors, member.wanted, member.context))
+            self.add(call.member, weighted_sum(call, factors))
 
     def end(self) -> None:
         """Add its sums to the parameters' gradients; it is over."""
@@ -235,25 +236,33 @@ def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
     return squares
 
 
+def weighted_sum(call: LayerCall, factors: Factors | None) -> Gradients:
+    """Σ_i factor_i · g^(i) for each parameter of a call; examples that are left out count as zeros."""
+    values = None if factors is None else factors.values
+    return call.rule.weighted_sum(*without_dropped(call, factors), values, call.member.wanted, call.member.context)
+
+
+def without_dropped(call: LayerCall, factors: Factors | None) -> tuple[Saved, Tensor]:
+    """What a call has saved, and its output gradients, with zeros for examples that are left out."""
+    if factors is None or factors.dropped is None:
+        return call.saved, call.g
+    return call.rule.without(call.saved, call.g, factors.dropped)
+
+
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     """Factors from the norms, and with them the sums that are due."""
-    factors = clip_factors_of([each.group for each in passes], squares)
-    joined: dict[int, list[tuple[GroupPass, ClippedLayer, RowTerms, Tensor]]] = {}
-    for each, weights in zip(passes, factors, strict=True):
-        embeddings: list[LayerCall] = []
+    joined: dict[int, list[tuple[GroupPass, ClippedLayer, RowTerms, Factors]]] = {}
+    for each, factors in zip(passes, clip_factors_of([each.group for each in passes], squares), strict=True):
+        each.due.sort(key=lambda due: isinstance(due[1], LayerCall) and due[1].rule.indexed)  # after other uses
         while each.due:  # what a layer kept is freed as soon as its sum is made
             member, due = each.due.pop(0)
-            if isinstance(due, RowTerms) and due.joined is not None:
-                joined.setdefault(id(due.joined[0]), []).append((each, member, due, weights))
-            elif isinstance(due, RowTerms):
-                each.add(member, add_up([(weights, due.gradients)]))
-            elif due.rule.indexed:
-                embeddings.append(due)
+            if isinstance(due, LayerCall):
+                each.add_weighted(due, factors)
+            elif due.joined is None:
+                each.add(member, add_up([(factors, due.gradients)]))
             else:
-                each.add_weighted(due, weights)
-        for call in embeddings:  # they need not be made whole where the parameter has a sum already
-            each.add_weighted(call, weights)
+                joined.setdefault(id(due.joined[0]), []).append((each, member, due, factors))
     for some in joined.values():
-        sums = joined_sums([rows for _, _, rows, _ in some], [weights for _, _, _, weights in some])
+        sums = joined_sums([rows for _, _, rows, _ in some], [factors for *_, factors in some])
         for (each, member, _, _), total in zip(some, sums, strict=True):
             each.add(member, total)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, is_async_device, keep_finite, unbind_factors, with_drop_mask
+from groupwise.clipping.factors import ClipRule, Factors, is_async_device, keep_finite
 from groupwise.clipping.partition import Group, Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import LayerRule, ParameterRule, RuleContext, Wanted, total_numel
@@ -57,7 +57,7 @@ class ClippingGroup:
     together: tuple["ClippingGroup", ...] = ()
     """The groups that close with it, itself included; () where it closes alone."""
     masks: bool = True
-    """Whether rows of examples that are left out become zeros, where that is not looked up (see `with_drop_mask`)."""
+    """Whether rows of examples that are left out become zeros, where that is not looked up (see `Factors`)."""
 
     @cached_property
     def direct(self) -> bool:
@@ -79,8 +79,8 @@ def most_kept(like: Tensor) -> int:
     return 1 << 24 if is_async_device(like) else 1 << 17
 
 
-def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Tensor]:
-    """Clip factors (n,) of each group from its squared norms (n,), 0 where a norm is not finite.
+def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
+    """Clip factors of each group from its squared norms (n,), 0 where a norm is not finite.
 
     They are formed for all groups at once, if their clip rule takes norms (K, n) and thresholds (K, 1).
     """
@@ -94,7 +94,7 @@ def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) 
         factors = first.clip_rule(norms[0], thresholds[0]).unsqueeze(0)
     else:
         factors = first.clip_rule(norms, thresholds.unsqueeze(1))
-    return unbind_factors(with_drop_mask(keep_finite(factors, every, dtype).to(dtype), first.masks))
+    return Factors.of(keep_finite(factors, every, dtype).to(dtype), first.masks).unbind()
 
 
 def _close_together(groups: Sequence[ClippingGroup]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.factors import is_async_device
+from groupwise.clipping.factors import Factors, is_async_device
 from groupwise.clipping.precision import floor, row_lengths, slack_of, squared_row_norms, sum_of_squares
 
 FEW = 1 << 20
@@ -130,12 +130,13 @@ class RowTerms(Terms):
         return tuple(None if rows is None else next(parts).view(rows.shape[1:]) for rows in self.gradients)
 
 
-def joined_sums(terms: Sequence[RowTerms], factors: Sequence[Tensor]) -> list[tuple[Tensor | None, ...]]:
+def joined_sums(terms: Sequence[RowTerms], factors: Sequence[Factors]) -> list[tuple[Tensor | None, ...]]:
     """Σ_i factor_i · g_i for each layer and parameter, of terms that were finished together, in their order."""
     assert terms[0].joined is not None
     rows = terms[0].joined[0]
-    weights = torch.stack([each.to(rows.dtype) for each in factors])
-    rows.masked_fill_((weights == 0).t().unsqueeze(2), 0)  # whatever they hold: 0 · NaN is NaN
+    weights = torch.stack([each.values.to(rows.dtype) for each in factors])
+    if any(each.dropped is not None for each in factors):
+        rows.masked_fill_((weights == 0).t().unsqueeze(2), 0)  # whatever they hold: 0 · NaN is NaN
     sums = torch.bmm(weights.unsqueeze(1), rows.transpose(0, 1)).squeeze(1)
     return [term.split(row) for term, row in zip(terms, sums.unbind(), strict=True)]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from groupwise.clipping.clip_plan import SHARED, ClipPlan, Layout
+from groupwise.clipping.factors import Factors
 from groupwise.errors import UserError
 
 Note = Callable[[str, int, Tensor, bool], Layout]
@@ -107,8 +108,8 @@ class Pass:
         """Whether the forward pass has: what runs now runs once more, inside the backward pass (checkpointing)."""
         self.phase: Phase | None = None
         """What the backward pass is for, while it runs."""
-        self.factors: Tensor | None = None
-        """In a backward pass for sums, by what rows are multiplied, (B,), or None; 0 for examples left out."""
+        self.factors: Factors | None = None
+        """In a backward pass for sums, by what rows are multiplied, or None."""
         self.squared_norms: dict[int, Tensor] = {}
         self.closed: set[int] = set()
         self.reported: set[str] = set()
@@ -149,7 +150,7 @@ class Pass:
             return self._note(label, nth, x, meets)
         return self._plan.find(label, nth, x, self.examples)
 
-    def begin_sums(self, squares: Tensor, factors: Tensor) -> None:
+    def begin_sums(self, squares: Tensor, factors: Factors) -> None:
         """After a backward pass for norms, the same again for sums, so that it rounds as the first."""
         self.phase, self.factors, self.squared_norms = Phase.SUMS, factors, {0: squares}
         self.reported.clear()

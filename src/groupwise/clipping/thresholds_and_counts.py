@@ -152,7 +152,7 @@ class ThresholdsAndCounts:
 
     def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
         """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
-        return clip_factors_of([self.groups[group]], [squared_norms])[0]
+        return clip_factors_of([self.groups[group]], [squared_norms])[0].values
 
     def count_norms(self, squared_norms: Tensor) -> None:
         """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.

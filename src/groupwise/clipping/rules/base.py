@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.clip_plan import Layout
-from groupwise.clipping.factors import add_weighed_rows
+from groupwise.clipping.clip_plan import Layout, Order
+from groupwise.clipping.factors import Factors, add_weighed_rows, without_rows
 from groupwise.clipping.gram import InputProducts, OuterProducts
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import Terms
@@ -44,8 +44,8 @@ Saved = tuple[Any, ...]
 """Tensors, or None, that a rule keeps from a call's forward pass."""
 Wanted = tuple[bool, ...]
 Gradients = tuple[Tensor | None, ...]
-Clip = Callable[[Tensor], Tensor]
-"""squared norms (n,) of the next n examples -> their factors (n,)."""
+Clip = Callable[[Tensor], Factors]
+"""squared norms (n,) of the next n examples -> their factors."""
 
 
 class LayerRule(ABC):
@@ -62,7 +62,7 @@ class LayerRule(ABC):
     stacks: ClassVar[bool] = False
     """Whether it has `rows`, so that several calls can become one."""
     indexed: ClassVar[bool] = False
-    """Whether sums are numbers in few rows of the parameter (`weighted_rows`)."""
+    """Whether sums are numbers in few rows of the parameter, and it has `weighted_rows`."""
     claims: ClassVar[str] = ""
     """A module inside of the layer whose parameters are the layer's own."""
 
@@ -116,34 +116,27 @@ class LayerRule(ABC):
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """Each wanted parameter's per-example gradients (B, *shape), float32 or better; None for the others."""
 
-    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        """Whether norms are found from `per_example_gradients`, which may then serve for the sums, too."""
-        return True
-
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         """‖g_k^(i)‖² over the wanted parameters, (B,), float64, or what they are made of.
 
-        Rounding does not under-state them, also against what `weighted_sum` adds up.
+        None where they are found from `per_example_gradients`, which may then serve for the sums, too. Rounding does
+        not under-state them, also against what `weighted_sum` adds up.
         """
-        return self.formed_norms(saved, g, wanted)
+        return None
 
     def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """Squared norms (B,), float64, from `per_example_gradients`."""
+        """Squared norms (B,), float64, from `per_example_gradients`, where the sums are made otherwise."""
         squares = [sum_of_squares(rows) for rows in self.gradient_chunks(saved, g, wanted)]
         return squares[0] if len(squares) == 1 else torch.cat(squares)
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
-        """Σ_i factor_i · g_k^(i) for each parameter (None: all ones); examples with factor 0 are left out."""
+        """Σ_i factor_i · g_k^(i) for each parameter (None: all ones)."""
         if factors is None:
             factors = torch.ones(self.count(g), dtype=torch.promote_types(g.dtype, torch.float32), device=g.device)
         parts = iter(factors.split(self.chunk(g, wanted)))
-        return add_up((next(parts), rows) for rows in self.gradient_chunks(saved, g, wanted))
-
-    def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum as indices (n,) of rows, some several times, and what is added there, (n, ...)."""
-        raise UserError(f"{type(self).__name__} says that its sums are indexed, but not how: give it `weighted_rows`.")
+        return add_up((Factors(next(parts), None), rows) for rows in self.gradient_chunks(saved, g, wanted))
 
     # -- examples -------------------------------------------------------------------------------------------------
 
@@ -154,6 +147,11 @@ class LayerRule(ABC):
     def examples(self, saved: Saved, g: Tensor, rows: slice) -> tuple[Saved, Tensor]:
         """The same call for some of its examples only."""
         return tuple(t[rows] if i in self.batched and t is not None else t for i, t in enumerate(saved)), g[rows]
+
+    def without(self, saved: Saved, g: Tensor, dropped: Tensor) -> tuple[Saved, Tensor]:
+        """The same call with zeros in the rows of dropped examples, (B,) booleans, whatever they hold."""
+        batched = (without_rows(t, dropped) if i in self.batched and t is not None else t for i, t in enumerate(saved))
+        return tuple(batched), without_rows(g, dropped)
 
     def size(self, wanted: Wanted) -> int:
         """How many numbers one example's gradients are."""
@@ -240,14 +238,21 @@ class FoldedRule(LayerRule):
         chosen = tuple(t[at] if i in self.inner.batched and t is not None else t for i, t in enumerate(saved))
         return chosen, g[at]
 
+    def without(self, saved: Saved, g: Tensor, dropped: Tensor) -> tuple[Saved, Tensor]:
+        """The same call with zeros in the rows of dropped examples."""
+        k = self.layout.each
+        return super().without(
+            saved, g, dropped.repeat(k) if self.layout.order is Order.TILED else dropped.repeat_interleave(k)
+        )
+
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """(B, *shape) for each wanted parameter."""
         rows = self.inner.all_gradients(saved, g, wanted)
         return tuple(None if r is None else self.layout.examples_first(upcast(r)).sum(1) for r in rows)
 
 
-def add_up(weighed: Iterable[tuple[Tensor, Gradients]]) -> Gradients:
-    """Σ_i factor_i · g^(i) for each parameter, from factors (n,) and gradients (n, *shape) of a few examples each."""
+def add_up(weighed: Iterable[tuple[Factors, Gradients]]) -> Gradients:
+    """Σ_i factor_i · g^(i) for each parameter, from factors and gradients (n, *shape) of a few examples each."""
     totals: list[Tensor | None] | None = None
     for factors, gradients in weighed:
         totals = totals or [None] * len(gradients)

@@ -118,26 +118,30 @@ class FilterRule(LayerRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        return super().materializes(saved, g, _of_used(wanted), context)
-
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
-        x, weight, _, scale, _, length = saved
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         if not _of_used(wanted)[0]:
             return super().squared_norms(saved, g, _of_used(wanted), context)
-        positions = (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
-        if self.materializes(saved, g, wanted, context):
-            squares = self.formed_norms(saved, g, wanted)
-        else:
-            step = max(1, chunk_floats(g) // (4 * positions**2))
-            parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
-            squares = torch.cat([self._norms_of_sides(*part, wanted) for part in parts])
-            if positions <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
-                return squares
+        if self.materializes(saved, g, context):  # type: ignore[attr-defined]
+            return None
+        positions = self._positions(g)
+        step = max(1, chunk_floats(g) // (4 * positions**2))
+        parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
+        squares = torch.cat([self._norms_of_sides(*part, wanted) for part in parts])
+        if positions <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+            return squares
+        return inflate_norms(squares, self._slack(saved, g))
+
+    def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        return inflate_norms(LayerRule.formed_norms(self, saved, g, wanted), self._slack(saved, g))
+
+    def _slack(self, saved: Saved, g: Tensor) -> Tensor:
+        x, weight, _, scale, _, length = saved
         taps = torch.Size(getattr(self.module, "kernel_size", ())).numel()
-        slack = taps**0.5 * second_product_slack(x, g, max(positions, weight[0].numel()))
-        most = (scale.abs().amax() + length.abs().amax()).double()  # the map's norm is less
-        return inflate_norms(squares, slack * most)
+        slack = taps**0.5 * second_product_slack(x, g, max(self._positions(g), weight[0].numel()))
+        return slack * (scale.abs().amax() + length.abs().amax()).double()  # more than the map's norm
+
+    def _positions(self, g: Tensor) -> int:
+        return (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext

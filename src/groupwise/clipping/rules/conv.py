@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import matmul
-from groupwise.clipping.factors import drop_zero_rows, scale_rows
+from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
 from groupwise.clipping.norm_methods import Sizes, are_kept
 from groupwise.clipping.norm_terms import Terms
@@ -112,28 +112,39 @@ class ConvRule(LayerRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        return wanted[0] and self._method(*self.sides(saved, g), context) == "materialize"
+    def materializes(self, saved: Saved, g: Tensor, context: RuleContext) -> bool:
+        """Whether the norms of the weight's gradients are found by forming them."""
+        if self.geometry.groups > 1:
+            return True
+        x, g = self.sides(saved, g)
+        key, sizes = (x.shape, g.shape, context.own_group), partial(self._sizes, x.shape, g.shape, context)
+        return context.methods.choose(key, x.device.type, sizes) == "materialize"
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         if not wanted[0]:
             return squared_row_norms(_over_space(g))
+        if self.materializes(saved, g, context):
+            return None
         x, rows = self.sides(saved, g)
-        if self._method(x, rows, context) == "gram":
-            squares = self._gram_norms(upcast(x), upcast(rows))
-            squares = squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
-            if rows.shape[2:].numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
-                return squares
-        else:
-            squares = self.formed_norms(saved, g, wanted)
+        squares = self._gram_norms(upcast(x), upcast(rows))
+        squares = squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
+        if rows.shape[2:].numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+            return squares
+        return inflate_norms(squares, self._slack(saved, g))
+
+    def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        return inflate_norms(super().formed_norms(saved, g, wanted), self._slack(saved, g))
+
+    def _slack(self, saved: Saved, g: Tensor) -> Tensor:
+        x, rows = self.sides(saved, g)
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return inflate_norms(squares, taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel()))
+        return taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel())
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x, weight = saved[:2]
-        gradients, inputs = scale_rows(upcast(g), factors), drop_zero_rows(factors, upcast(x))
+        gradients, inputs = scale_rows(upcast(g), factors), upcast(x)
         if wanted[0] and weight.numel() >= MANY_WEIGHTS and g.device.type == "cpu" and self.geometry.groups == 1:
             read, rows = self.sides((inputs, weight), gradients)
             if len(g) * rows.shape[2:].numel() <= FEW_ROWS:
@@ -177,12 +188,6 @@ class ConvRule(LayerRule):
     def _filter(self) -> tuple[int, ...]:
         """Shape of one filter: channels that it sees, and its taps."""
         return self.module.in_channels // self.module.groups, *self.module.kernel_size
-
-    def _method(self, x: Tensor, g: Tensor, context: RuleContext) -> str:
-        if self.geometry.groups > 1:
-            return "materialize"
-        key = (x.shape, g.shape, context.own_group)
-        return context.methods.choose(key, x.device.type, partial(self._sizes, x.shape, g.shape, context))
 
     def _sizes(self, inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())

@@ -46,9 +46,6 @@ class EmbeddingRule(LayerRule):
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts:
         return OuterProducts(*self.rows(saved, g))
 
-    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
-        return False
-
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
         indices, g = self.rows(saved, g)
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import dropped_examples, without_rows
 from groupwise.clipping.gram import OuterProducts, gram_terms
 from groupwise.clipping.matmul import are_by_onednn, batched, linear, product
 from groupwise.clipping.norm_methods import Sizes, are_kept
@@ -55,43 +54,39 @@ class LinearRule(LayerRule):
         x = saved[0]
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
-    def method(self, x: Tensor, g: Tensor, context: RuleContext) -> str:
-        """How norms are found for inputs (B, ..., d): "gram", "materialize", or "row" where there is one position."""
-        if x.dim() == 2 or x.shape[1:-1].numel() == 1:
-            return "row"
-        sizes = partial(_sizes, x.shape, g.shape, context)
-        return context.methods.choose((x.shape, g.shape, context.own_group), x.device.type, sizes)
-
-    def materializes(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> bool:
+    def materializes(self, saved: Saved, g: Tensor, context: RuleContext) -> bool:
+        """Whether the norms of the weight's gradients are found by forming them; not for one position alone."""
         x = saved[0]
-        return wanted[0] and self.method(x, g, context) == "materialize"
+        if _one_position(x):
+            return False
+        key, sizes = (x.shape, g.shape, context.own_group), partial(_sizes, x.shape, g.shape, context)
+        return context.methods.choose(key, x.device.type, sizes) == "materialize"
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         x = saved[0]
         if not wanted[0]:
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
-        method = self.method(x, g, context)
-        if method == "row":
+        if _one_position(x):
             return OneRowTerms(x.flatten(1), g.flatten(1), wanted[1])
+        if self.materializes(saved, g, context):
+            return None
         x, rows = self.rows(saved, g)
-        if method == "gram":
-            terms = gram_terms(x, rows, wanted[1], context.products)
-            if x.shape[1] <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
-                return terms
-            squares = squares_together([[terms]])[0]
-        else:
-            squares = self.formed_norms(saved, g, wanted)
-        return inflate_norms(squares, second_product_slack(x, rows, x.shape[1]))
+        terms = gram_terms(x, rows, wanted[1], context.products)
+        if x.shape[1] <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+            return terms
+        return inflate_norms(squares_together([[terms]])[0], second_product_slack(x, rows, x.shape[1]))
+
+    def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        x, rows = self.rows(saved, g)
+        return inflate_norms(super().formed_norms(saved, g, wanted), second_product_slack(x, rows, x.shape[1]))
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
     ) -> Gradients:
         x = saved[0]
-        half, dropped = keeps_half(x, g), dropped_examples(factors)
+        half = keeps_half(x, g)
         if not half:
             x, g = upcast(x), upcast(g)
-        if dropped is not None:
-            x, g = without_rows(x, dropped), without_rows(g, dropped)
         wide = torch.float32 if half else g.dtype
         weights = None if factors is None else factors.to(wide)
         weight = bias = None
@@ -171,6 +166,10 @@ class _FrozenFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # and that has derivatives
+
+
+def _one_position(x: Tensor) -> bool:
+    return x.dim() == 2 or x.shape[1:-1].numel() == 1
 
 
 def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
