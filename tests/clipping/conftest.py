@@ -281,37 +281,30 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         _floats(3, 4, 4),
     ),
-    "instance_norm_1d": (
+    "fallback_instance_norm_1d": (
         lambda: nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True), nn.Conv1d(4, 3, 2)),
         _floats(3, 6),
     ),
-    "instance_norm_2d": (
+    "fallback_instance_norm_2d": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.InstanceNorm2d(4, eps=0.1, affine=True), nn.Tanh()),
         _floats(3, 5, 4),
     ),
-    "instance_norm_3d": (lambda: nn.Sequential(nn.InstanceNorm3d(3, affine=True), nn.Tanh()), _floats(3, 3, 2, 2)),
+    "fallback_instance_norm_3d": (
+        lambda: nn.Sequential(nn.InstanceNorm3d(3, affine=True), nn.Tanh()),
+        _floats(3, 3, 2, 2),
+    ),
     "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
     "fallback_attention": (Attention, _floats(3, 8)),
     "fallback_recurrent_reused": (Recurrent, _floats(3, 5)),
     "parametrized": (lambda: weight_norm(nn.ConvTranspose1d(3, 4, 2)), _floats(3, 5)),
-    "weight_norm_conv": (lambda: weight_norm(nn.Conv2d(3, 4, 2, stride=2, padding=1)), _floats(3, 5, 4)),
+    "parametrized_conv": (lambda: weight_norm(nn.Conv2d(3, 4, 2, stride=2, padding=1)), _floats(3, 5, 4)),
     "std_conv": (lambda: StdConv2d(3, 4, 3, padding=1, stride=2, bias=False), _floats(3, 5, 6)),
     "std_conv_scaled": (lambda: ScaledStdConv2dSame(4, 6, (2, 3), groups=2), _floats(4, 3, 4)),
     "frozen_std_conv": (lambda: _freeze(ScaledStdConv2dSame(3, 4, 3), "gain", "bias"), _floats(3, 3, 4)),
-    "weight_norm_2d": (
-        lambda: nn.Sequential(weight_norm(nn.Linear(5, 4, bias=False)), nn.Tanh(), weight_norm(nn.Linear(4, 3))),
-        _floats(5),
-    ),
-    "weight_norm_3d": (lambda: weight_norm(nn.Linear(5, 4)), _floats(3, 5)),
-    "weight_norm_of_one_length": (
-        lambda: _freeze(weight_norm(nn.Linear(5, 6)), "parametrizations.weight.original0"),
+    "parametrized_linear": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)),
         _floats(3, 5),
     ),
-    "weight_norm_of_one_direction": (
-        lambda: _freeze(weight_norm(nn.Linear(5, 6)), "parametrizations.weight.original1", "bias"),
-        _floats(2, 5),
-    ),
-    "reused_weight_norm": (lambda: Twice(weight_norm(nn.Linear(5, 5))), _floats(3, 5)),
     "fallback_spectral_norm": (
         lambda: nn.Sequential(_settled(nn.Linear(5, 4)), nn.Tanh(), _settled(nn.Linear(4, 3, bias=False))),
         _floats(5),

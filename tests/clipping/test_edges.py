@@ -189,7 +189,6 @@ def test_a_module_with_a_parameter_of_its_own_is_a_layer_beside_those_inside_it(
         (nn.GroupNorm(2, 4), (5, 4, 3)),
         (nn.RMSNorm(3), (5, 2, 3)),
         (nn.ConvTranspose2d(3, 4, 3), (5, 3, 4, 4)),
-        (nn.InstanceNorm2d(4, affine=True), (5, 4, 3, 2)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -231,17 +230,6 @@ def test_a_weight_alone_has_its_gradients():
     weight, bias = rule.per_example_gradients(saved, g, (True, False))
     torch.testing.assert_close(weight, rule.per_example_gradients(saved, g, (True, True))[0])
     assert bias is None
-
-
-@pytest.mark.parametrize(
-    ("layer", "shape"), [(nn.InstanceNorm1d(4, affine=True), (4, 3)), (nn.InstanceNorm2d(4, affine=True), (2, 4, 1, 1))]
-)
-def test_an_instance_norm_needs_a_batch_and_space(layer, shape):
-    with (
-        attach(layer, flat(layer), 1.0) as engine,
-        pytest.raises(UserError, match="the batch must come first, then the channels"),
-    ):
-        clip_batch(engine, lambda x: layer(x).flatten(1).sum(1), torch.ones(shape))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

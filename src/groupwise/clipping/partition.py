@@ -32,7 +32,7 @@ class Layer:
         name: dotted name in the model ("" for the model itself).
         module: the module.
         rule: its rule class, or None: each of its parameters gets a copy for every example.
-        trainable: its own parameters that train, and those that its rule claims, by their name inside the module.
+        trainable: its own parameters that train, by their name inside the module.
         rewritten: its forward in terms of linear layers and embeddings, for modules that are made of several.
     """
 
@@ -74,19 +74,13 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                 f"Parameter {name!r} has no shape yet (its layer is lazy): run one forward pass first, of any numbers "
                 "in the shape of your data."
             )
-    layers, claimed = [], set[int]()
+    layers = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"Module {name!r}" if name else "The model"
             raise UserError(f"{what} is TorchScript, which hides its layers: use the module that it was made of.")
-        if id(module) in claimed:
-            continue
-        rule, own = find_rule(module), list(module.named_parameters(recurse=False))
-        if rule is not None and rule.claims:
-            inside = module.get_submodule(rule.claims)
-            claimed.add(id(inside))
-            own += [(f"{rule.claims}.{local}", p) for local, p in inside.named_parameters(recurse=False)]
-        trainable = {local: p for local, p in own if p.requires_grad}
+        rule = find_rule(module)
+        trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
         if trainable:
             layers.append(Layer(name, module, rule, trainable, None if rule else _rewritten(module)))
     if not layers:

@@ -94,8 +94,7 @@ class Patches:
                     assert found is not None, "every parameter that trains is in a group"
                     use = ParameterUse(self.calls, *found, parameter, layer.full_name(local))
                     known[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
-                inside, _, own = local.rpartition(".")
-                self._attributes.append((layer.module.get_submodule(inside).__dict__, own, known[id(parameter)]))
+                self._attributes.append((layer.module.__dict__, local, known[id(parameter)]))
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -132,16 +132,9 @@ def upcast(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-HALF_PRODUCTS = hasattr(torch.ops.aten.bmm, "dtype")
-"""Whether this torch has products of half-precision matrices with sums and results in float32 (from 2.11 on)."""
-
-
 def keeps_half(*tensors: Tensor) -> bool:
     """Whether bfloat16 numbers may go into products as they are: two of them have an exact product in float32."""
-    for t in tensors:
-        if t.dtype != torch.bfloat16 or t.device.type == "cpu":
-            return False
-    return HALF_PRODUCTS
+    return all(t.dtype == torch.bfloat16 and t.device.type != "cpu" for t in tensors)
 
 
 def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

@@ -63,8 +63,6 @@ class LayerRule(ABC):
     """Whether it has `rows`, so that several calls can become one."""
     indexed: ClassVar[bool] = False
     """Whether sums are numbers in few rows of the parameter, and it has `weighted_rows`."""
-    claims: ClassVar[str] = ""
-    """A module inside of the layer whose parameters are the layer's own."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -204,10 +202,6 @@ class ParameterRule(LayerRule):
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
         self.parameter_names = (name,)  # type: ignore[misc]
-
-    def values(self) -> list[Any]:
-        """The parameter, which may be inside of a module that the layer claims."""
-        return [self.module.get_parameter(self.parameter_names[0])]
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """The gradients of the copies, (B, *shape)."""

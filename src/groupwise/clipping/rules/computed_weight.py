@@ -1,21 +1,21 @@
-"""Clips layers whose filters have a direction and a length of their own: standardised convolutions, and `weight_norm`.
+"""Clips convolutions with standardised filters.
 
-A filter is used as W = l·n, with the direction n of w (`weight_norm`), or of w - mean w. An example's gradient G for W
-becomes c·(G - a·⟨G, n⟩·n), less its mean where w is centred, for w, and b·⟨G, n⟩ for the gain: c, a and b follow from
-how the length l depends on w. This map is the same for all examples. So gradients that are formed go through it one by
-one, and a sum goes through it once.
+A filter is used as W = l·n, with the direction n of w - mean w. An example's gradient G for W becomes
+c·(G - a·⟨G, n⟩·n) less its mean for w, and b·⟨G, n⟩ for the gain: c, a and b follow from how the length l depends on w.
+This map is the same for all examples. So gradients that are formed go through it one by one, and a sum goes through it
+once.
 
 Where norms go by inner products, ⟨G, n⟩ = Σ_t g_t (x_t·n) is found from what n makes of the input, and the mean
 likewise.
 """
 
+import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from groupwise.clipping.gram import norms_from_products, self_products
 from groupwise.clipping.norm_terms import Terms
@@ -31,7 +31,6 @@ from groupwise.clipping.precision import (
 )
 from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, chunk_floats, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
-from groupwise.clipping.rules.linear import LinearRule
 
 STANDARDIZATION_EPS = 1e-4
 
@@ -80,11 +79,10 @@ STANDARDIZED = {
     "transformers.models.bit.modeling_bit.WeightStandardizedConv2d",
 }
 """Classes that standardise as `StdConv2d` does."""
-_LIST = "parametrizations.weight"
 
 
-class FilterRule(LayerRule):
-    """Before the rule of a linear layer or convolution, which computes with the filters W that are used.
+class FilterRule(ConvRule):
+    """The rule of a convolution, computing with the filters W that are used.
 
     Parameters are w (p, …), the bias (p,), and the gain, a number for each filter. `saved` is (x, W, n, c, a, b): n is
     (p, K), and the last three (p, 1).
@@ -92,9 +90,6 @@ class FilterRule(LayerRule):
 
     autocast: ClassVar = "keep"  # filters are computed as they are stored; `prepare` and `forward` lower the rest
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
-    stacks: ClassVar[bool] = False
-    centred: ClassVar[bool] = True
-    module: Any
 
     @abstractmethod
     def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -107,23 +102,16 @@ class FilterRule(LayerRule):
         weight, bias, gain = parameters
         used, *rest = self.compute(upcast(weight).flatten(1), None if gain is None else gain.reshape(-1, 1))
         used = used.view_as(weight).to(x.dtype)
-        y, _ = super().forward(x, used, None if bias is None else bias.to(x.dtype))  # type: ignore[safe-super]
-        return y, (x, used, *rest)
-
-    def input_gradient(self, saved: Saved, g: Tensor) -> Any:
-        return super().input_gradient(saved[:2], g)  # type: ignore[safe-super]
-
-    def outer_products(self, saved: Saved, g: Tensor) -> None:
-        """They are of the filters used."""
+        return self.convolve(x, used, None if bias is None else bias.to(x.dtype)), (x, used, *rest)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         if not _of_used(wanted)[0]:
             return super().squared_norms(saved, g, _of_used(wanted), context)
-        if self.materializes(saved, g, context):  # type: ignore[attr-defined]
+        if self.materializes(saved, g, context):
             return None
-        positions = self._positions(g)
+        positions = g.shape[2:].numel()
         step = max(1, chunk_floats(g) // (4 * positions**2))
         parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
         squares = torch.cat([self._norms_of_sides(*part, wanted) for part in parts])
@@ -136,12 +124,9 @@ class FilterRule(LayerRule):
 
     def _slack(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, _, scale, _, length = saved
-        taps = torch.Size(getattr(self.module, "kernel_size", ())).numel()
-        slack = taps**0.5 * second_product_slack(x, g, max(self._positions(g), weight[0].numel()))
+        taps = math.prod(self.module.kernel_size)
+        slack = taps**0.5 * second_product_slack(x, g, max(g.shape[2:].numel(), weight[0].numel()))
         return slack * (scale.abs().amax() + length.abs().amax()).double()  # more than the map's norm
-
-    def _positions(self, g: Tensor) -> int:
-        return (g.shape[2:] if isinstance(self, ConvRule) else g.shape[1:-1]).numel()
 
     def weighted_sum(
         self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
@@ -151,7 +136,7 @@ class FilterRule(LayerRule):
         return None if total is None else total[0], bias, None if gain is None else gain[0]
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        weight, bias = super().per_example_gradients(saved[:2], g, _of_used(wanted))  # type: ignore[safe-super]
+        weight, bias = super().per_example_gradients(saved[:2], g, _of_used(wanted))
         rows, gain = self._pulled(saved, weight, wanted)
         return rows, bias, gain
 
@@ -160,11 +145,10 @@ class FilterRule(LayerRule):
         if weight is None:
             return None, None
         rows, gain = weight.flatten(2), self.values()[2]
-        direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:] if t is not None)
-        directions, shares = direction.unsqueeze(1), taken.unsqueeze(2)
-        if self.centred:  # the mean is the part along another direction
-            directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
-            shares = torch.cat([shares, torch.ones_like(shares)], 2)
+        direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:])
+        # the mean is the part along another direction
+        directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
+        shares = torch.stack([taken, torch.ones_like(taken)], 2)
         by_filter = rows.transpose(0, 1)
         along = torch.bmm(by_filter, directions.mT)
         gains = None
@@ -178,13 +162,9 @@ class FilterRule(LayerRule):
     def _norms_of_sides(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from inner products, each moved by its rounding towards the larger norm."""
         x, g = saved[0], upcast(g)
-        direction, scale, taken, length = (t for t in saved[2:] if t is not None)
+        direction, scale, taken, length = saved[2:]
         x = upcast(x)
-        if isinstance(self, ConvRule):
-            xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
-        else:
-            rows = g.reshape(len(g), -1, g.shape[-1])
-            xx = self_products(x.reshape(*rows.shape[:2], -1))
+        xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
         k = direction.shape[1]
         longest = max(rows.shape[1], k, rows.shape[2])
         lengths = xx.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
@@ -196,23 +176,18 @@ class FilterRule(LayerRule):
         if wanted[0]:
             whole = norms_from_products(xx, self_products(rows * scale.flatten()), False, longest)
             removed = (along - slack).clamp_min(0).double().square() * (taken * (2 - taken)).flatten()
-            if self.centred:
-                mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
-                removed += (mean - slack).clamp_min(0).double().square()
+            mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
+            removed += (mean - slack).clamp_min(0).double().square()
             squares = squares + at_least_zero(whole - removed @ scale.flatten().double().square())
         return squares
 
     def _seen(self, x: Tensor, filters: Tensor) -> Tensor:
         """What filters (q, K) make of inputs of n examples, (n, T, q)."""
-        weight = self.values()[0]
-        filters = filters.view(-1, *weight.shape[1:])
-        if isinstance(self, ConvRule):
-            return positions_first(self.convolve(x, filters))
-        return F.linear(x, filters).reshape(len(x), -1, len(filters))
+        return positions_first(self.convolve(x, filters.view(-1, *self._filter())))
 
 
 @register_rule
-class WSConv2dRule(FilterRule, ConvRule):
+class WSConv2dRule(FilterRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,)."""
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
@@ -225,7 +200,7 @@ class WSConv2dRule(FilterRule, ConvRule):
 
 
 @register_rule
-class StdConv2dRule(FilterRule, ConvRule):
+class StdConv2dRule(FilterRule):
     """`StdConv2d` and `ScaledStdConv2d` of timm (BiT, NF-ResNets), and transformers' `WeightStandardizedConv2d`.
 
     Weight (p, c/groups, kh, kw), bias (p,), gain (p, 1, 1, 1). The classes are recognised by their names, so that
@@ -254,35 +229,6 @@ class StdConv2dRule(FilterRule, ConvRule):
         direction = centred / norm.clamp_min(torch.finfo(norm.dtype).tiny)
         used = factor * scale if gain is None else factor * scale * gain
         return centred * used, direction, used, squares * scale.square() / k, factor * scale * norm
-
-
-class WeightNormRule(FilterRule):
-    """A layer under `parametrizations.weight_norm` over the first axis: v (p, …), bias (p,), l (p, 1, …)."""
-
-    centred: ClassVar[bool] = False
-    claims: ClassVar[str] = _LIST
-    parameter_names: ClassVar[tuple[str, ...]] = (f"{_LIST}.original1", "bias", f"{_LIST}.original0")
-
-    @classmethod
-    def handles(cls, module: nn.Module) -> bool:
-        lists = getattr(module, "parametrizations", None)
-        if not super().handles(module) or not isinstance(lists, nn.ModuleDict) or list(lists) != ["weight"]:
-            return False
-        (found, *more) = lists["weight"].children()
-        return type(found) is parametrizations._WeightNorm and found.dim == 0 and not more  # type: ignore[attr-defined]
-
-    def values(self) -> list[Any]:
-        inside = self.module.get_submodule(_LIST)
-        return [inside.original1, self.module.bias, inside.original0]
-
-    def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        scale, ones = gain / norms, torch.ones_like(norms)
-        return rows * scale, rows / norms, scale, ones, ones
-
-
-for _rule in (LinearRule, ConvRule):
-    register_rule(type(f"WeightNorm{_rule.__name__}", (WeightNormRule, _rule), {}))
 
 
 def _centred(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Clips GroupNorm and InstanceNorm, which is a GroupNorm of one channel a group.
+"""Clips GroupNorm.
 
 One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g over all positions of a channel. Torch's kernel has
 both on its way to the input gradient, and adds them up over its batch: so it is given one example with the channels
@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from groupwise.clipping.precision import upcast
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
-from groupwise.errors import UserError
 
 LARGEST_GRID = 65_535
 """Groups of all examples together that CUDA's backward kernel takes: a block each, on a grid's second axis."""
@@ -28,10 +26,7 @@ class GroupNormRule(LayerRule):
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     autocast: ClassVar = "float32"
     batched: ClassVar[tuple[int, ...]] = (0, 2, 3, 4, 5)
-    module: Any  # a GroupNorm, or what is one with other names (`InstanceNormRule`)
-
-    def _groups(self) -> int:
-        return int(self.module.num_groups)
+    module: nn.GroupNorm
 
     def has_batch(self, axes: int) -> bool:
         return True
@@ -78,31 +73,7 @@ class GroupNormRule(LayerRule):
         return saved[4] if wanted[0] else None, saved[5] if wanted[1] else None
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
-        return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self._groups()
-
-
-@register_rule
-class InstanceNormRule(GroupNormRule):
-    """`nn.InstanceNorm1d/2d/3d` with `affine=True` on (B, C, *space): weight (C,), bias (C,)."""
-
-    layer_type: ClassVar[type[nn.Module]] = _InstanceNorm
-    module: _InstanceNorm
-
-    def _groups(self) -> int:
-        return self.module.num_features
-
-    def prepare(self, x: Tensor) -> Tensor:
-        """The input as it is.
-
-        Raises:
-            UserError: an input without a batch, or with one number a channel, of which nothing is left.
-        """
-        if x.dim() != self.module._get_no_batch_dim() + 1 or x[0, 0].numel() == 1:
-            raise UserError(
-                f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: the batch must come first, then "
-                "the channels, with more than one number in each."
-            )
-        return x
+        return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self.module.num_groups
 
 
 def _stays_channels_last(x: Tensor) -> bool:
