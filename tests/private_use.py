@@ -62,8 +62,8 @@ def network(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *more, nn.Linear(8, 2))
 
 
-def refuses(do: Callable[[], object], told: str) -> None:
+def refuses(do: Callable[[], object], message: str) -> None:
     """The misuse is refused in one sentence."""
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         do()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -1,4 +1,4 @@
-"""A frozen value that is not today's is named, and what may differ, and by how much, is told apart."""
+"""A frozen value that is not today's is named, with what may differ and by how much."""
 
 import json
 from pathlib import Path

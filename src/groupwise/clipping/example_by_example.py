@@ -31,7 +31,7 @@ def example_by_example(
         places: where the others hold the batch; None: they are the same for all examples.
         name: the operation's.
         label: the parameter's or layer's, for messages.
-        seen: operations that were compared with what they give the whole batch; others are, and join them.
+        seen: operations that were compared with what they give the whole batch; others are, once, and join them.
 
     Raises:
         UserError: the operation cannot be done so.
@@ -41,9 +41,10 @@ def example_by_example(
     for i, p in enumerate(places):
         if p is not None:
             parts[i] = leaves[i].unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
-    options = str([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
-    key = (label, name, options, *(part.shape[1:] for part in parts.values()))
-    before = [leaf.detach().clone() if key not in seen and isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    key = (label, name, *(part.dim() for part in parts.values()))
+    compares = key not in seen and all(bool((rows == rows[:1]).all()) for rows in copies.values())  # no dropout there
+    seen.add(key)
+    before = [leaf.detach().clone() if compares and isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def joined(made: Any) -> Any:
         if not isinstance(made, Tensor):
@@ -56,9 +57,8 @@ def example_by_example(
         )
 
     made = tree_map(joined, for_examples(func, leaves, spec, parts, name, label))
-    if key not in seen and all(bool((rows == rows[:1]).all()) for rows in copies.values()):  # no dropout on copies
+    if compares:
         _refuse_other_values([*tree_leaves(made), leaves[0]], func, before, spec, name, label)
-        seen.add(key)
     return made
 
 

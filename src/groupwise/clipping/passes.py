@@ -139,7 +139,7 @@ class Pass:
             kind, remedy = "sparse", "make it dense (to_dense)"
             if x.is_nested:
                 kind, remedy = "nested", "pad them to the longest (torch.nested.to_padded_tensor), and give a mask"
-            raise UserError(f"{label} got a {kind} tensor, whose examples are not told apart: {remedy}.")
+            raise UserError(f"{label} got a {kind} tensor, whose examples cannot be distinguished: {remedy}.")
         if self.examples == 1 and not self.traces:  # all rows are the one example's
             return SHARED if x.dim() == 0 else Layout(0, len(x))
         if self.ended:

@@ -178,7 +178,7 @@ def _refuse_tiled(leaf: Any, place: Layout | None, origin: Any) -> None:
     if place is not None and place.order is Order.TILED:
         raise UserError(
             f"{origin.label} meets a tensor of shape {tuple(leaf.shape)} that holds one row of every example after the "
-            "other, in which its copies are not told apart: put each example's rows together, or freeze it."
+            "other, in which its copies cannot be distinguished: put each example's rows together, or freeze it."
         )
 
 
