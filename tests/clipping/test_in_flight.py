@@ -471,5 +471,5 @@ def test_check_output_finds_a_parameter_used_outside_its_layer(double):
         with pytest.raises(UserError, match=r"'net.weight' is used outside"):
             engine.check_output(output)
         model.net.bias.requires_grad_(False)
-        with pytest.raises(UserError, match=r"'net.bias' was frozen"), engine.backward_of(0):
+        with pytest.raises(UserError, match=r"'net.bias' was .* frozen"), engine.backward_of(0):
             pass

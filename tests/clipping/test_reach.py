@@ -52,7 +52,7 @@ def test_a_step_after_a_step_goes_on(stepped):
 def test_another_parameter_in_its_place_is_refused(stepped):
     engine, step = stepped
     engine.model.head.weight = nn.Parameter(torch.ones(2, 4))
-    with pytest.raises(UserError, match=r"'head\.weight' was replaced by another tensor"):
+    with pytest.raises(UserError, match=r"'head\.weight' was added, taken out, replaced"):
         step()
 
 
@@ -64,19 +64,19 @@ def test_an_added_parameter_and_a_removed_one_are_refused(stepped):
     engine.model.head = head
     step()
     engine.model.head.bias = None
-    with pytest.raises(UserError, match=r"'head\.bias' was taken out"):
+    with pytest.raises(UserError, match=r"'head\.bias' was added, taken out"):
         step()
 
 
 def test_data_of_another_shape_or_precision_is_refused(stepped):
     engine, step = stepped
     engine.model.head.weight.data = torch.ones(3, 4)
-    with pytest.raises(UserError, match=r"'head\.weight' was made torch.float32 of shape \(3, 4\)"):
+    with pytest.raises(UserError, match=r"'head\.weight' was .* cast"):
         engine.check_output(torch.zeros(3, requires_grad=True))
     engine.model.head.weight.data = torch.ones(2, 4)
     step()
     engine.model.bfloat16()
-    with pytest.raises(UserError, match=r"was made torch.bfloat16"):
+    with pytest.raises(UserError, match="or cast after clipping began"):
         engine.check_output(torch.zeros(3, requires_grad=True))
 
 

@@ -4,7 +4,7 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -77,31 +77,28 @@ class Attached:
 
     def __init__(self, model: nn.Module, shards: bool) -> None:
         self._shards = shards
-        self._known = [
-            (f"{name}.{local}" if name else local, module._parameters, local, p, p.requires_grad, p.shape, p.dtype)
-            for name, module in model.named_modules()
-            for local, p in module._parameters.items()
+        self._modules = [(f"{name}.".lstrip("."), module._parameters) for name, module in model.named_modules()]
+        self._known = self._now()
+
+    def _now(self) -> dict[str, tuple[Any, ...]]:
+        """Parameter -> whether it trains; and which one it is, its shape and dtype, if that may not change."""
+        return {
+            prefix + local: (id(p), p.shape, p.dtype) if p.requires_grad and not self._shards else (p.requires_grad,)
+            for prefix, parameters in self._modules
+            for local, p in parameters.items()
             if p is not None
-        ]
-        self._counts = [(name, module._parameters, len(module._parameters)) for name, module in model.named_modules()]
+        }
 
     def check_same(self) -> None:
         """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or has another shape or dtype."""
-        for name, there, count in self._counts:
-            if len(there) > count:
-                _refuse(f"{name}.{next(reversed(there))}".lstrip("."), "added")
-        for name, there, local, before, trained, shape, dtype in self._known:
-            parameter = there.get(local)
-            if parameter is None:
-                _refuse(name, "taken out of the model")
-            if parameter.requires_grad != trained:
-                _refuse(name, "thawed" if parameter.requires_grad else "frozen")
-            if not trained or self._shards:
-                continue
-            if parameter is not before:
-                _refuse(name, "replaced by another tensor", " (to change its values, copy them into it)")
-            if parameter.shape != shape or parameter.dtype != dtype:
-                _refuse(name, f"made {parameter.dtype} of shape {tuple(parameter.shape)}")
+        known, now = self._known, self._now()
+        if now != known:
+            name = next(name for name in (*known, *now) if known.get(name) != now.get(name))
+            raise UserError(
+                f"Parameter {name!r} was added, taken out, replaced, frozen, thawed or cast after clipping began: do "
+                "that before make_private (or attach), or detach() and make the training again; to change its values, "
+                "copy them into it."
+            )
 
 
 def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
@@ -121,13 +118,6 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
                 f"The losses reach no {what} (parameter {name!r} and the like): freeze its parameters, or use them in "
                 "every forward pass (times 0, where they shall do nothing)."
             )
-
-
-def _refuse(name: str, done: str, remedy: str = "") -> NoReturn:
-    raise UserError(
-        f"Parameter {name!r} was {done} after clipping began: do that before make_private (or attach), or detach() and "
-        f"make the training again{remedy}."
-    )
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:

@@ -45,8 +45,6 @@ FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
 """Positions of all examples up to which a CPU's kernel for the gradient of so many weights is 3 times as slow as a
 product of the output gradients and what each position sees."""
 
-_CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
 """The methods of torch's own convolutions, which no subclass may have changed; transposed ones share one."""
 
@@ -92,8 +90,8 @@ class ConvRule(LayerRule):
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output with any weight."""
         shape = self.geometry
-        rest = shape.stride, shape.padding, shape.dilation, shape.groups
-        return _CONV[x.dim() - 2](x, weight, bias, *rest)  # type: ignore[operator]
+        rest = shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), shape.groups
+        return torch.convolution(x, weight, bias, *rest)
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
@@ -233,8 +231,8 @@ class ConvTransposeRule(ConvRule):
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
         m = self.module
-        rest = m.stride, m.padding, m.output_padding, m.groups, m.dilation
-        return _TRANSPOSED[x.dim() - 2](x, weight, bias, *rest), (x, weight)  # type: ignore[operator]
+        rest = m.stride, m.padding, m.dilation, True, m.output_padding, m.groups
+        return torch.convolution(x, weight, bias, *rest), (x, weight)
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
