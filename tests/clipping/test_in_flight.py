@@ -311,7 +311,7 @@ def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
         assert engine.examples == 8
         run_forward(engine, run, 1)
         engine.reset()
-        with pytest.raises(UserError, match="Microbatch 1 has no forward pass that waits"), engine.backward_of(1):
+        with pytest.raises(UserError, match="No forward pass of microbatch 1 waits"), engine.backward_of(1):
             pass
 
 
@@ -359,7 +359,7 @@ class TestMisuse:
 
     def test_a_microbatch_that_nobody_knows(self, engine):
         run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=r"Microbatch 5 has no forward pass that waits.*forward\(examples, 5\)"):  # noqa: SIM117
+        with pytest.raises(UserError, match="No forward pass of microbatch 5 waits"):  # noqa: SIM117
             with engine.backward_of(5):
                 pass
 
@@ -367,7 +367,7 @@ class TestMisuse:
         output = run_forward(engine, self.run, 0)
         with engine.backward_of(0):
             run_backward(self.run, output, 0)
-        with pytest.raises(UserError, match="Microbatch 0 has no forward pass that waits"), engine.backward_of(0):
+        with pytest.raises(UserError, match="No forward pass of microbatch 0 waits"), engine.backward_of(0):
             pass
 
     def test_a_forward_pass_without_gradients(self, engine):

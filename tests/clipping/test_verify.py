@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer, verify
-from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.rules import LayerRule
 from groupwise.clipping.rules.linear import LinearRule
@@ -152,7 +151,7 @@ FAULTS = {
     "python, no parameters": (lambda: Does(lambda x: x * random.random()), r"from random .* layer '1' \(Does\)"),
     "python, by row": (
         lambda: Does(lambda x: x * torch.tensor([[random.random()] for _ in x])),
-        "Numbers from random are drawn in layer '1'.*secret key",
+        "Numbers from random are drawn in layer '1'",
     ),
     "numpy, own generator": (
         lambda: Scaled(np.random.default_rng(0).random),
@@ -208,13 +207,6 @@ def test_a_wrong_rule_is_found(monkeypatch):
     engine, losses_of = attached(nn.Tanh())
     with pytest.raises(UserError, match=r"group '0'.*by a loop over single examples"):
         verify(engine, losses_of, [0, 3, 5])
-
-
-def test_wrong_counts_are_found(monkeypatch):
-    monkeypatch.setattr(ClippingEngine, "counts", property(lambda self: torch.zeros(len(self.groups))))
-    engine, losses_of = attached(nn.Tanh(), threshold=1e6)  # with these alone every example would be counted anyway
-    with pytest.raises(UserError, match=r"Group '[02]' counts \d examples within its threshold, but .* finds \d"):
-        verify(engine, losses_of, EXAMPLES)
 
 
 @pytest.mark.parametrize(("error", "refused"), [(0.04, False), (0.06, True)])
@@ -362,7 +354,7 @@ def test_examples_may_be_augmented_one_by_one_outside_of_the_model():
         with attach(model, per_layer(model), 0.05) as engine:
             verify(engine, lambda examples, draw=draw: losses(examples, draw), EXAMPLES)
     with attach(model, per_layer(model), 0.05) as engine:
-        with pytest.raises(UserError, match="from random is drawn in the loss, outside"):
+        with pytest.raises(UserError, match="from random are drawn in the loss, outside"):
             verify(engine, lambda examples: losses(examples, float) * random.random(), EXAMPLES)
         with pytest.raises(UserError, match=r"torch.rand draws .* in the loss, outside"):
             verify(engine, lambda examples: losses(examples, float) * torch.rand(()), EXAMPLES)

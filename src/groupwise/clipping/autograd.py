@@ -11,13 +11,10 @@ They are part of the graph, and their layer returns their sums itself. That take
 backward passes.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.group_pass import GroupPass, close
@@ -164,39 +161,12 @@ def run_backward(losses: Tensor, into: list[Tensor] | None = None) -> None:
     Args:
         losses: of the last forward pass.
         into: tensors that alone get a gradient; None lets autograd find all.
-
-    Raises:
-        UserError: a kept tensor was changed in place; a checkpoint that does not compute the same again.
     """
-    with in_one_sentence(), no_autocast(losses.device.type):  # gradients in the precision in which they were attached
+    with no_autocast(losses.device.type):  # gradients in the precision in which they were attached
         losses.sum().backward(inputs=into)
 
 
 def run_norms(losses: Tensor, probe: Tensor) -> None:
-    """Let the layers of a group report the norms of the losses (B,); the graph stays for a second pass.
-
-    Raises:
-        UserError: as `run_backward`.
-    """
-    with in_one_sentence(), no_autocast(losses.device.type):
+    """Let the layers of a group report the norms of the losses (B,); the graph stays for a second pass."""
+    with no_autocast(losses.device.type):
         torch.autograd.grad(losses.sum(), probe, retain_graph=True, allow_unused=True)
-
-
-@contextmanager
-def in_one_sentence() -> Iterator[None]:
-    """What autograd says of tensors that were changed, and checkpointing of what changed, becomes a `UserError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        if isinstance(error, CheckpointError):
-            raise UserError(
-                "Activation checkpointing did not compute the same tensors again: what it runs must not depend on what "
-                f"changes between forward and backward pass. torch says: {first}"
-            ) from error
-        if "modified by an inplace operation" in str(error):
-            raise UserError(
-                "A tensor that a layer keeps for its backward pass was changed in place: use operations that are not. "
-                f"torch says: {first}"
-            ) from error
-        raise

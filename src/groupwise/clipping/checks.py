@@ -34,8 +34,8 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model that runs in several copies of itself, by name."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise UserError(
-            f"The model is wrapped in {type(model).__name__}, which would not add up the clipped sums: attach to "
-            "model.module, and add up .grad over processes."
+            f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: attach to "
+            "model.module, and add up .grad over processes (make_private does, with ranks=Ranks())."
         )
 
 

@@ -167,30 +167,20 @@ class ClipPlan:
         return ClipPlan(calls)
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Plain values, for a checkpoint."""
-        return {
-            label: [
-                [
-                    [[each.axis, each.each, each.order.name] for each in site.layouts],
-                    [list(s) for s in sorted(site.shared)],
-                ]
-                for site in sites
-            ]
-            for label, sites in self.calls.items()
-        }
+        """Plain values, for a checkpoint: of each call its layouts, and the shapes that were shared."""
+
+        def plain(site: CallSite) -> list[Any]:
+            layouts = [[each.axis, each.each, each.order.name] for each in site.layouts]
+            return [layouts, [list(shape) for shape in sorted(site.shared)]]
+
+        return {label: list(map(plain, sites)) for label, sites in self.calls.items()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> "ClipPlan":
         """What `state_dict` returned."""
-        return cls(
-            {
-                label: tuple(
-                    CallSite(
-                        tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts),
-                        frozenset(map(tuple, shared)),
-                    )
-                    for layouts, shared in sites
-                )
-                for label, sites in state.items()
-            }
-        )
+
+        def site(layouts: list[Any], shared: list[Any]) -> CallSite:
+            known = tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts)
+            return CallSite(known, frozenset(map(tuple, shared)))
+
+        return cls({label: tuple(site(*plain) for plain in sites) for label, sites in state.items()})

@@ -215,15 +215,11 @@ class Passes:
         if outer is not None and outer.phase is not None:
             raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
         found = self._waiting.pop(microbatch, None)
-        if found is None and microbatch is NOT_NAMED:
-            raise UserError(
-                "No forward pass waits for this backward pass: compute the losses inside engine.forward(examples), "
-                "once for each backward pass."
-            )
         if found is None:
+            of = "" if microbatch is NOT_NAMED else f" of microbatch {microbatch!r}"
             raise UserError(
-                f"Microbatch {microbatch!r} has no forward pass that waits: run the model with gradients on inside "
-                f"forward(examples, {microbatch!r}) first, once for each backward pass."
+                f"No forward pass{of} waits for this backward pass: run the model with gradients on inside "
+                "engine.forward(examples), or forward(examples, microbatch), once for each backward pass."
             )
         found.phase, self.running = phase, found
         try:

@@ -37,11 +37,8 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     with runs.drawing() as twice:
         runs.losses(half + half)
     for place, generator in host.drawn.items():
-        if place != OUTSIDE:
-            why = "the run's secret key seeds torch's generators alone"
-            _refuse(f"Numbers from {generator} are drawn in {place}", why)
-        if host_states() != halves:  # not twice as many draws for twice as many rows
-            _refuse(f"A number from {generator} is drawn in {place} for all examples of a batch")
+        if place != OUTSIDE or host_states() != halves:  # not twice as many draws for twice as many rows
+            _refuse(f"Numbers from {generator} are drawn in {place} for all examples of a batch")
     for draw in some.taken:
         if draw.by_hand:
             raise UserError(
@@ -55,10 +52,10 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     return not host.drawn and all(draw.calms for draw in some.taken)
 
 
-def _refuse(what: str, why: str = "examples must not share randomness") -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     raise UserError(
-        f"{what}, but {why}: draw one for each example, with the batch as first axis (torch.rand(len(x), ...)), set "
-        "its rate to 0, or put that module into eval mode."
+        f"{what}, but examples must not share randomness: draw one for each example, with the batch as first axis "
+        "(torch.rand(len(x), ...)), set its rate to 0, or put that module into eval mode."
     )
 
 

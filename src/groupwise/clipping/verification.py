@@ -38,7 +38,7 @@ def verify(
 
     Modules run in the mode (train or eval) that they are in, which should be that of the training. First, every example
     must draw its own random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout
-    masks at their expectation, losses, norms, counts and clipped sums of two batches are compared with a loop over
+    masks at their expectation, losses, norms and clipped sums of two batches are compared with a loop over
     single examples: one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip
     about half of it. Gradients, thresholds, counts, modes, buffers and generators are put back.
 
@@ -134,7 +134,7 @@ class _Comparison:
         Raises:
             UserError: naming the example, parameter or group that is not what it should be.
         """
-        engine, runs, before = self.engine, self.runs, self.engine.counts
+        engine, runs = self.engine, self.runs
         some = list(dict.fromkeys(examples))
         for parameter in engine.model.parameters():
             parameter.grad = None
@@ -157,7 +157,6 @@ class _Comparison:
         norms = truth.norms[:, [some.index(i) for i in examples]].double()
         off = self.tolerance * norms + 1e-12 + NEGLIGIBLE * norms.nan_to_num(0, 0, 0).norm(dim=0)
         self._check_norms(examples, engine.per_example_norms.cpu().double(), norms, off)
-        self._check_counts(engine.counts - before, norms, off)
         return self._check_sums(sums, truth, norms, off), truth.norms
 
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
@@ -183,16 +182,6 @@ class _Comparison:
                 "there does not take the batch as first axis, in the order of the losses, or its rule is wrong (please "
                 "report a built-in one)."
             )
-
-    def _check_counts(self, found: Tensor, norms: Tensor, off: Tensor) -> None:
-        at = self.engine.count_thresholds.cpu().view(-1, 1)
-        least, most = (norms + off <= at).sum(1), (norms - off <= at).sum(1)
-        for group, count, low, high in zip(self.engine.groups, found, least.tolist(), most.tolist(), strict=True):
-            if not low <= count <= high:
-                raise UserError(
-                    f"Group {group.name!r} counts {count:.0f} examples within its threshold, but a loop over single "
-                    f"examples finds {low if low == high else f'{low} to {high}'}: please report this."
-                )
 
     def _check_sums(self, sums: dict[str, Tensor | None], truth: Reference, norms: Tensor, off: Tensor) -> float:
         """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in

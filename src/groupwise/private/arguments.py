@@ -7,7 +7,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from groupwise.config.names import OURS
@@ -104,12 +103,7 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
-    """Refuse a model that is wrapped or in a private training already, with a `UserError`."""
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise UserError(
-            f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: give "
-            "model.module, and ranks=Ranks() for replicas."
-        )
+    """Refuse a model that is in stages, or in a private training already, with a `UserError`."""
     if ranks.stages > 1:
         raise UserError(
             f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
