@@ -165,17 +165,6 @@ class Stream(IterableDataset):
         return iter(Texts())
 
 
-class Rows(Texts):
-    """Texts whose labels are these, in turn."""
-
-    def __init__(self, labels) -> None:
-        super().__init__()
-        self.labels = list(labels)
-
-    def __getitem__(self, row: int) -> dict:
-        return super().__getitem__(row) | {"labels": self.labels[row % len(self.labels)]}
-
-
 REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "compute_loss_func, or compute_loss of one's own": (own_loss, "compute_loss gives one loss for a whole batch"),
     "losses that return a mean": (
@@ -188,15 +177,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no labels": (without_labels, "no whole numbers as 'labels'"),
     "smoothing beside losses of one's own": (smoothed_by_others, "smooth in losses"),
-    "labels beyond the model's classes": (
-        lambda f: trainer(f, train_dataset=Rows(range(3))).train(),
-        "has the label 2, and the model has 2 classes",
-    ),
-    "labels below 0": (lambda f: trainer(f, train_dataset=Rows((-1, 0))).train(), "has the label -1, and"),
-    "texts of several lengths that nothing pads": (
-        lambda f: trainer(f, data_collator=None).train(),
-        "give processing_class=tokenizer or a data_collator that pads",
-    ),
     "secure_noise with a source that is not secure": (
         lambda f: trainer(f, budget=privacy(secure_noise=True)),
         "secure_noise=True does not reach the given noise_source",

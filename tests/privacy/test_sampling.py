@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
 
@@ -90,33 +89,6 @@ def test_shuffling_covers_each_epoch_exactly_once(batch_size):
         orders.append([batch.tolist() for batch in batches])
     if batch_size < 23:
         assert orders[0] != orders[1] != orders[2]
-
-
-def test_only_poisson_samples_are_a_guarantee():
-    assert PoissonSampler.guarantee
-    assert not ShuffleSampler.guarantee
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: PoissonSampler(0, 0.1, 0), "dataset_size"),
-        (lambda: PoissonSampler(1.5, 0.1, 0), "dataset_size"),
-        (lambda: PoissonSampler(10, 0.0, 0), "sample_rate"),
-        (lambda: PoissonSampler(10, 1.1, 0), "sample_rate"),
-        (lambda: PoissonSampler(10, float("nan"), 0), "sample_rate"),
-        (lambda: ShuffleSampler(0, 1, 0), "dataset_size"),
-        (lambda: ShuffleSampler(10, 0, 0), "batch_size"),
-        (lambda: ShuffleSampler(10, 11, 0), "batch_size"),
-        (lambda: ShuffleSampler(10, 2.5, 0), "batch_size"),
-        (lambda: PoissonSampler(10, 0.1, 0).indices(-1), "count from 0"),
-        (lambda: ShuffleSampler(10, 5, 0).indices(-1), "count from 0"),
-        (lambda: PoissonSampler(10, 0.1, 0).indices(0.5), "count from 0"),
-    ],
-)
-def test_refusals(make, reason):
-    with pytest.raises(UserError, match=reason):
-        make()
 
 
 def test_a_checkpoint_of_another_version_goes_on_with_the_same_batches():

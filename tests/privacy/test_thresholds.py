@@ -171,18 +171,8 @@ def test_fixed_thresholds_never_move():
         ({"initial": [0.0]}, "thresholds is"),
         ({"initial": []}, "thresholds is"),
         ({"initial": [math.nan]}, "thresholds is"),
-        ({"quantile": 1.1}, "target_quantile"),
-        ({"quantile": math.nan}, "target_quantile"),
-        ({"rate": -0.1}, "learning_rate"),
-        ({"rate": math.inf}, "learning_rate"),
         ({"sigma_b": -1.0}, "count_noise_multiplier"),
         ({"sigma_b": math.nan}, "count_noise_multiplier"),
-        ({"batch": 0.0}, "expected_batch_size"),
-        ({"minimum": 0.0}, "minimum"),
-        ({"minimum": 2.0, "maximum": 1.0}, "minimum"),
-        ({"maximum": math.inf}, "minimum"),
-        ({"rescale_to": 0.0}, "rescale_to"),
-        ({"count_at": "both"}, "count_at"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, reason):

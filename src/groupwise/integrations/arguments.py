@@ -42,8 +42,6 @@ class PrivacyArguments:
         """These arguments, or a mapping of them; raises `UserError` for a name that is none, with the name here."""
         if isinstance(given, cls):
             return given
-        if not isinstance(given, Mapping):
-            raise UserError(f"privacy={given!r} does not fit: give PrivacyArguments(epsilon=8), or a dict of them.")
         known = [item.name for item in fields(cls)]
         for name in given:
             if name not in known:

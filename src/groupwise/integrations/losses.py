@@ -31,7 +31,7 @@ def cross_entropies(
         smoothing: the share of each target that all classes or tokens have alike.
 
     Raises:
-        UserError: labels of another kind or shape, or that name no class.
+        UserError: labels of another kind or shape.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -45,13 +45,6 @@ def cross_entropies(
         raise UserError(
             f"The logits have shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}, which is neither "
             f"classification nor a language model: {GIVE_LOSSES}."
-        )
-    classes = logits.shape[-1]
-    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
-    if len(wrong):
-        raise UserError(
-            f"An example has the label {int(wrong[0])}, and the model has {classes} classes or tokens, counted from 0: "
-            f"make a model of as many as there are ({IGNORED} predicts nothing)."
         )
     if labels.ndim == 1:
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)

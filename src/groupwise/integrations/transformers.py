@@ -2,8 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.atomic import write_text
@@ -24,22 +23,6 @@ from groupwise.private import Private, make_private
 from groupwise.private.data import length_of
 from groupwise.training.microbatches import CHECKED
 from groupwise.training.model_card import TAGS, privacy_section
-
-
-def collate_equal(collate: Callable[[list[Any]], dict[str, Any]], examples: list[Any]) -> dict[str, Any]:
-    """A batch by transformers' default collator, which does not pad.
-
-    Raises:
-        UserError: the examples do not make one tensor, as those of several lengths.
-    """
-    try:
-        return collate(examples)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(
-            f"No batch can be made of these examples ({error}): give processing_class=tokenizer or a data_collator "
-            "that pads, or make all of them equally long."
-        ) from error
-
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -118,8 +101,6 @@ class PrivateTrainer(Trainer):
             length_of(self.train_dataset)
         loader = super().get_train_dataloader()
         self._data, self._collate = loader.dataset, loader.collate_fn
-        if self.data_collator is default_data_collator:
-            self._collate = partial(collate_equal, loader.collate_fn)
         self._lengths = None
         if self.args.train_sampling_strategy == "group_by_length":
             self._lengths = np.array(loader.batch_sampler.sampler.lengths)  # type: ignore[union-attr]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,7 +24,7 @@ class Sensitivity(Protocol):
 
     @property
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
-        """K groups of parameters that share no memory."""
+        """K groups of parameters, each parameter once."""
 
     @property
     def thresholds(self) -> torch.Tensor:
@@ -68,7 +67,7 @@ def release_gradients(
 
     Raises:
         UserError: anything else than a sensitivity, or one for another relation than plans account for; B that is not
-            finite and positive; memory that is in two groups; what :func:`~groupwise.privacy.noise_stds` refuses.
+            finite and positive; a parameter that is in two groups; what :func:`~groupwise.privacy.noise_stds` refuses.
     """
     if not isinstance(sensitivity, Sensitivity):
         raise UserError(
@@ -83,7 +82,9 @@ def release_gradients(
     if not 0.0 < expected_batch_size < math.inf:
         raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
     groups, thresholds = sensitivity.groups, sensitivity.thresholds
-    _check_partition(groups)
+    parameters = [id(parameter) for group in groups for parameter in group]
+    if len(set(parameters)) < len(parameters):
+        raise UserError("a parameter is twice in the groups (tied weights?); put each into one group, once.")
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
     sums: list[torch.Tensor] = []
@@ -97,28 +98,9 @@ def release_gradients(
     return stds
 
 
-def _check_partition(groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Refuse memory that appears twice: two thresholds would bound it, and it would be noised twice."""
-    parameters = [local for group in groups for parameter in group if (local := _local(parameter)).numel()]
-    taken = sorted((_extent(parameter), tuple(parameter.shape)) for parameter in parameters)
-    for ((storage, _, end), _), ((other, start, _), shape) in pairwise(taken):
-        if storage == other and start < end:
-            raise UserError(
-                f"a parameter of shape {shape} shares its memory with another in the groups (tied weights?); "
-                "put each storage into one group, once."
-            )
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's shard of a distributed tensor, in the same memory; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _extent(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """The storage, and the first byte and the one past the last that the parameter's entries take in it."""
-    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    start = int(parameter.storage_offset()) * parameter.element_size()
-    return parameter.untyped_storage().data_ptr(), start, start + int(last + 1) * parameter.element_size()
 
 
 ALLOCATIONS = ("global", "equal_budget", "weighted")

@@ -1,12 +1,9 @@
 """Samples the batch of a step: Poisson (accounted as such), or shuffled (no guarantee)."""
 
 import hashlib
-from typing import ClassVar
 
 import numpy as np
 
-from groupwise.errors import UserError
-from groupwise.privacy.accountants import is_whole
 from groupwise.privacy.cpu_noise import bits_of
 
 
@@ -19,19 +16,13 @@ class PoissonSampler:
     ``seed``; an int makes the draw reproducible, and then it must not be published with the model.
     """
 
-    guarantee: ClassVar[bool] = True
-
     def __init__(self, dataset_size: int, sample_rate: float, seed: int | bytes) -> None:
-        _check_size(dataset_size)
-        if not 0.0 < sample_rate <= 1.0:
-            raise UserError(f"sample_rate is {sample_rate}; give ρ = B/N, above 0 and at most 1.")
         self.dataset_size = dataset_size
         self.sample_rate = sample_rate
         self._seed = seed
 
     def indices(self, step: int) -> np.ndarray:
         """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (seed, step)."""
-        _check_step(step)
         uniform = _generator(self._seed, "poisson", step).random(self.dataset_size)
         return np.flatnonzero(uniform < self.sample_rate).astype(np.int64, copy=False)
 
@@ -43,37 +34,21 @@ class ShuffleSampler:
     ε (Chua et al. 2024; Annamalai et al. 2024). Offered to repeat published runs, whose ε is then "as published".
     """
 
-    guarantee: ClassVar[bool] = False
-
     def __init__(self, dataset_size: int, batch_size: int, seed: int | bytes) -> None:
-        _check_size(dataset_size)
-        if not is_whole(batch_size) or not 1 <= batch_size <= dataset_size:
-            raise UserError(f"batch_size is {batch_size}; give a whole number from 1 to the {dataset_size} examples.")
         self.dataset_size = dataset_size
-        self.batch_size = int(batch_size)
-        self.steps_per_epoch = -(-dataset_size // self.batch_size)
+        self.batch_size = batch_size
+        self.steps_per_epoch = -(-dataset_size // batch_size)
         self._seed = seed
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
     def indices(self, step: int) -> np.ndarray:
         """Return step ``step``'s examples, int64, sorted: a pure function of (seed, step)."""
-        _check_step(step)
         epoch, place = divmod(int(step), self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)
             self._epoch = epoch
         return np.sort(self._order[place * self.batch_size : (place + 1) * self.batch_size])
-
-
-def _check_size(dataset_size: int) -> None:
-    if not is_whole(dataset_size) or dataset_size < 1:
-        raise UserError(f"dataset_size is {dataset_size}; give the number of training examples N, at least 1.")
-
-
-def _check_step(step: int) -> None:
-    if not is_whole(step) or step < 0:
-        raise UserError(f"step is {step}; steps are whole numbers and count from 0.")
 
 
 def _generator(seed: int | bytes, purpose: str, place: int) -> np.random.Generator:
