@@ -40,7 +40,7 @@ class PrivacyArguments:
     @classmethod
     def of(cls, given: "PrivacyArguments | Mapping[str, Any]") -> "PrivacyArguments":
         """These arguments, or a mapping of them; raises `UserError` for a name that is none, with the name here."""
-        if isinstance(given, cls):
+        if isinstance(given, PrivacyArguments):
             return given
         known = [item.name for item in fields(cls)]
         for name in given:
