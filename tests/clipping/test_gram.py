@@ -1,6 +1,5 @@
 """Inner products and chunks: what saves time or memory must change no number."""
 
-import gc
 import math
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.clipping import attach, flat, gram, matmul, norm_terms, per_layer, shared_parameters
-from groupwise.clipping.gram import InputProducts, self_products
+from groupwise.clipping.gram import self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base
 from groupwise.clipping.rules.base import chunk_floats, in_format_of, total_numel
@@ -64,43 +63,6 @@ def test_inner_products_by_pixels_are_those_of_the_unfolded_input(kernel, stride
     found = geometry.products(x, unfolded.shape[2:])
     columns = unfolded.flatten(2)
     torch.testing.assert_close(found, columns.mT @ columns, rtol=1e-12, atol=1e-12)
-
-
-class TestInputProducts:
-    def test_the_same_input_is_multiplied_once(self):
-        last, x = InputProducts(), torch.randn(2, 3, 4)
-        first = last.of(x)
-        assert last.of(x) is first and last.of(x.view(2, 3, 4)) is first
-
-    @pytest.mark.parametrize(
-        "change",
-        [lambda x: x.clone(), lambda x: x.add_(1), lambda x: x[:1], lambda x: x.mT, lambda x: x.view(torch.int32)],
-        ids=["memory", "content", "shape", "stride", "dtype"],
-    )
-    def test_another_input_is_not(self, change):
-        last, x = InputProducts(), torch.randn(2, 3, 3)
-        last.of(x)
-        other = change(x)
-        assert torch.equal(last.of(other), torch.bmm(other, other.mT))
-
-    def test_an_input_that_is_gone_is_not_taken_for_another_at_its_address(self):
-        last, x = InputProducts(), torch.randn(2, 3, 4)
-        last.of(x)
-        assert last._known is not None
-        _, *rest = last._known
-        del x
-        gc.collect()
-        other = torch.randn(2, 3, 4)
-        last._known = (gram._key(other), *rest)
-        assert torch.equal(last.of(other), torch.bmm(other, other.mT))
-
-    def test_it_lets_go(self):
-        last, x = InputProducts(), torch.randn(2, 3, 4)
-        first = last.of(x)
-        last.clear()
-        assert last.of(x) is not first
-        last.clear()
-        assert last._known is None
 
 
 CHUNKED = {

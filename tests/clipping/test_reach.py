@@ -56,13 +56,8 @@ def test_another_parameter_in_its_place_is_refused(stepped):
         step()
 
 
-def test_an_added_parameter_and_a_removed_one_are_refused(stepped):
+def test_a_removed_parameter_is_refused(stepped):
     engine, step = stepped
-    engine.model.head = nn.Sequential(head := engine.model.head, nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"trainable parameter of shape \(2, 2\) that is not the model's"):
-        step()
-    engine.model.head = head
-    step()
     engine.model.head.bias = None
     with pytest.raises(UserError, match=r"'head\.bias' was added, taken out"):
         step()

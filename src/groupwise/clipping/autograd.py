@@ -36,7 +36,7 @@ def enter(running: Pass, group: ClippingGroup, member: ClippedLayer) -> GroupPas
                 f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
                 "use_reentrant=False."
             )
-        running.recomputed.on = True
+        running.recomputes = True
     else:
         if found is None:
             refuse_float16(member.label, group.threshold.device.type)

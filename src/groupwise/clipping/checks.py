@@ -107,7 +107,7 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
     Raises:
         UserError: naming the group or the layer, and a parameter of it; a second pass on other numbers than the first.
     """
-    running.recomputed.check()
+    running.check_again()
     for group in groups:
         silent = [member for member in group.members if group.direct and member.name not in running.reported]
         if group.index not in running.closed or silent:

@@ -34,8 +34,6 @@ from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
 from groupwise.errors import UserError
 
 Norms = Literal["bookkeeping", "ghost"]
-WALKS = 2
-"""Backward passes whose graph is walked, so that a message can say how a tensor that nobody clips is used."""
 
 
 class ClippingEngine(ThresholdsAndCounts):
@@ -84,14 +82,14 @@ class ClippingEngine(ThresholdsAndCounts):
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._passes = Passes(ClippedGradients({} if direct else trained))
-        self._checked, self._walks = False, WALKS
+        self._checked = False
         self._into = None if direct else [*(group.anchor for group in self.groups), *trained.values()]
         """What gets a gradient: groups, which clip it, and parameters, of which it is refused."""
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
         self.set_thresholds(thresholds)
-        calls = LayerCalls(self.groups, self._passes, self._context)
+        calls = LayerCalls(self.groups, self._passes, context)
         self._patches = Patches(model, layers, self.groups, calls, direct)
 
     def reset(self) -> None:
@@ -215,8 +213,7 @@ class ClippingEngine(ThresholdsAndCounts):
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP) as running:
             check_losses(losses, running.examples)
-            if self._direct or self._walks:
-                self._walks -= 1
+            if self._direct or not self._checked:  # else autograd's own gradients show what bypasses its layer
                 check_paths(losses, self._names, self._direct)
             if ghost:
                 squares = self._ghost_norms(running, losses)
@@ -238,14 +235,11 @@ class ClippingEngine(ThresholdsAndCounts):
     def _backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
         """Inside, layers report; afterwards the pass is over."""
         self._attached.check_same()
-        try:
-            with self._passes.backward(phase, microbatch) as running, full_float32():
-                self._begin_clipping()
-                # Layers are patched here, too, for what runs once more (checkpointing).
-                with self._passes.gradients.collected(), self._patches.installed():
-                    yield running
-        finally:
-            self._context.products.clear()
+        with self._passes.backward(phase, microbatch) as running, full_float32():
+            self._begin_clipping()
+            # Layers are patched here, too, for what runs once more (checkpointing).
+            with self._passes.gradients.collected(), self._patches.installed():
+                yield running
 
     def check_output(self, output: Tensor) -> None:
         """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from groupwise.clipping import matmul
 from groupwise.clipping.matmul import batched
@@ -48,44 +47,18 @@ def self_products(x: Tensor) -> Tensor:
     return products
 
 
-class InputProducts:
-    """XXᵀ of the last input asked for: layers that read the same input (query, key, value) share it."""
-
-    def __init__(self) -> None:
-        self._known: tuple[tuple[object, ...], StorageWeakRef, Tensor] | None = None
-
-    def of(self, x: Tensor) -> Tensor:
-        """XXᵀ (B, T, T) of x (B, T, d); not to be changed."""
-        if self._known is not None:
-            key, storage, products = self._known
-            if key == _key(x) and not storage.expired():  # while it lives, no other tensor can have its address
-                return products
-        products = self_products(x)
-        self._known = _key(x), StorageWeakRef(x.untyped_storage()), products
-        return products
-
-    def clear(self) -> None:
-        """Let go of what is held."""
-        self._known = None
-
-
-def _key(t: Tensor) -> tuple[object, ...]:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t._version
-
-
 def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
     return squares_together([[gram_terms(x, g, bias)]])[0]
 
 
-def gram_terms(x: Tensor, g: Tensor, bias: bool, shared: InputProducts | None = None) -> Terms | Tensor:
+def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
     """The same, or what it is made of."""
     step = max(1, CHUNK_FLOATS // max(1, x.shape[1] ** 2))
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
-    xx = self_products(x) if shared is None else shared.of(x)
-    return GramTerms(xx, self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
+    return GramTerms(self_products(x), self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:

@@ -96,8 +96,6 @@ class GroupPass:
         """
         running, rule = self.running(), member.rule
         self.received = True
-        if running.recomputed.on:
-            running.recomputed.note(running.phase, (g, *saved))
         if self.group.direct:
             if member.name in running.reported:
                 raise UserError(
@@ -112,23 +110,26 @@ class GroupPass:
             saved, g = tuple(batched), layout.examples_first(g)
         elif layout != FIRST:
             rule = FoldedRule(rule, layout)
-        if running.phase is Phase.SUMS:
-            return self.add(member, weighted_sum(LayerCall(rule, member, saved, g), running.factors))
         call = LayerCall(rule, member, saved, g)
+        sums: Gradients = ()
+        if running.phase is Phase.SUMS:
+            sums = self.add(member, weighted_sum(call, running.factors))
+            if not running.recomputes:
+                return sums
         if self.calls > 1 and any(
             place is not None and overlap(self.uses[place]) for place in member.parameter_indices
         ):
             self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
-                return ()
-        return self._report(call, running.phase)
+                return sums
+        return self._report(call, running.phase) or sums
 
     def _report(self, call: LayerCall, phase: Phase | None) -> Gradients:
         """Take a call's squared norms, and what makes its sum once the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
         closed = rule.squared_norms(saved, g, wanted, member.context)
         forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
-        if phase is Phase.NORMS:
+        if phase is not Phase.CLIP:
             self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
             return ()
         if forms or (alone and self.waits):
@@ -213,12 +214,13 @@ def close(passes: Sequence[GroupPass]) -> None:
     running = passes[0].running()
     there = [each for each in passes if each.received]
     running.closed.update(each.group.index for each in there)
-    if running.phase is not Phase.SUMS:
+    if running.phase is not Phase.SUMS or running.recomputes:
         waiting = [each for each in there if not each.clipped]
         squares = total_squares(waiting)
         if running.phase is Phase.CLIP and waiting:
             _add_sums(waiting, squares)
-        running.squared_norms |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
+        found = running.squared_norms_again if running.phase is Phase.SUMS else running.squared_norms
+        found |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
         for each in there:
             if parts := each.clipped:
                 running.squared_norms[each.group.index] = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -4,7 +4,7 @@ A pipeline runs forward passes of several microbatches before the first of them 
 own, and a backward pass reaches the groups of one of them only.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -114,7 +114,10 @@ class Pass:
         self.closed: set[int] = set()
         self.reported: set[str] = set()
         """Layers that returned their gradients themselves."""
-        self.recomputed = Recomputed()
+        self.recomputes = False
+        """Whether a checkpoint has computed something once more, inside the backward pass."""
+        self.squared_norms_again: dict[int, Tensor] = {}
+        """In a backward pass for sums that recomputes: the norms of what it adds up."""
         self._plan, self._note = passes.plan, note
         self._counts: dict[str, int] = {}
 
@@ -154,6 +157,24 @@ class Pass:
         """After a backward pass for norms, the same again for sums, so that it rounds as the first."""
         self.phase, self.factors, self.squared_norms = Phase.SUMS, factors, {0: squares}
         self.reported.clear()
+
+    def check_again(self) -> None:
+        """Refuse a pass for sums that has other norms than the pass for norms, which bounds nothing then.
+
+        Masks that a checkpoint draws again in between are such a case: with `preserve_rng_state=False`, or from a
+        generator of one's own.
+
+        Raises:
+            UserError: they differ by more than rounding.
+        """
+        for k, again in self.squared_norms_again.items():
+            first = self.squared_norms.get(k, again)  # of a pass on its own there are none
+            if bool(((again - first).abs() > 2e-3 * first.abs()).any()):
+                raise UserError(
+                    "Activation checkpointing gave other numbers in the second backward pass of ghost clipping than in "
+                    "the first, whose norms bound nothing then: let it keep torch's random state (preserve_rng_state), "
+                    "draw from torch's own generator, or clip flat."
+                )
 
     def end(self) -> None:
         """It is over: let go of all that leads back to the graph, which leads to it."""
@@ -241,46 +262,3 @@ class Passes:
 def hides_batch() -> bool:
     """Whether tensors are those of `torch.func` or of `torch.autograd.forward_ad`, which show fewer axes."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-class Recomputed:
-    """What the layers received in both backward passes of ghost clipping, two numbers a row, if a checkpoint computes
-    again in each.
-
-    The factors of the second pass are of the norms of the first: a mask that is drawn again in between (a checkpoint
-    with `preserve_rng_state=False`, a generator of one's own) would release sums that nothing bounds.
-    """
-
-    def __init__(self) -> None:
-        self.on = False
-        """Whether a checkpoint has computed something once more."""
-        self._first: list[Tensor] = []
-        self._second: list[Tensor] = []
-
-    def note(self, phase: Phase | None, tensors: Sequence[Tensor | None]) -> None:
-        """A layer received output gradients and what it had kept."""
-        if phase is Phase.CLIP:
-            return
-        prints = self._second if phase is Phase.SUMS else self._first
-        for t in tensors:
-            if t is not None and t.is_floating_point() and t.dim() > 0:
-                rows = t.detach().reshape(len(t), -1)
-                lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-                prints.append(torch.stack([rows.sum(1, dtype=torch.float64), lengths]))
-
-    def check(self) -> None:
-        """Compare the passes; what came before the first recomputation of the first pass was there in both.
-
-        Raises:
-            UserError: they differ by more than rounding.
-        """
-        if not self._second:  # norms alone were asked
-            return
-        pairs = list(zip(self._first, self._second[len(self._second) - len(self._first) :], strict=True))
-        same = [((one - two).abs() <= 1e-3 * one[1]) | (one == two) | one.isnan() for one, two in pairs]
-        if same and not bool(torch.stack([each.all() for each in same]).all()):
-            raise UserError(
-                "Activation checkpointing gave other numbers in the second backward pass of ghost clipping than in "
-                "the first, whose norms bound nothing then: let it keep torch's random state (preserve_rng_state), "
-                "draw from torch's own generator, or clip flat."
-            )

@@ -40,7 +40,6 @@ class ThresholdsAndCounts:
         self.groups = build_groups(layers, partition, clip_rule, context, direct)
         self.squared_norms: dict[int, Tensor] = {}
         """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
-        self._context = context
         self._tables = share_thresholds(self.groups)
         self._clip = torch.ones(len(partition), dtype=torch.float64)
         self._clipped: Tensor | None = None

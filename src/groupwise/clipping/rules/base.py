@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.clip_plan import Layout, Order
 from groupwise.clipping.factors import Factors, add_weighed_rows, without_rows
-from groupwise.clipping.gram import InputProducts, OuterProducts
+from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import sum_of_squares, upcast
@@ -33,7 +33,6 @@ class RuleContext:
     """Nothing may be kept for the sake of speed (ghost clipping)."""
     methods: NormMethods = field(default_factory=NormMethods)
     """How the layer's norms are computed, decided once for each size."""
-    products: InputProducts = field(default_factory=InputProducts)
 
     def for_layer(self, own_group: bool = False) -> "RuleContext":
         """The context of another layer of the same engine: methods of its own, everything else shared."""

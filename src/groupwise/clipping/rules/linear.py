@@ -71,7 +71,7 @@ class LinearRule(LayerRule):
         if self.materializes(saved, g, context):
             return None
         x, rows = self.rows(saved, g)
-        terms = gram_terms(x, rows, wanted[1], context.products)
+        terms = gram_terms(x, rows, wanted[1])
         if x.shape[1] <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
             return terms
         return inflate_norms(squares_together([[terms]])[0], second_product_slack(x, rows, x.shape[1]))
