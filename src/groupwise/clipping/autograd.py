@@ -64,8 +64,7 @@ class GroupFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        with no_autocast(ctx.passes[0].group.threshold.device.type):
-            close(ctx.passes)
+        close(ctx.passes)
         return (None,) * (1 + len(ctx.passes))
 
 
@@ -98,10 +97,9 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         saved, rule = ctx.saved_tensors, ctx.member.rule
-        with no_autocast(g.device.type):
-            g = rule.arrange(saved, g)
-            gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[5])
-            sums = ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
+        g = rule.arrange(saved, g)
+        gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[5])
+        sums = ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
         return None, None, None, None, None, gx, *(sums or (None,) * ctx.shards)
 
 
@@ -123,8 +121,7 @@ class CopiesFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        with no_autocast(g.device.type):
-            ctx.group_pass.receive(ctx.member, FIRST, (), g)
+        ctx.group_pass.receive(ctx.member, FIRST, (), g)
         return None, None, None, None
 
 
@@ -149,9 +146,8 @@ class LateFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        with no_autocast(g.device.type):
-            [x] = ctx.inputs
-            ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
+        [x] = ctx.inputs
+        ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
         return None, None, None, None, None, None
 
 
@@ -162,11 +158,4 @@ def run_backward(losses: Tensor, into: list[Tensor] | None = None) -> None:
         losses: of the last forward pass.
         into: tensors that alone get a gradient; None lets autograd find all.
     """
-    with no_autocast(losses.device.type):  # gradients in the precision in which they were attached
-        losses.sum().backward(inputs=into)
-
-
-def run_norms(losses: Tensor, probe: Tensor) -> None:
-    """Let the layers of a group report the norms of the losses (B,); the graph stays for a second pass."""
-    with no_autocast(losses.device.type):
-        torch.autograd.grad(losses.sum(), probe, retain_graph=True, allow_unused=True)
+    losses.sum().backward(inputs=into)

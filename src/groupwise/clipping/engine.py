@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward, run_norms
+from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import (
     Attached,
@@ -25,7 +25,7 @@ from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import NOT_NAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
-from groupwise.clipping.precision import full_float32
+from groupwise.clipping.precision import full_float32, no_autocast
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.runs import Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
@@ -227,7 +227,7 @@ class ClippingEngine(ThresholdsAndCounts):
         group_pass = running.groups.get(0)
         if group_pass is None or group_pass.probe is None:
             raise UserError("The losses do not come from the model: none of its layers ran with gradients on.")
-        run_norms(losses, group_pass.probe)
+        torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True, allow_unused=True)
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
@@ -235,7 +235,7 @@ class ClippingEngine(ThresholdsAndCounts):
     def _backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
         """Inside, layers report; afterwards the pass is over."""
         self._attached.check_same()
-        with self._passes.backward(phase, microbatch) as running, full_float32():
+        with self._passes.backward(phase, microbatch) as running, full_float32(), no_autocast(self._device.type):
             self._begin_clipping()
             # Layers are patched here, too, for what runs once more (checkpointing).
             with self._passes.gradients.collected(), self._patches.installed():

@@ -16,7 +16,6 @@ from groupwise.clipping.groups import ClippedLayer, ClippingGroup, clip_factors_
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
 from groupwise.clipping.passes import Pass, Phase
-from groupwise.clipping.precision import no_autocast
 from groupwise.clipping.rules.base import FoldedRule, Gradients, Saved, add_up, clipped_sum, total_numel
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
@@ -103,12 +102,14 @@ class GroupPass:
                     "two: use a layer for each, or do without direct=True."
                 )
             running.reported.add(member.name)
-        if layout != FIRST and rule.features_last:
+        if layout == FIRST:
+            pass
+        elif rule.features_last:
             batched = (
                 layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
             )
             saved, g = tuple(batched), layout.examples_first(g)
-        elif layout != FIRST:
+        else:
             rule = FoldedRule(rule, layout)
         call = LayerCall(rule, member, saved, g)
         sums: Gradients = ()
@@ -117,7 +118,9 @@ class GroupPass:
             if not running.recomputes:
                 return sums
         if self.calls > 1 and any(
-            place is not None and overlap(self.uses[place]) for place in member.parameter_indices
+            len(self.uses[place]) > 1 and overlap(self.uses[place])
+            for place in member.parameter_indices
+            if place is not None
         ):
             self.joint_calls.append(call)
             if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
@@ -158,11 +161,10 @@ class GroupPass:
         if not self.joint_calls:
             return
         calls, self.joint_calls = self.joint_calls, []
-        with no_autocast(calls[0].g.device.type):
-            calls, stacked = stack_calls(calls)
-            for call in stacked:
-                self._report(call, self.microbatch.phase)
-            self.terms += cross_terms(calls, self.microbatch.examples)
+        calls, stacked = stack_calls(calls)
+        for call in stacked:
+            self._report(call, self.microbatch.phase)
+        self.terms += cross_terms(calls, self.microbatch.examples)
 
     # -- sums -----------------------------------------------------------------------------------------------------
 

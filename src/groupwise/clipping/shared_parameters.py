@@ -31,8 +31,6 @@ class LayerCall:
 
 def overlap(uses: list[slice | None]) -> bool:
     """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
-    if len(uses) < 2:
-        return False
     known = sorted((use.start, use.stop) for use in uses if use is not None)
     return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
 

@@ -65,6 +65,7 @@ class LayerRule(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._numel: dict[Wanted, int] = {}
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
@@ -152,7 +153,9 @@ class LayerRule(ABC):
 
     def size(self, wanted: Wanted) -> int:
         """How many numbers one example's gradients are."""
-        return total_numel(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
+        if wanted not in self._numel:
+            self._numel[wanted] = total_numel(*(p for p, each in zip(self.values(), wanted, strict=True) if each))
+        return self._numel[wanted]
 
     def chunk(self, g: Tensor, wanted: Wanted) -> int:
         """How many examples' gradients are formed at a time."""

@@ -54,21 +54,14 @@ class LinearRule(LayerRule):
         x = saved[0]
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
-    def materializes(self, saved: Saved, g: Tensor, context: RuleContext) -> bool:
-        """Whether the norms of the weight's gradients are found by forming them; not for one position alone."""
-        x = saved[0]
-        if _one_position(x):
-            return False
-        key, sizes = (x.shape, g.shape, context.own_group), partial(_sizes, x.shape, g.shape, context)
-        return context.methods.choose(key, x.device.type, sizes) == "materialize"
-
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         x = saved[0]
         if not wanted[0]:
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
-        if _one_position(x):
+        if x.dim() == 2 or x.shape[1:-1].numel() == 1:
             return OneRowTerms(x.flatten(1), g.flatten(1), wanted[1])
-        if self.materializes(saved, g, context):
+        key, sizes = (x.shape, g.shape, context.own_group), partial(_sizes, x.shape, g.shape, context)
+        if context.methods.choose(key, x.device.type, sizes) == "materialize":
             return None
         x, rows = self.rows(saved, g)
         terms = gram_terms(x, rows, wanted[1])
@@ -166,10 +159,6 @@ class _FrozenFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # and that has derivatives
-
-
-def _one_position(x: Tensor) -> bool:
-    return x.dim() == 2 or x.shape[1:-1].numel() == 1
 
 
 def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
