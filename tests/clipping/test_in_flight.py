@@ -416,18 +416,6 @@ class TestMisuse:
         with pytest.raises(UserError, match="reach no layer of group"), engine.backward_of(0):
             pass
 
-    def test_fillers_that_weigh_something(self, engine):
-        output = run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match="last 2 examples of the microbatch are fillers"):  # noqa: SIM117
-            with engine.backward_of(0, absent=2):
-                run_backward(self.run, output, 0)
-
-    @pytest.mark.parametrize("absent", [-1, 5])
-    def test_more_fillers_than_examples(self, engine, absent):
-        run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=f"{absent} of 4 examples"), engine.backward_of(0, absent=absent):
-            pass
-
     def test_norms_of_another_number_of_groups(self, engine):
         with pytest.raises(UserError, match="one row a group"):
             engine.count_norms(torch.ones(99, 4))

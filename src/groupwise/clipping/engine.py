@@ -170,7 +170,7 @@ class ClippingEngine(ThresholdsAndCounts):
         Raises:
             UserError: as `trace` does.
         """
-        rewind = rewind or Generators((self.groups[0].threshold.device,)).standing()
+        rewind = rewind or Generators((self._table.device,)).standing()
         try:
             with self.forward(len(examples)):
                 return losses_of(examples)
@@ -235,7 +235,7 @@ class ClippingEngine(ThresholdsAndCounts):
     def _backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
         """Inside, layers report; afterwards the pass is over."""
         self._attached.check_same()
-        with self._passes.backward(phase, microbatch) as running, full_float32(), no_autocast(self._device.type):
+        with self._passes.backward(phase, microbatch) as running, full_float32(), no_autocast(self._table.device.type):
             self._begin_clipping()
             # Layers are patched here, too, for what runs once more (checkpointing).
             with self._passes.gradients.collected(), self._patches.installed():
@@ -264,23 +264,16 @@ class ClippingEngine(ThresholdsAndCounts):
                 counted.
 
         Raises:
-            UserError: no such forward pass; inside another one; a group or parameter that was not reached; a filler
-                with a gradient; ghost norms, which take two passes.
+            UserError: no such forward pass; inside another one; a group or parameter that was not reached; ghost norms,
+                which take two passes.
         """
         if self.norms == "ghost":
             raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of.")
         with self._backward(Phase.CLIP, microbatch) as running:
-            present = running.examples - absent
-            if not 0 <= present <= running.examples:
-                raise UserError(f"{absent} of {running.examples} examples cannot be absent: give a number that can.")
             yield
-            first = not self._checked
             self._check_reached(running)
-            norms = running.squared_norms
-            if absent:
-                self._check_fillers(norms, absent, wait=first)
-                norms = {k: squares[:present] for k, squares in norms.items()}
-            self._count(norms, present)
+            present = running.examples - absent
+            self._count({k: squares[:present] for k, squares in running.squared_norms.items()}, present)
 
     @contextmanager
     def norms_of(self, microbatch: Hashable) -> Iterator[None]:

@@ -98,7 +98,7 @@ def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) 
 
 
 def _close_together(groups: Sequence[ClippingGroup]) -> None:
-    """Let groups that follow each other close together, so that their small operations become one; of one device."""
+    """Let groups that follow each other close together, so that their small operations become one."""
     groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.summed) <= most_kept(g.threshold)]
     for start in range(0, len(groups), MOST_TOGETHER):
         some = tuple(groups[start : start + MOST_TOGETHER])
@@ -128,24 +128,14 @@ def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
     return each.clone()
 
 
-def share_thresholds(groups: Sequence[ClippingGroup]) -> list[tuple[Tensor, list[int]]]:
-    """Thresholds of groups on one device, in one dtype, become entries of one table, which one copy sets; these groups
-    may close together.
-
-    Returns:
-        Each table (n,), and the numbers of its groups.
-    """
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for k, group in enumerate(groups):
-        alike.setdefault((group.threshold.device, group.threshold.dtype), []).append(k)
-    tables = []
-    for (device, dtype), some in alike.items():
-        table = torch.ones(len(some), dtype=dtype, device=device)
-        for k, entry in zip(some, table.unbind(), strict=True):
-            groups[k].threshold = entry
-        _close_together([groups[k] for k in some if not groups[k].direct])
-        tables.append((table, some))
-    return tables
+def share_thresholds(groups: Sequence[ClippingGroup]) -> Tensor:
+    """Let the groups' thresholds be entries of one table (K,), which one copy sets; and let groups close together."""
+    first = groups[0].threshold
+    table = torch.ones(len(groups), dtype=first.dtype, device=first.device)
+    for group, entry in zip(groups, table.unbind(), strict=True):
+        group.threshold = entry
+    _close_together([group for group in groups if not group.direct])
+    return table
 
 
 def build_groups(
@@ -165,8 +155,12 @@ def build_groups(
         direct: layers return their parameters' gradients themselves.
 
     Raises:
-        UserError: a layer that cannot be `direct`, or would have to be.
+        UserError: a layer that cannot be `direct`, or would have to be; parameters of several devices or dtypes.
     """
+    kinds = {(p.device, p.dtype) for layer in layers for p in layer.trainable.values()}
+    if len(kinds) > 1:
+        shown = " and ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
+        raise UserError(f"The trainable parameters are {shown}: move them to one device, and keep one precision.")
     by_name = {layer.name: layer for layer in layers}
     uses: dict[int, int] = {}
     for layer in layers:

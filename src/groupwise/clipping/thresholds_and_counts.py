@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from groupwise.clipping.factors import RELATIONS, ClipRule, Sensitivity, is_async_device
 from groupwise.clipping.groups import build_groups, clip_factors_of, one_each, share_thresholds
 from groupwise.clipping.partition import Layer, Partition
-from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import RuleContext
 from groupwise.errors import UserError
 
@@ -40,11 +39,11 @@ class ThresholdsAndCounts:
         self.groups = build_groups(layers, partition, clip_rule, context, direct)
         self.squared_norms: dict[int, Tensor] = {}
         """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
-        self._tables = share_thresholds(self.groups)
+        self._table = share_thresholds(self.groups)
         self._clip = torch.ones(len(partition), dtype=torch.float64)
         self._clipped: Tensor | None = None
-        self._count_at = torch.ones_like(self._clip, dtype=self.groups[0].threshold.dtype, device=self._device)
-        self._totals = torch.zeros(2, len(partition), dtype=torch.int64, device=self._device)
+        self._count_at = torch.ones_like(self._table)
+        self._totals = torch.zeros(2, len(partition), dtype=torch.int64, device=self._table.device)
         """How many norms were within the thresholds, and how many were not finite: on the device of the norms."""
         self._read: Tensor | None = None
         self._unmasked = False
@@ -52,13 +51,9 @@ class ThresholdsAndCounts:
         """Examples since `reset`."""
 
     @property
-    def _device(self) -> torch.device:
-        return self.groups[0].threshold.device
-
-    @property
     def thresholds(self) -> Tensor:
         """C_k that clips, (K,)."""
-        return torch.stack([group.threshold for group in self.groups])
+        return self._table.clone()
 
     @property
     def count_thresholds(self) -> Tensor:
@@ -76,8 +71,7 @@ class ThresholdsAndCounts:
         values = one_each(len(self.groups), clip)
         self._clip = values
         self._count_at.copy_(values if count is None else one_each(len(self.groups), count))
-        for table, groups in self._tables:
-            table.copy_(values[groups])
+        self._table.copy_(values)
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
@@ -178,7 +172,7 @@ class ThresholdsAndCounts:
     def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
         """Count the squared norms (examples,) of all K groups at once, on the device, so that nothing waits."""
         self.squared_norms = squared_norms
-        squares = self._stack(squared_norms)
+        squares = torch.stack([squared_norms[k] for k in range(len(self.groups))])
         norms = squares.clamp_min(0).sqrt_()
         self._read = None
         self._totals[0] += (norms <= self._count_at.to(norms.dtype).unsqueeze(1)).sum(1)
@@ -190,15 +184,3 @@ class ThresholdsAndCounts:
         self._begin_clipping()
         self._read = None
         self.examples += examples
-
-    def _check_fillers(self, squared_norms: dict[int, Tensor], absent: int, wait: bool) -> None:
-        """Refuse a filler with a gradient: an example that is there twice moves a sum by twice the threshold.
-
-        On other devices than a CPU it looks only if it may `wait`.
-        """
-        tails = self._stack({k: squares[-absent:] for k, squares in squared_norms.items()})
-        if (wait or not is_async_device(tails)) and bool(((tails > LEAST_SQUARE) & (tails < math.inf)).any()):
-            raise UserError(f"The last {absent} examples of the microbatch are fillers: multiply their losses by 0.")
-
-    def _stack(self, squared_norms: dict[int, Tensor]) -> Tensor:
-        return torch.stack([squared_norms[k].to(self._device) for k in range(len(self.groups))])
