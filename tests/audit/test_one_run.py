@@ -36,7 +36,7 @@ def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
 
 
 def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
-    """The engine hands out factors of one for one group of six."""
+    """The engine hands out factors of one for the groups that close with the first."""
     make = game.make_engine
 
     def forgetful(model, clip):

@@ -50,7 +50,7 @@ class ClippingEngine(ThresholdsAndCounts):
         thresholds: C_k > 0, one for all groups or one each, (K,).
         norms: "bookkeeping" keeps activations and output gradients of a group until it closes (one backward pass);
             "ghost" runs backward twice and keeps nothing (one group only).
-        clip_rule: (norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold.
+        clip_rule: (norms (K, B), thresholds (K, 1)) -> factors (K, B) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
         rates: what a device's arithmetic costs, for "auto"; None takes those of its kind (`norm_methods.RATES`).
         direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes

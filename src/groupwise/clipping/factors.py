@@ -17,23 +17,20 @@ THREADS = 1 << 18
 """Sums of parts of a batch that keep a GPU busy: rows are added up in so many parts that there are as many numbers."""
 
 ClipRule = Callable[[Tensor, Tensor], Tensor]
-"""(norms (B,), threshold ()) -> factors (B,) with factor · norm <= threshold for every example."""
+"""(norms (K, B), thresholds (K, 1)) -> factors (K, B), each of its own norm, with factor · norm <= threshold."""
 
 
 def clip_factors(norms: Tensor, threshold: Tensor) -> Tensor:
     """min(1, C_k / ‖g_k‖): long gradients are shortened to the threshold, short ones kept (Algorithm 1, line 9).
 
     Args:
-        norms: per-example gradient norms ‖g_k^(i)‖, (B,), non-negative.
-        threshold: C_k > 0, a scalar tensor.
+        norms: per-example gradient norms ‖g_k^(i)‖, (K, B), non-negative.
+        threshold: C_k > 0, (K, 1), or a scalar tensor.
 
     Returns:
-        Factors (B,) in (0, 1].
+        Factors (K, B) in (0, 1].
     """
     return (threshold / norms).clamp_max(1.0)  # of a norm of 0 as well: C_k / 0 is infinite
-
-
-clip_factors.elementwise = True  # type: ignore[attr-defined]  # norms (K, B) and thresholds (K, 1) will do
 
 
 def automatic_factors(gamma: float) -> ClipRule:
@@ -45,11 +42,7 @@ def automatic_factors(gamma: float) -> ClipRule:
     if not gamma > 0:
         raise ValueError(f"automatic clipping needs gamma > 0; {gamma} was given.")
 
-    def factors(norms: Tensor, threshold: Tensor) -> Tensor:
-        return threshold / (norms + gamma)
-
-    factors.elementwise = True  # type: ignore[attr-defined]
-    return factors
+    return lambda norms, threshold: threshold / (norms + gamma)
 
 
 CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {

@@ -80,20 +80,11 @@ def most_kept(like: Tensor) -> int:
 
 
 def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
-    """Clip factors of each group from its squared norms (n,), 0 where a norm is not finite.
-
-    They are formed for all groups at once, if their clip rule takes norms (K, n) and thresholds (K, 1).
-    """
+    """Clip factors of each group from its squared norms (n,), 0 where a norm is not finite."""
     first = groups[0]
-    if len(groups) > 1 and not getattr(first.clip_rule, "elementwise", False):
-        return [clip_factors_of([group], [rows])[0] for group, rows in zip(groups, squares, strict=True)]
     every, dtype = torch.stack(list(squares)), first.threshold.dtype
     thresholds = torch.stack([group.threshold for group in groups]).to(every.dtype)
-    norms = every.clamp_min(LEAST_SQUARE).sqrt_()
-    if len(groups) == 1:
-        factors = first.clip_rule(norms[0], thresholds[0]).unsqueeze(0)
-    else:
-        factors = first.clip_rule(norms, thresholds.unsqueeze(1))
+    factors = first.clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds.unsqueeze(1))
     return Factors.of(keep_finite(factors, every, dtype).to(dtype), first.masks).unbind()
 
 
