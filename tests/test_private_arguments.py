@@ -69,12 +69,6 @@ def sparse_adam() -> None:
     make_private(model, optimizer, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
 
 
-def table() -> None:
-    import pandas as pd
-
-    Use(data=pd.DataFrame(X.numpy()).rename(columns=str))
-
-
 def wrapped() -> None:
     from accelerate.optimizer import AcceleratedOptimizer  # one of several: they step when they see fit
 
@@ -134,7 +128,6 @@ ARGUMENTS: dict[str, Misuse] = {
     "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
-    "a table whose `[0]` is a column, or none": (table, r"data is a DataFrame, whose data\[0\] is no example"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
@@ -164,9 +157,7 @@ def test_a_model_and_an_optimizer_of_other_types_are_refused(given):
         make_private(**{**settings, **given}, data=DATA, epsilon=1, steps=1, batch_size=2)
 
 
-def test_a_dict_of_columns_is_no_dataset_and_one_of_numbered_examples_is():
-    with pytest.raises(UserError, match=r"data is a dict, whose data\[0\] is no example"):
-        make(data={"x": X, "y": Y})
+def test_a_dict_of_numbered_examples_is_a_dataset():
     Use(data=dict(enumerate(zip(X, Y, strict=True)))).train(1)
 
 

@@ -196,10 +196,11 @@ def test_refusals(options, args, message):
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_options_that_cannot_be_clipped(option):
-    model = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum", **option)
+@pytest.mark.parametrize("kind", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
+def test_options_that_cannot_be_clipped(kind, option):
+    model = kind(VOCABULARY, SIZE, **option)
     with (
         attach(model, flat(model), 1.0) as engine,
         pytest.raises(UserError, match=f"weight.* with .*{next(iter(option))[:6]}"),
     ):
-        clip_batch(engine, lambda ids: model(ids).square().sum(1), torch.ones(3, 2).long())
+        clip_batch(engine, lambda ids: model(ids).flatten(1).square().sum(1), torch.ones(3, 2).long())

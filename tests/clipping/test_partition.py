@@ -87,16 +87,6 @@ def test_a_pattern_that_matches_nothing_is_named_with_the_nearest_layers():
         by_mapping(model, {"stem": "early", "*": "late"})
 
 
-def test_a_lazy_layer_is_refused_until_it_has_run():
-    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d())
-    model[2].eval()
-    for make_partition in (flat, per_layer):
-        with pytest.raises(UserError, match=r"Parameter '1\.weight' has no shape yet .* run one forward pass"):
-            make_partition(model)
-    model(torch.randn(5, 3))
-    assert names(per_layer(model)) == ["0", "1", "2"]
-
-
 def test_a_layer_in_two_groups_or_unknown_is_named():
     model = residual_like()
     with pytest.raises(UserError, match="in two groups"):

@@ -197,7 +197,7 @@ def _build_group(
                     ClippedLayer(layer.full_name(local), rule, (place[id(p)],), context.for_layer(), (None,))
                 )
             continue
-        rule = layer.make_rule()
+        rule = layer.rule(layer.module)
         places = tuple(
             place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
         )

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from groupwise.clipping.rules import REWRITTEN
@@ -46,34 +45,15 @@ class Layer:
         """A parameter's name in the whole model."""
         return f"{self.name}.{local}" if self.name else local
 
-    def make_rule(self) -> LayerRule:
-        """A rule object for this very layer, which has one.
-
-        Raises:
-            UserError: the layer has an option that cannot be clipped.
-        """
-        assert self.rule is not None
-        rule = self.rule(self.module)
-        reason = rule.refuse()
-        if reason:
-            raise UserError(f"Layer {self.name!r} ({type(self.module).__name__}) cannot be clipped: {reason}.")
-        return rule
-
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """All layers with trainable parameters, in the model's own order.
 
     Raises:
-        UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision; one
-            that has no shape yet; TorchScript.
+        UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision;
+            TorchScript.
     """
     _refuse_mixing(model)
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise UserError(
-                f"Parameter {name!r} has no shape yet (its layer is lazy): run one forward pass first, of any numbers "
-                "in the shape of your data."
-            )
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

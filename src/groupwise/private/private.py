@@ -226,18 +226,14 @@ class Private:
             )
         if ranks.replicas > 1:
             key = sha256(b"groupwise agreed" + core.noise.key).hexdigest()
-            if len(set(ranks.gather((key, self.executed)))) > 1:
-                raise UserError(
-                    "The processes are at other steps than each other, or have other keys: load one and the same state "
-                    "in all of them."
-                )
             promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
-            examples = set(ranks.gather(fingerprint(self._sums.data, core.noise))) - {None}
-            if len(set(ranks.gather(promised))) > 1 or len(examples) > 1:
-                raise UserError(
-                    "The processes have other data, plans or thresholds than each other: give make_private the same "
-                    "arguments and the whole data set in each of them (it deals the examples out itself)."
-                )
+            found = ranks.gather((key, self.executed, promised, fingerprint(self._sums.data, core.noise)))
+            for what, of in zip(("key", "step", "plan or thresholds", "data"), zip(*found, strict=True), strict=True):
+                if len({*of} - {None}) > 1:
+                    raise UserError(
+                        f"The processes have not the same {what}: give make_private the same arguments and the whole "
+                        "data set in each of them (it deals the examples out itself), and load one and the same state."
+                    )
         used = core.noise.derive("used")
         if used in USED and core.noise.is_secret and not self._resumed:
             raise UserError(

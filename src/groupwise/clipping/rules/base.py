@@ -77,10 +77,6 @@ class LayerRule(ABC):
         """The parameters' values, in the order of their names."""
         return [self.module._parameters.get(name) for name in self.parameter_names]
 
-    def refuse(self) -> str | None:
-        """Why this very layer cannot be clipped (an option that mixes examples, say), or None."""
-        return None
-
     def has_batch(self, axes: int) -> bool:
         """Whether the first of so many axes of the module's own input is a batch: an example may have one to itself."""
         return False

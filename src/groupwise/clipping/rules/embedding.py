@@ -24,8 +24,11 @@ class EmbeddingRule(LayerRule):
     indexed: ClassVar[bool] = True
     module: nn.Embedding
 
-    def refuse(self) -> str | None:
-        return refuse_embedding(self.module)
+    @classmethod
+    def handles(cls, module: nn.Module) -> bool:
+        """Not with options that cannot be clipped, which `products.embedding` refuses."""
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        return super().handles(module) and not any(getattr(module, name) for name in options)
 
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         (weight,) = parameters
@@ -95,14 +98,3 @@ def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
     many = torch.zeros_like(lengths).scatter_(1, slots, 1.0, reduce="add").gather(1, slots)
     least = torch.finfo(dtype).eps / 4
     return torch.linalg.vector_norm(many * lengths * many.clamp_min(256).sqrt_(), dim=1).mul_(least)
-
-
-def refuse_embedding(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
-    """Why this very layer cannot be clipped, or None."""
-    if module.max_norm is not None:
-        return "max_norm rewrites rows of the weight during forward, outside the private mechanism"
-    if module.scale_grad_by_freq:
-        return "scale_grad_by_freq divides by counts over the whole batch and so mixes examples"
-    if module.sparse:
-        return "sparse gradients cannot carry noise, which is dense: build it with sparse=False"
-    return None
