@@ -121,6 +121,7 @@ def _run(
     start = 0 if state is None else int(state["step"])
     if state is not None and checkpoint is not None:
         trainer.load_state_dict(state)
+        state = {name: state[name] for name in state.keys() - {"model", "optimizer", "average"}}  # the trainer's now
         print(f"Resuming after step {start} of {plan.steps}, from {checkpoint.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:

@@ -44,7 +44,7 @@ def train(
 
     Args:
         record: begun on the main process; the others only read where it is.
-        state: the checkpoint that `trainer` was loaded from; empty for a new run.
+        state: numbers of the checkpoint that `trainer` was loaded from; empty for a new run.
         earlier: the runs that its weights come from.
 
     Returns:
