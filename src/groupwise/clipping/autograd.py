@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.clipping.clip_plan import FIRST, Layout
+from groupwise.clipping.clip_plan import Layout
 from groupwise.clipping.group_pass import GroupPass, close
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.passes import Pass
@@ -111,24 +111,12 @@ def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
     return torch.ops.aten._unsafe_view(y, y.shape)
 
 
-class CopiesFunction(torch.autograd.Function):
-    """One copy of a parameter for each example, (B, *shape): the copies' gradients are the per-example gradients."""
+class ReportFunction(torch.autograd.Function):
+    """A tensor, no part of the graph so far, whose gradient a member of the group gets as its output gradient.
 
-    @staticmethod
-    def forward(ctx: Any, group_pass: GroupPass, member: ClippedLayer, probe: Tensor, parameter: Tensor) -> Tensor:
-        ctx.group_pass, ctx.member = group_pass, member
-        return parameter.unsqueeze(0).expand(group_pass.microbatch.examples, *parameter.shape)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        ctx.group_pass.receive(ctx.member, FIRST, (), g)
-        return None, None, None, None
-
-
-class LateFunction(torch.autograd.Function):
-    """Zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence).
-
-    Their gradients, with the inputs (B, T, d) that were noted by then, are those of one linear layer on a sequence.
+    Copies of a parameter, one for each example, are such a tensor: their gradients are the per-example gradients. So
+    are zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence):
+    with these inputs, (B, T, d), their gradients are those of one linear layer on a sequence.
     """
 
     @staticmethod
@@ -137,17 +125,16 @@ class LateFunction(torch.autograd.Function):
         group_pass: GroupPass,
         member: ClippedLayer,
         layout: Layout,
+        saved: list[Any],
         probe: Tensor,
-        inputs: list[Tensor],
-        zeros: Tensor,
+        made: Tensor,
     ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.inputs = group_pass, member, layout, inputs
-        return zeros
+        ctx.group_pass, ctx.member, ctx.layout, ctx.saved = group_pass, member, layout, saved
+        return made
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        [x] = ctx.inputs
-        ctx.group_pass.receive(ctx.member, ctx.layout, (x, None), g)
+        ctx.group_pass.receive(ctx.member, ctx.layout, tuple(ctx.saved), g)
         return None, None, None, None, None, None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import CopiesFunction, LateFunction, LayerFunction, enter
+from groupwise.clipping.autograd import LayerFunction, ReportFunction, enter
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.passes import Passes, hides_batch
@@ -98,7 +98,8 @@ class LayerCalls:
         if group_pass is not None and place in group_pass.copies:
             return group_pass.copies[place]
         group_pass = enter(self.passes.current, group, member)
-        copies: Tensor = CopiesFunction.apply(group_pass, member, group_pass.probe, parameter.detach())
+        made = parameter.detach().unsqueeze(0).expand(self.passes.current.examples, *parameter.shape)
+        copies: Tensor = ReportFunction.apply(group_pass, member, FIRST, [], group_pass.probe, made)
         group_pass.copies[place] = copies
         return copies
 
@@ -243,13 +244,13 @@ class ParameterUse(GroupOrigin):
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
-        are in the list by then; `like` (B, T, ...) holds the examples as x does."""
+        are first in the list by then; `like` (B, T, ...) holds the examples as x does."""
         member, (w, b) = self.calls.product(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
         group_pass = enter(self.calls.passes.current, self.group, member)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
-        return w, b, LateFunction.apply(group_pass, member, layout, group_pass.probe, inputs, zeros)
+        return w, b, ReportFunction.apply(group_pass, member, layout, inputs, group_pass.probe, zeros)
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:

@@ -89,9 +89,13 @@ class ConvRule(LayerRule):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output with any weight."""
-        shape = self.geometry
-        rest = shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), shape.groups
+        rest: Any = (*self._settings(), self.module.groups)
         return torch.convolution(x, weight, bias, *rest)
+
+    def _settings(self) -> tuple[Any, ...]:
+        """Stride, padding, dilation, whether it is transposed, output padding."""
+        shape = self.geometry
+        return shape.stride, shape.padding, shape.dilation, False, [0] * len(shape.kernel)
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
@@ -99,14 +103,8 @@ class ConvRule(LayerRule):
 
     def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
         """Gradients of the layer's input, weight and bias, where the mask asks for them."""
-        return self._convolution_backward(g, x, weight, mask, self.geometry.groups)
-
-    def _convolution_backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool], groups: int
-    ) -> tuple[Tensor, ...]:
-        shape = self.geometry
-        rest = (shape.stride, shape.padding, shape.dilation, False, [0] * (x.dim() - 2), groups, mask)
-        return torch.ops.aten.convolution_backward(g, x, weight, [weight.shape[0]], *rest)
+        rest = (*self._settings(), self.module.groups, mask)
+        return torch.ops.aten.convolution_backward(g, x, weight, [self.module.out_channels], *rest)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
@@ -179,8 +177,8 @@ class ConvRule(LayerRule):
         n, shape = len(x), self._filter()
         like = g.new_empty(1).expand(n * g.shape[1], *shape)
         gradients, inputs = g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:])
-        groups, mask = n * self.geometry.groups, [False, True, False]
-        weights = self._convolution_backward(gradients, inputs, like, mask, groups)[1]
+        rest = (*ConvRule._settings(self), n * self.geometry.groups, [False, True, False])
+        weights = torch.ops.aten.convolution_backward(gradients, inputs, like, [len(like)], *rest)[1]
         return weights.view(n, -1, *shape)
 
     def _filter(self) -> tuple[int, ...]:
@@ -228,11 +226,9 @@ class ConvTransposeRule(ConvRule):
 
     layer_type: ClassVar[Any] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-    def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
-        weight, bias = parameters
+    def _settings(self) -> tuple[Any, ...]:
         m = self.module
-        rest = m.stride, m.padding, m.dilation, True, m.output_padding, m.groups
-        return torch.convolution(x, weight, bias, *rest), (x, weight)
+        return m.stride, m.padding, m.dilation, True, m.output_padding
 
     def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
         """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
@@ -252,9 +248,3 @@ class ConvTransposeRule(ConvRule):
 
     def _filter(self) -> tuple[int, ...]:
         return self.module.out_channels // self.module.groups, *self.module.kernel_size
-
-    def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        """Gradients of the layer's input, weight and bias, where the mask asks for them."""
-        m = self.module
-        rest = (m.stride, m.padding, m.dilation, True, m.output_padding, m.groups, mask)
-        return torch.ops.aten.convolution_backward(g, x, weight, [m.out_channels], *rest)

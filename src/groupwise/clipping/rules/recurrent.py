@@ -134,7 +134,7 @@ class Late:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, more: Tensor | None = None) -> None:
-        self._inputs: list[Tensor] = []
+        self._inputs: list[Any] = []
         if isinstance(weight, PerExample):
             weight, bias, added = late(weight, bias, like, self._inputs)
         else:
@@ -154,7 +154,7 @@ class Late:
 
     def note(self, x: Tensor) -> None:
         """Keep the inputs of all steps, (B, T, d), for the gradient."""
-        self._inputs.append(x.detach())
+        self._inputs += [x.detach(), None]  # as the rule of a linear layer saves them
 
 
 Maps = Sequence[Tensor]
