@@ -21,7 +21,7 @@ from groupwise.clipping.rules.base import RuleContext, find_rule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
-from groupwise.training.graphs import WARM_UP, Recorder, recorder_of
+from groupwise.training.graphs import WARM_UP, CudaRecorder, recorder_of
 
 THRESHOLD = 0.1  # C of flat clipping; K groups get C/√K each
 NOISE_MULTIPLIER = 1.0
@@ -172,7 +172,7 @@ class Recorded:
 
     def __init__(self, method: NonPrivate, workload: Workload) -> None:
         self._method, self._workload = method, workload
-        self._recorder: Recorder = recorder_of(workload.trainable[0].device)
+        self._recorder: CudaRecorder = recorder_of(workload.trainable[0].device)
         self._eager = WARM_UP
         self._launch: Callable[[], None] | None = None
 

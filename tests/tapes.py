@@ -20,7 +20,7 @@ def alias(value):
 
 
 class Tape(TorchDispatchMode):
-    """A `Recorder` on a CPU."""
+    """A `CudaRecorder` on a CPU."""
 
     def __init__(self):
         super().__init__()

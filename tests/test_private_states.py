@@ -106,7 +106,7 @@ STATES: dict[str, Misuse] = {
     "a state of another plan": (other_state, "another plan"),
     "a state of another model": (does_not_fit, "does not fit this model"),
     "a state taken in the middle of a step": (state_within_a_step, "within a step"),
-    "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "other steps than each other"),
+    "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "have not the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "an optimizer with other settings than Adam has"),
     "a state of something else": (no_state, "none of a private training"),
     "a state whose tensors trained on (the noise of those steps again)": (trained_on, "trained on after"),

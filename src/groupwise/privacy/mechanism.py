@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 
-@runtime_checkable
 class Sensitivity(Protocol):
     """How far one example moves the sums in the .grad of groups of parameters, by whoever clipped them.
 
@@ -66,14 +65,9 @@ def release_gradients(
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
 
     Raises:
-        UserError: anything else than a sensitivity, or one for another relation than plans account for; B that is not
+        UserError: a sensitivity for another relation than plans account for; B that is not
             finite and positive; a parameter that is in two groups; what :func:`~groupwise.privacy.noise_stds` refuses.
     """
-    if not isinstance(sensitivity, Sensitivity):
-        raise UserError(
-            f"release_gradients got a {type(sensitivity).__name__}; give engine.sensitivity('add_remove'), which says "
-            "which thresholds clipped which parameters."
-        )
     if sensitivity.relation != "add_remove":
         raise UserError(
             f"the sensitivity is for relation {sensitivity.relation!r}; noise multipliers are accounted for "

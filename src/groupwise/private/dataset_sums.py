@@ -68,14 +68,10 @@ class DatasetSums(Microbatches):
         if self.order is None:
             return share
         ordered = np.asarray(self.order(share))
-        if ordered.shape != share.shape or not np.array_equal(np.sort(ordered), share):
+        if (ordered.size and ordered.dtype.kind not in "iu") or not np.array_equal(np.sort(ordered), share):
             raise UserError(
-                "order gave other examples than were drawn, which no account of epsilon covers: return the numbers "
-                "that it is given, each once."
-            )
-        if ordered.size and ordered.dtype.kind not in "iu":
-            raise UserError(
-                f"order gave numbers of type {ordered.dtype}: return the integers that it is given, each once."
+                f"order gave other examples than were drawn, or numbers of type {ordered.dtype}, which no account of "
+                "epsilon covers: return the integers that it is given, each once."
             )
         return ordered
 

@@ -101,10 +101,6 @@ class Private:
             f"({plan.epsilon:.4g}, {plan.delta:g})-DP after all of them>"
         )
 
-    def __iter__(self) -> NoReturn:
-        """Refuse: make_private returns one object."""
-        raise TypeError("make_private returns one object: loop over private.steps(); model and optimizer stay yours.")
-
     # -- what was promised and spent -----------------------------------------------------------------------------------
 
     @property
@@ -252,12 +248,8 @@ class Private:
                 "gradients: call make_private in each process, with a budget of its own."
             )
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refuse: two trainings with one key would add the same noise twice."""
-        self.__reduce_ex__(2)
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse, as for copies."""
+        """Refuse copies and pickles: two trainings with one key would add the same noise twice."""
         raise UserError(
             "A private training is not copied or pickled, as its copy would add the same noise again: keep "
             "private.state_dict(), and load it into a new one."

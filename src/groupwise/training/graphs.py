@@ -13,9 +13,9 @@ inputs and masks, and other losses are refused.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,19 +39,6 @@ Inputs = dict[str, Any]
 """Inputs of a task's losses: tensors on the device, and plain arguments of the model."""
 
 
-class Recorder(Protocol):
-    """Records what runs on a device."""
-
-    def running(self) -> AbstractContextManager[None]:
-        """Inside, work runs on a stream that can be recorded, in order with the work outside."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work once; returns a function that does it again, on the same memory, without the host."""
-
-    def forget(self) -> None:
-        """Give up what was recorded."""
-
-
 class CudaRecorder:
     """Records CUDA graphs on a stream of its own."""
 
@@ -61,7 +48,7 @@ class CudaRecorder:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """See `Recorder`."""
+        """Inside, work runs on a stream that can be recorded, in order with the work outside."""
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
@@ -69,7 +56,10 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`; recording runs nothing, so the graph is launched once."""
+        """Do the work once; returns a function that does it again, on the same memory, without the host.
+
+        Recording runs nothing, so the graph is launched once.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
@@ -77,7 +67,7 @@ class CudaRecorder:
         return graph.replay
 
     def forget(self) -> None:
-        """See `Recorder`; a pool whose graphs are gone takes no others."""
+        """Give up what was recorded; a pool whose graphs are gone takes no others."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
@@ -103,7 +93,7 @@ class GraphSums(TaskSums):
 
     keeps_gradients = True
 
-    def __init__(self, task: Task, size: int, recorder: Recorder) -> None:
+    def __init__(self, task: Task, size: int, recorder: CudaRecorder) -> None:
         super().__init__(task, size)
         self._recorder = recorder
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -238,7 +228,7 @@ def tensors(inputs: Inputs) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def recorder_of(device: torch.device) -> Recorder:
+def recorder_of(device: torch.device) -> CudaRecorder:
     """The recorder of a GPU; raises `UserError` on another device."""
     if device.type != "cuda":
         raise UserError(f"train.cuda_graph=true is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
