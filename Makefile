@@ -132,15 +132,13 @@ audit: $(STAMP) ## attack every clipping mode at three budgets, and show how muc
 verify: $(STAMP) ## repeat the accounting of a finished run from its record: make verify RUN=results/runs/<hash>
 	$(BIN)/python -m groupwise.audit.reaccount $(RUN)
 
-trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its tables in results/trust: audits, planted bugs, faults, mutants (MUTANTS) …; hours
+trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its tables in results/trust: audits, planted bugs, faults …; hours
 	$(BIN)/python -m groupwise.audit --all
 	$(BIN)/python -m trust.planted_bugs
 	$(BIN)/python -m trust.faults
 	$(BIN)/python -m trust.bad_input
 	$(BIN)/python -m trust.models
 	$(BIN)/python -m trust.norms
-	$(BIN)/python -m trust.mutation privacy $(MUTANTS)
-	$(BIN)/python -m trust.mutation clipping $(MUTANTS)
 	$(BIN)/python -m trust.page
 
 goldens: $(STAMP) ## compare hashes, noise, plans, short runs and verdicts on models with frozen ones: minutes

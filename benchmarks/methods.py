@@ -238,11 +238,6 @@ def is_peer(method: str) -> bool:
     return peers.is_peer(method) or research_peers.package_of(method) is not None
 
 
-def is_ours(method: str) -> bool:
-    """Whether a method clips by the engine, and is no recording of one that does."""
-    return method in METHODS and METHODS[method] not in (NonPrivate, SameProducts) and not is_peer(method)
-
-
 def check(name: str) -> None:
     """Refuse an unknown method.
 

@@ -143,22 +143,6 @@ def norms(rows: Rows) -> str:
     return markdown(head, lines)
 
 
-def mutants_summary(rows: Rows) -> str:
-    """One line a package."""
-    return "\n".join(
-        f"- `{row['package']}`: {row['tried']} of {row['mutants']} mutants tried, {row['survived']} survived beside "
-        f"{row['equivalent']} equivalent ones; score {float(row['score']):.1%}, 95 % interval {float(row['low']):.1%} "
-        f"to {float(row['high']):.1%} (at commit {row['commit']}, whose names of files the table has)."
-        for row in rows
-        if row["file"] == "all"
-    )
-
-
-def mutants(rows: Rows) -> str:
-    """The packages first, then their files."""
-    return plain(sorted(rows, key=lambda row: (row["file"] != "all", row["package"], row["file"])))
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Rows of `results/trust/<name>.csv`: their page, what it is called, and how they are shown there and in it."""
@@ -177,7 +161,6 @@ EVIDENCE = (
     Evidence("faults", PAGE, "Faults", faults_summary, plain),
     Evidence("bad_input", PAGE, "Bad input", bad_input_summary, plain),
     Evidence("norms", PAGE, "Norms", norms_summary, norms),
-    Evidence("mutation", PAGE, "Mutants", mutants_summary, mutants),
     Evidence("models", MODELS, "Models", summary, tables),
 )
 

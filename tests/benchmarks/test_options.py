@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import breakdown, device_table, full_size, growth, pipeline, throughput
+from benchmarks import device_table, full_size, growth, pipeline, throughput
 from benchmarks.options import cases, parse
 from groupwise.errors import UserError
 
@@ -39,7 +39,6 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (throughput, "device=tpu", "cpu or cuda"),
         (throughput, "nonsense", "key=value"),
         (throughput, "limit=-1", "above 0"),
-        (breakdown, "workload=mpl", "did you mean mlp?"),
         (device_table, "devise=cpu", "did you mean device?"),
         (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
         (full_size, "model=gpt3", "did you mean gpt2?"),
@@ -54,8 +53,7 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
     program, argument: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = [] if program is breakdown else [f"out={tmp_path / 'out'}"]
-    assert program.main([*argument.split(), *folder]) == 2
+    assert program.main([*argument.split(), f"out={tmp_path / 'out'}"]) == 2
     printed, told = capsys.readouterr()
     assert printed == "" and told.startswith("error: ") and words in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -1,1 +1,0 @@
-"""Makes every small mistake in the code, one at a time, and looks whether the tests notice."""
