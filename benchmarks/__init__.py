@@ -1,1 +1,5 @@
-"""Speed and memory: ours against non-private training and against the peers."""
+"""Measures speed and memory; `docs/benchmarks.md` shows what was found."""
+
+import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks

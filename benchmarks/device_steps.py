@@ -1,13 +1,11 @@
-"""One private step by microbatch, precision and layout, with profiles; of WRN16-4 unless another is named:
+"""One private step by microbatch, precision and layout, with profiles:  python -m benchmarks.device_steps out=FOLDER
 
-python -m benchmarks.device_steps out=FOLDER
+Each row is the forward and clipped backward pass of one microbatch: seconds, those of the GPU itself, peak memory,
+kernels or operations. The profile of the operations lies beside the rows. What is in the file is not measured again.
 
-Each row is the forward and clipped backward pass of one microbatch (adaptive per layer): seconds, those of the GPU
-itself, peak memory, kernels or operations. The profile of the operations lies beside the rows. What is in the file is
-not measured again. `--help` lists the options.
+Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes as those of `benchmarks.device_table`.
 """
 
-import csv
 import statistics
 import sys
 import time
@@ -18,66 +16,45 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
 from benchmarks.device_table import AGAIN, LEFT, SIZES
 from benchmarks.job import Job
-from benchmarks.options import check_above_zero, check_device, command, names, read, split
+from benchmarks.meters import Stopwatch, peak_bytes
+from benchmarks.methods import METHODS, prepare
+from benchmarks.options import command, names, option, out, split
+from benchmarks.results import Table, hardware
 from benchmarks.worker import is_lost
+from groupwise.training.arithmetic import arithmetic
+from groupwise.training.from_config import autocast
+from groupwise.training.memory import is_oom
 
-FILE = "device_steps.csv"
-KEY = ("workload", "microbatch", "precision", "layout", "method", "device", "hardware")
-COLUMNS = (
-    *KEY,
-    *("seconds", "device_seconds", "examples_per_second", "peak_bytes", "launches", "status", "commit", "dirty"),
-    *("torch", "python", "date"),
-)
-HELP = """python -m benchmarks.device_steps [key=value ...]
-
-  out=results/measured/benchmarks   the folder of device_steps.csv and the profiles
-  workload=wrn16_4_ws               or gpt2, roberta_base: one
-  device=cuda      or cpu
-  microbatch=256,512,1024           examples
-  precision=float32,tf32,bfloat16   tf32 is on a GPU alone
-  layout=channels_last,contiguous   of images and convolutions
-  method=adaptive_layer             or none, flat, ghost; several by commas
-  repeats=5        timed steps, after two to warm up; the median counts
-  limit=240        seconds; what is not begun by then is left out
-  tiny=false       true: the smallest network, to see that everything runs"""
+TABLE = Table("device_steps.csv", ("workload", "microbatch", "precision", "layout", "method", "device", "hardware"))
+KERNELS = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
 
 
 @dataclass
 class StepOptions:
-    """What the command line may say; see `HELP`."""
+    """What the command line may say."""
 
-    out: str = "results/measured/benchmarks"
-    workload: str = "wrn16_4_ws"
-    device: str = "cuda"
-    microbatch: str = "256,512,1024"
-    precision: str = "float32,tf32,bfloat16"
-    layout: str = "channels_last,contiguous"
-    method: str = "adaptive_layer"
-    repeats: int = 5
-    limit: float = 240.0
-    tiny: bool = False
+    workload: str = option("wrn16_4_ws", "one of them")
+    device: str = option("cuda", "or cpu")
+    microbatch: str = option("256,512,1024", "examples")
+    precision: str = option("float32,tf32,bfloat16", "tf32 is on a GPU alone")
+    layout: str = option("channels_last,contiguous", "of images and convolutions")
+    method: str = option("adaptive_layer", "or none, flat, ghost; several by commas")
+    repeats: int = option(5, "timed steps, after two to warm up; the median counts")
+    limit: float = option(240.0, "seconds; what is not begun by then is left out")
+    out: str = out("device_steps.csv and the profiles")
+    tiny: bool = option(False, "true: the smallest network, to see that everything runs")
 
 
-def step_row(
-    microbatch: int, precision: str, layout: str, method: str, options: StepOptions, folder: Path
-) -> dict[str, Any]:
+def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
     """Measure one combination and write its profile; a refusal is a row too."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from benchmarks.meters import Stopwatch, peak_bytes
-    from benchmarks.methods import prepare
-    from groupwise.training.arithmetic import arithmetic
-    from groupwise.training.from_config import autocast
-    from groupwise.training.memory import is_oom
-
     device = torch.device(options.device)
-    row: dict[str, Any] = {"workload": workload_of(options), "microbatch": microbatch}
-    row |= {"precision": precision, "layout": layout, "method": method, "device": options.device}
-    _, layers, tokens = (None, None, None) if options.tiny else SIZES[options.workload]
-    job = Job(options.workload, method, layout, microbatch, layers, tokens, device=options.device, tiny=options.tiny)
+    row: dict[str, Any] = {"workload": job.named, "microbatch": job.batch, "precision": precision}
+    row |= {"layout": job.memory_format, "method": job.method, "device": options.device}
     try:
         precise = autocast(precision, device)
         with arithmetic(device):
@@ -105,80 +82,53 @@ def step_row(
         if device.type == "cuda":
             with suppress(RuntimeError):  # of a kernel that broke the GPU for this process, which is in the row
                 torch.cuda.empty_cache()
-    found = profiler.key_averages()
-    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    profile_table = found.table(sort_by=order, row_limit=40, max_name_column_width=70)
-    name = f"profile-{row['workload']}-{method}-{microbatch}-{precision}-{layout}.txt".replace(" ", "-")
-    (folder / name).write_text(profile_table)
+    found, on_gpu = profiler.key_averages(), device.type == "cuda"
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    name = f"profile-{job.named}-{job.method}-{job.batch}-{precision}-{job.memory_format}.txt".replace(" ", "-")
+    (Path(options.out) / name).write_text(found.table(sort_by=order, row_limit=40, max_name_column_width=70))
     seconds = statistics.median(taken)
-    launches = sum(
-        each.count for each in found if each.key in ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
-    )
-    if device.type != "cuda":
-        launches = sum(each.count for each in found if each.key.startswith("aten::"))
+    started = (each.count for each in found if (each.key in KERNELS if on_gpu else each.key.startswith("aten::")))
     return row | {
         "seconds": seconds,
-        "device_seconds": sum(each.self_device_time_total for each in found) / 1e6 if device.type == "cuda" else None,
-        "examples_per_second": microbatch / seconds,
+        "device_seconds": sum(each.self_device_time_total for each in found) / 1e6 if on_gpu else None,
+        "examples_per_second": (job.batch or 0) / seconds,
         "peak_bytes": peak,
-        "launches": launches,
+        "launches": sum(started),
         "status": "ok",
     }
 
 
-def workload_of(options: StepOptions) -> str:
-    """The name that its rows have."""
-    return Job(options.workload, options.method, tiny=options.tiny).named
-
-
-def run(options: StepOptions) -> int:
+def measure(options: StepOptions) -> int:
     """Measure what the file lacks; each row is written and printed as soon as it is there.
 
     Returns:
         The exit code: 0; `LEFT` where time was up, `AGAIN` where a kernel broke the GPU for this process.
     """
-    from benchmarks.results import merge, provenance
-
-    folder = Path(options.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path, source, began = folder / FILE, provenance(options.device), time.monotonic()
-    done = set()
-    if path.exists():
-        with path.open(newline="") as lines:
-            done = {tuple(row[name] for name in KEY) for row in csv.DictReader(lines)}
-    sizes = [int(size) for size in split(options.microbatch)]
-    ways = product(split(options.layout), sizes, split(options.precision), split(options.method))
-    for layout, microbatch, precision, method in ways:
-        asked = (str(microbatch), precision, layout, method, options.device, str(source["hardware"]))
-        if (workload_of(options), *asked) in done:
+    names("workload", options.workload, SIZES), names("method", options.method, METHODS)
+    began = time.monotonic()
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    done = set(TABLE.rows(options.out)[[*TABLE.key]].itertuples(index=False, name=None))
+    _, layers, tokens = (None, None, None) if options.tiny else SIZES[options.workload]
+    ways = product(*(split(each) for each in (options.layout, options.microbatch, options.precision, options.method)))
+    for layout, size, precision, method in ways:
+        job = Job(options.workload, method, layout, int(size), layers, tokens, options.device, tiny=options.tiny)
+        if (job.named, size, precision, layout, method, options.device, hardware(options.device)) in done:
             continue
         if time.monotonic() - began > options.limit:
-            print(f"time is up before microbatch={microbatch} precision={precision} layout={layout}", file=sys.stderr)
+            print(f"time is up before microbatch={size} precision={precision} layout={layout}", file=sys.stderr)
             return LEFT
-        row = step_row(microbatch, precision, layout, method, options, folder)
-        merge(path, [row | source], COLUMNS, KEY)
-        shown = (
-            row["status"] if row["status"] != "ok" else f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches"
-        )
-        print(f"microbatch {microbatch:5d}  {precision:9s} {layout:13s} {method:15s} {shown}", flush=True)
-        if row["status"] != "ok" and is_lost(options.device):
+        row = step_row(job, precision, options)
+        TABLE.add(options.out, [row])
+        good = row["status"] == "ok"
+        shown = f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches" if good else row["status"]
+        print(f"microbatch {size:5s}  {precision:9s} {layout:13s} {method:15s} {shown}", flush=True)
+        if not good and is_lost(options.device):
             print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
             return AGAIN
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-
-    def work(given: list[str]) -> int:
-        options = read(StepOptions, given)
-        check_above_zero(options, "repeats", "limit")
-        check_device(options.device)
-        names("workload", options.workload, SIZES)
-        return run(options)
-
-    return command(work, HELP, "the rows that were done are written", arguments)
-
+main = command(StepOptions, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

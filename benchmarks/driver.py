@@ -14,7 +14,6 @@ from groupwise.errors import UserError
 
 SAME_SUMS = 1e-3  # relative; float32 sums of the same method in two memory formats differ by far less
 
-Say = Callable[[str], None]
 Start = Callable[[Job, float], Any]
 """From a job and seconds to what answers questions, such as `Process`, as a context manager."""
 
@@ -38,8 +37,7 @@ def run(
     rounds: int,
     steps: int,
     limit: float,
-    say: Say,
-    start: Start | None = None,
+    start: Start = Process,
     until: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Rows of one workload: one a round for each method and format, one alone for what does not run.
@@ -50,19 +48,17 @@ def run(
         rounds: how often every method has its turn.
         steps: steps on the clock in a turn.
         limit: seconds that a turn may take.
-        say: gets a line of progress.
-        start: what a job runs in; by default a process of its own.
+        start: what a job runs in.
         until: asked between methods and between rounds: stop with what is there?
 
     Raises:
         UserError: plain training itself does not run, so there is nothing to compare with.
     """
-    start = start or Process
     chosen: list[Measured] = []
     for method in methods:
         if chosen and until():
             break
-        say(f"{case.workload}: memory and operations of {method}")
+        progress(f"{case.workload}: memory and operations of {method}")
         jobs = [
             replace(case, method=method, memory_format=memory_format)
             for memory_format in formats(method, WORKLOADS[case.workload].channels_last)
@@ -76,7 +72,7 @@ def run(
             case = replace(case, **sizes)
             measured = [Measured(replace(one.job, **sizes), one.facts) for one in measured]
         chosen += [_faster(measured)] if is_peer(method) else measured
-    return _rounds(_sound(chosen), rounds, steps, limit, say, start, until)
+    return _rounds(_sound(chosen), rounds, steps, limit, start, until)
 
 
 def _measure(job: Job, limit: float, start: Start) -> Measured:
@@ -110,7 +106,7 @@ def _sound(chosen: list[Measured]) -> list[Measured]:
 
 
 def _rounds(
-    chosen: list[Measured], rounds: int, steps: int, limit: float, say: Say, start: Start, until: Callable[[], bool]
+    chosen: list[Measured], rounds: int, steps: int, limit: float, start: Start, until: Callable[[], bool]
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -119,7 +115,7 @@ def _rounds(
             if rows and until():
                 break
             for one, process in list(running):
-                say(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
+                progress(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
                 answer = process.ask(do="round", steps=steps)
                 rows.append(row_of(one, number, steps, answer))
                 if "refused" in answer:

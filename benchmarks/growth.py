@@ -1,85 +1,124 @@
 """Measures what doubling a size costs:  python -m benchmarks.growth network=transformer axis=length
 
 Step time and peak memory as batch, sequence length, width and number of layers double, beside non-private training.
-`--help` lists the options.
 """
 
-from __future__ import annotations
-
-import os
+import gc
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from benchmarks.options import check_above_zero, check_device, command, read
+import pandas as pd
+import torch
+
+from benchmarks.growing import NETWORKS, Sizes, build
+from benchmarks.meters import Stopwatch, peak_bytes
+from benchmarks.methods import METHODS, make
+from benchmarks.options import command, names, option, out
+from benchmarks.results import MACHINE, Table, as_text, seconds_of
+from groupwise.analysis import benchmark_rows
 from groupwise.errors import UserError
 
-if TYPE_CHECKING:
-    from benchmarks.growing import GrowthOptions
-
-FILE = "growth.csv"
-KEY = ("network", "axis", "method", "threads", "device", "hardware", "dtype")  # all sizes of an axis are replaced
-COLUMNS = (
-    *("network", "axis", "value", "method", "batch", "length", "width", "layers", "parameters"),
-    *("device", "hardware", "threads", "dtype", "round", "steps", "cpu_seconds", "wall_seconds", "peak_bytes"),
-    *("status", "commit", "dirty", "torch", "python", "date"),
-)
-HELP = """python -m benchmarks.growth [key=value ...]
-
-  network=all      transformer, conv; several by commas
-  axis=all         batch, length, width, layers (conv: no length); several by commas
-  method=none,adaptive_layer,flat,ghost
-  doublings=4      of each size, from the network's own
-  rounds=5         how often each method has its turn at each size
-  steps=2          steps on the clock in a turn, after one to warm up
-  threads=1        of torch
-  device=cpu       or cuda
-  dtype=float32    or bfloat16 (autocast)
-  limit=20         seconds: an axis ends before a step would take longer
-  out=results/measured/benchmarks   the folder of growth.csv"""
+TABLE = Table("growth.csv", ("network", "axis", "method", *MACHINE))  # all sizes of an axis are replaced
 
 
-def parse(arguments: Sequence[str]) -> GrowthOptions:
-    """Read and check the command line.
+@dataclass
+class GrowthOptions:
+    """What the command line may say."""
 
-    Raises:
-        UserError: an unknown key or value, an axis that a network has not, an absent GPU.
+    network: str = option("all", "transformer, conv; several by commas")
+    axis: str = option("all", "batch, length, width, layers (conv: no length); several by commas")
+    method: str = option("none,adaptive_layer,flat,ghost", "several by commas")
+    doublings: int = option(4, "of each size, from the network's own")
+    rounds: int = option(5, "how often each method has its turn at each size")
+    steps: int = option(2, "steps on the clock in a turn, after one to warm up")
+    threads: int = option(1, "of torch")
+    device: str = option("cpu", "or cuda")
+    dtype: str = option("float32", "or bfloat16 (autocast)")
+    limit: float = option(20.0, "seconds: an axis ends before a step would take longer")
+    out: str = out("growth.csv")
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Networks and axes.
+
+        Raises:
+            UserError: an axis that a network has not.
+        """
+        networks = names("network", self.network, NETWORKS)
+        return [(each, axis) for each in networks for axis in names(f"{each} axis", self.axis, NETWORKS[each].axes)]
+
+
+def measure(network: str, axis: str, methods: Sequence[str], options: GrowthOptions) -> list[dict[str, Any]]:
+    """Rows of one axis: one for each size, method and round.
+
+    It ends early where the next doubling of the slowest method would take more than `options.limit` seconds a step, if
+    time grew there as it last did.
     """
-    from benchmarks import methods
-    from benchmarks.growing import NETWORKS, GrowthOptions
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    slowest: list[float] = []
+    for doubling in range(options.doublings + 1):
+        if slowest and slowest[-1] * (slowest[-1] / slowest[-2] if len(slowest) > 1 else 2.0) > options.limit:
+            print(f"{network}: {axis} ends here, a step would take more than {options.limit:g} s", file=sys.stderr)
+            break
+        sizes = NETWORKS[network].start.grown(axis, doubling)
+        value = getattr(sizes, axis)
+        print(f"{network}: {axis} {value}", file=sys.stderr, flush=True)
+        place = {"network": network, "axis": axis, "value": value}
+        found = [place | row for row in _rows(network, sizes, methods, options)]
+        slowest.append(max(map(seconds_of, found)))
+        rows += found
+    return rows
 
-    options = read(GrowthOptions, arguments)
-    check_above_zero(options, "doublings", "rounds", "steps", "threads", "limit")
-    for name in options.methods:
-        methods.check(name)
-    for network, axis in options.cases:
-        if axis not in NETWORKS[network].axes:
-            raise UserError(f"axis={axis} is none of network={network}: give {', '.join(NETWORKS[network].axes)}.")
-    if options.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={options.dtype} is unknown: give float32 or bfloat16.")
-    check_device(options.device)
-    return options
+
+def _rows(network: str, sizes: Sizes, methods: Sequence[str], options: GrowthOptions) -> list[dict[str, Any]]:
+    new = partial(build, network, sizes, device=options.device, dtype=options.dtype)
+    peaks = {method: _peak(lambda method=method: make(method, new()).step, options.device) for method in methods}
+    running = {method: make(method, new()) for method in methods}
+    parameters = sum(p.numel() for p in new().model.parameters())
+    rows = []
+    for number in range(options.rounds):
+        for method, way in running.items():
+            way.step()
+            watch = Stopwatch(options.device)
+            for _ in range(options.steps):
+                way.step()
+            taken = watch.read(options.steps)
+            way.clear()
+            row = {"method": method, **vars(sizes), "parameters": parameters}
+            row |= {"device": options.device, "threads": options.threads, "dtype": options.dtype, "round": number}
+            row |= {"steps": options.steps, "cpu_seconds": taken.cpu, "wall_seconds": taken.wall}
+            rows.append(row | {"peak_bytes": peaks[method], "status": "ok"})
+    return rows
+
+
+def _peak(step: Any, device: str) -> int:
+    gc.collect()  # what is freed in between must not count
+    return peak_bytes(step, device)[0]
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """What the command prints of one axis: the factors of each doubling, those of non-private training beside them."""
+    table = benchmark_rows.growth_factors(pd.DataFrame(list(rows)).assign(hardware="here"))
+    shown = table[["method", "start", "end", "time", "none_time", "memory", "none_memory"]]
+    return f"\n{rows[0]['network']}, {rows[0]['axis']}\n{as_text(shown)}"
 
 
 def run(options: GrowthOptions) -> None:
     """Measure every axis; its rows are written and its factors printed as soon as it is done."""
-    from benchmarks.growing import measure, summary
-    from benchmarks.results import merge, provenance
-
-    path = Path(options.out) / FILE
-    source = provenance(options.device)
+    methods = names("method", options.method, METHODS, first="none")
+    if options.dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={options.dtype} is unknown: give float32 or bfloat16.")
     for network, axis in options.cases:
-        rows = measure(network, axis, options)
-        merge(path, [row | source for row in rows], COLUMNS, KEY)
+        rows = measure(network, axis, methods, options)
+        TABLE.add(options.out, rows)
         print(summary(rows), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
-    return command(lambda given: run(parse(given)), HELP, "the axes that were done are written", arguments)
-
+main = command(GrowthOptions, run)
 
 if __name__ == "__main__":
     sys.exit(main())

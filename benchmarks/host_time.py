@@ -1,4 +1,4 @@
-"""Measures what a layer costs before any arithmetic:  python -m benchmarks.host_time [key=value ...]
+"""Measures what a layer costs before any arithmetic:  python -m benchmarks.host_time turns=9
 
 Chains of layers so small that their kernels take no time, as on a GPU whose host cannot start kernels as fast as they
 end. Plain training and both ways of clipping take turns in one process, on its processor time; the ratio is the median
@@ -15,15 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.options import check_above_zero, command, read
+from benchmarks.options import command, option
 from groupwise.clipping import attach, flat, per_layer
 
-HELP = """python -m benchmarks.host_time [key=value ...]
-
-  layers=24    of each chain
-  turns=25     how often each way of training has its turn
-
-  python -m benchmarks.host_time turns=9"""
 WAYS = ("none", "per layer", "flat")
 CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(16, 16), (8, 16)),
@@ -37,10 +31,10 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @dataclass
 class Options:
-    """What the command line may say; see `HELP`."""
+    """What the command line may say."""
 
-    layers: int = 24
-    turns: int = 25
+    layers: int = option(24, "of each chain")
+    turns: int = option(25, "how often each way of training has its turn")
 
 
 @dataclass(frozen=True)
@@ -110,9 +104,8 @@ def cost(chain: str, options: Options) -> dict[str, Cost]:
     }
 
 
-def _run(arguments: list[str]) -> None:
-    options = read(Options, arguments)
-    check_above_zero(options, "layers", "turns")
+def run(options: Options) -> None:
+    """Print a line a chain."""
     torch.set_num_threads(1)
     heads = f"{'µs':>9s}{'ratio':>7s}{'operations':>12s}"
     print(f"{'':20s}" + "".join(f"{way:>28s}" for way in WAYS) + f"\n{'a layer of':20s}" + heads * len(WAYS))
@@ -121,10 +114,7 @@ def _run(arguments: list[str]) -> None:
         print(f"{chain:20s}" + "".join(f"{c.microseconds:9.0f}{c.ratio:7.1f}{c.operations:12.1f}" for c in costs))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(_run, HELP, "what is printed is done", arguments)
-
+main = command(Options, run)
 
 if __name__ == "__main__":
     sys.exit(main())

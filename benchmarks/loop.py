@@ -1,7 +1,12 @@
 """Measures the cost of the loop around the bare step:  python -m benchmarks.loop scale=mini train.batch_size=256
 
-A run is composed, checked and trained exactly as by `run.py`. Between rounds of its steps its clock stops, and the same
-model takes as many bare steps on the same examples. `--help` lists the options.
+The loop of run.py (sampling, loading, logging, progress bar, threshold update, accounting) against the bare step
+(losses, clipped backward, noise, optimiser): one process, the same examples, interleaved rounds. A run is composed,
+checked and trained exactly as by `run.py`. Between rounds of its steps its clock stops, and the same model takes as
+many bare steps. Any key of run.py may be given; unless told task=cifar clip=adaptive_layer scale=demo.
+
+  python -m benchmarks.loop scale=mini rounds=9
+  python -m benchmarks.loop scale=paper train.batch_size=64 train.microbatch=32 train.threads=1 steps=2
 """
 
 import sys
@@ -11,7 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.options import check_above_zero, command, read
+from benchmarks.loop_rounds import measure
+from benchmarks.options import command, option, out, read
+from benchmarks.results import Table
+from groupwise.analysis.benchmark_rows import LOOP_CELL
 from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
 from groupwise.config.schema import RunConfig
@@ -21,46 +29,26 @@ from groupwise.errors import UserError
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DEFAULTS = {"task": "cifar", "clip": "adaptive_layer", "scale": "demo"}
 NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
-FILE = "loop.csv"
-KEY = ("task", "scale", "clip", "parameters", "batch", "microbatch", "threads", "device", "hardware", "dtype")
-MEASURED = (
-    *("loop_cpu_seconds", "bare_cpu_seconds", "loop_wall_seconds", "bare_wall_seconds"),
-    *("ratio", "wall_ratio"),
-)
-COLUMNS = (*KEY, "round", "steps", *MEASURED, "commit", "dirty", "torch", "python", "date")
-HELP = """python -m benchmarks.loop [key=value ...]
-
-The loop of run.py (sampling, loading, logging, progress bar, threshold update, accounting) against the bare step
-(losses, clipped backward, noise, optimiser): one process, the same examples, interleaved rounds.
-
-  rounds=5         rounds of each, after one to warm up
-  steps=5          steps in a round
-  out=results/measured/benchmarks   the folder of loop.csv
-  any key of run.py; unless told task=cifar clip=adaptive_layer scale=demo, which needs no data
-
-  python -m benchmarks.loop
-  python -m benchmarks.loop scale=mini rounds=9
-  python -m benchmarks.loop scale=paper train.batch_size=64 train.microbatch=32 train.threads=1 steps=2"""
+TABLE = Table("loop.csv", LOOP_CELL)
 
 
 @dataclass
 class LoopOptions:
     """What the command line may say beside the keys of `run.py`."""
 
-    rounds: int = 5
-    steps: int = 5
-    out: str = "results/measured/benchmarks"
+    rounds: int = option(5, "of each, after one to warm up")
+    steps: int = option(5, "in a round")
+    out: str = out("loop.csv")
 
 
-def parse(arguments: Sequence[str]) -> tuple[LoopOptions, RunConfig]:
+def parse(schema: type[LoopOptions], arguments: Sequence[str]) -> tuple[LoopOptions, RunConfig]:
     """Read the command line: options of the benchmark, and the run that they are about.
 
     Raises:
         UserError: an unknown key or value; a key that the benchmark sets itself.
     """
     own = [item for item in arguments if item.partition("=")[0] in ("rounds", "steps", "out")]
-    options = read(LoopOptions, own)
-    check_above_zero(options, "rounds", "steps")
+    options = read(schema, own)
     rest = [item for item in arguments if item not in own]
     given = {item.partition("=")[0].lstrip("+") for item in rest}
     if taken := sorted(given & set(NEVER)):
@@ -94,22 +82,15 @@ def _range(rows: Sequence[dict[str, Any]], name: str) -> str:
     return f"{label} {median(values):.3f} [{min(values):.3f} .. {max(values):.3f}]"
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(given: tuple[LoopOptions, RunConfig]) -> None:
     """Measure, write the rows, print what they come to."""
-    options, config = parse(arguments)
-    from benchmarks.loop_rounds import measure
-    from benchmarks.results import merge, provenance
-
+    options, config = given
     rows = measure(config, options.rounds, options.steps)
-    source = provenance(rows[0]["device"])
-    merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
+    TABLE.add(options.out, rows)
     print(summary(rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(run, HELP, "nothing was written", arguments)
-
+main = command(LoopOptions, run, parse)
 
 if __name__ == "__main__":
     sys.exit(main())

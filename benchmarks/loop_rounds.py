@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from benchmarks.meters import Seconds, Stopwatch
 from groupwise import run as launch
@@ -135,93 +133,55 @@ def _row(config: RunConfig, trainer: Trainer, number: int, steps: int, loop: Sec
     }
 
 
-Microbatch = tuple[tuple[Any, ...], Tensor]
+Microbatch = tuple[int, Any]
+"""How many examples it has, and the batch that the task has read."""
 
 
 class BareStep:
-    """Steps of a classifier's `Trainer` without its loop: the same model, engine, optimiser and microbatches."""
+    """Steps of a `Trainer` without its loop: the same model, losses, engine, optimiser and microbatches."""
 
     def __init__(self, trainer: Trainer, precision: str) -> None:
         self._trainer = trainer
         self._precision = autocast(precision, trainer.private.device)
-        self._trainable = [p for p in trainer.task.model.parameters() if p.requires_grad]
-        self._classes = self._count_classes()
         self._noise = trainer.private.noise.child("bare steps")  # never the run's own key: its noise is used once
 
     def load(self, examples: np.ndarray) -> list[Microbatch]:
-        """The model's inputs for these examples, with labels (n,): one pair for each microbatch of the loop.
-
-        The labels are drawn at random, as a task does not show its own; they do not change what a step costs.
-        """
-        size = self._trainer.private.sums.size
-        return [self._inputs(examples[start : start + size]) for start in range(0, len(examples), size)]
+        """These examples as the task reads them, in the microbatches of the loop."""
+        task, size = self._trainer.task, self._trainer.private.sums.size
+        parts = [examples[start : start + size] for start in range(0, len(examples), size)]
+        return [(len(part), task.read(part)) for part in parts]
 
     def step(self, step: int, batch: list[Microbatch]) -> None:
         """One update; thresholds stay where they are."""
-        trainer = self._trainer
-        trainer.private.clear()
-        for inputs, labels in batch:
-            self._backward(inputs, labels)
+        self._trainer.private.clear()
+        for microbatch in batch:
+            self._backward(*microbatch)
         self._release(step)
-        trainer.private.optimizer.step()
+        self._trainer.private.optimizer.step()
 
-    def _backward(self, inputs: tuple[Any, ...], labels: Tensor) -> None:
+    def _backward(self, examples: int, batch: Any) -> None:
         """One microbatch; a function of its own, so that nothing of it is alive in the next."""
-        engine = self._trainer.private.engine
-        with nullcontext() if engine is None else engine.forward(len(labels)), self._precision():
-            logits = self._trainer.task.model(*inputs)
-        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        task, engine = self._trainer.task, self._trainer.private.engine
+        with nullcontext() if engine is None else engine.forward(examples), self._precision():
+            losses = task.losses(task.model, batch)
         if engine is None:
             losses.sum().backward()
         else:
             engine.backward(losses)
 
     def _release(self, step: int) -> None:
-        trainer, batch_size = self._trainer, self._trainer.private.plan.expected_batch_size
-        if trainer.private.engine is None or trainer.private.thresholds is None:
-            for parameter in self._trainable:
+        private = self._trainer.private
+        batch_size = private.plan.expected_batch_size
+        if private.engine is None:
+            for parameter in private.trainable:
                 if parameter.grad is not None:
                     parameter.grad.div_(batch_size)
             return
         release_gradients(
-            trainer.private.engine.sensitivity("add_remove"),
-            allocation=trainer.private.allocation,
-            noise_multiplier=trainer.private.plan.gradient_noise_multiplier,
+            private.engine.sensitivity("add_remove"),
+            allocation=private.allocation,
+            noise_multiplier=private.plan.gradient_noise_multiplier,
             expected_batch_size=batch_size,
             noise=self._noise,
             step=step,
         )
-
-    @torch.no_grad()
-    def _inputs(self, examples: np.ndarray) -> Microbatch:
-        """What the task hands its model, caught on the way in; the model itself does not run."""
-        handle = self._trainer.task.model.register_forward_pre_hook(_catch)
-        try:
-            self._trainer.task.losses_of(examples)
-        except _CaughtError as caught:
-            labels = torch.randint(self._classes, (len(examples),), device=self._trainer.private.device)
-            return caught.inputs, labels
-        finally:
-            handle.remove()
-        raise AssertionError("the task's losses do not come from its model")
-
-    @torch.no_grad()
-    def _count_classes(self) -> int:
-        widths: list[int] = []
-        model = self._trainer.task.model
-        handle = model.register_forward_hook(lambda module, inputs, logits: widths.append(logits.shape[1]))
-        try:
-            self._trainer.task.losses_of([0])
-        finally:
-            handle.remove()
-        return widths[0]
-
-
-class _CaughtError(Exception):
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-
-def _catch(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    raise _CaughtError(inputs)

@@ -19,7 +19,6 @@ from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.rules.base import RuleContext, find_rule
 from groupwise.clipping.rules.linear import LinearRule
-from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
 from groupwise.training.graphs import WARM_UP, CudaRecorder, recorder_of
 
@@ -238,16 +237,6 @@ def is_peer(method: str) -> bool:
     return peers.is_peer(method) or research_peers.package_of(method) is not None
 
 
-def check(name: str) -> None:
-    """Refuse an unknown method.
-
-    Raises:
-        UserError: naming those there are.
-    """
-    if name not in METHODS and name not in RECORDED:
-        raise UserError(f"method={name} is unknown{did_you_mean(name, METHODS)}: give all, or {', '.join(METHODS)}.")
-
-
 def formats(method: str, channels_last: bool) -> tuple[str, ...]:
     """The memory formats in which to measure a method: none in both, ours in channels_last, a peer in its faster."""
     if not channels_last:
@@ -257,7 +246,6 @@ def formats(method: str, channels_last: bool) -> tuple[str, ...]:
 
 def make(name: str, workload: Workload) -> Method:
     """Prepare the workload's model for a method; a model serves one method only."""
-    check(name)
     if name in RECORDED:
         made = METHODS[RECORDED[name]](workload)
         assert isinstance(made, NonPrivate)

@@ -2,7 +2,8 @@
 
 Two scripts of the same CNN on the same digits, at the same B, epsilon, delta, epochs, momentum, threshold and physical
 batch: examples/own_model.py and benchmarks/opacus_own_model.py. Each runs as it stands but for the learning rate, the
-seed of its weights and, for flat clipping, one argument. `--help` lists the options.
+seed of its weights and, for flat clipping, one argument. For each method the best of the learning rates on a seed of
+its own, then as many seeds as are asked for: lines, accuracy, seconds, memory.
 """
 
 import json
@@ -10,14 +11,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import check_above_zero, command, read
+from benchmarks.options import command, option, out
+from benchmarks.results import MACHINE, Table
 from benchmarks.timed_script import lines
-from groupwise.analysis.benchmark_rows import SIDE_BY_SIDE
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,28 +35,16 @@ RATES = (0.1, 0.2, 0.4, 0.8)
 """The grid of learning rates, the same for all."""
 TUNED_ON = 100
 """The seed that the grid is tried on; those of the results are others."""
-FILE = "opacus_side_by_side.csv"
-KEY = ("method", "device", "hardware", "threads", "dtype")
-COLUMNS = (*SIDE_BY_SIDE, "commit", "dirty", "torch", "opacus", "python", "date")
-HELP = f"""python -m benchmarks.opacus_side_by_side [key=value ...]
-
-The digits' CNN by Opacus's make_private_with_epsilon and by groupwise.make_private: lines, accuracy, seconds, memory.
-For each method the best of the learning rates {RATES} on a seed of its own, then as many seeds as are asked for.
-
-  seeds=3          seeds of the results
-  limit=900        seconds that one training may take
-  out=results/measured/benchmarks   the folder of {FILE}
-
-  python -m benchmarks.opacus_side_by_side"""
+TABLE = Table("opacus_side_by_side.csv", ("method", *MACHINE))
 
 
 @dataclass
 class SideBySideOptions:
     """What the command line may say."""
 
-    seeds: int = 3
-    limit: float = 900.0
-    out: str = "results/measured/benchmarks"
+    seeds: int = option(3, "of the results")
+    limit: float = option(900.0, "seconds that one training may take")
+    out: str = out("opacus_side_by_side.csv")
 
 
 Measure = Callable[[str, float], dict[str, Any]]
@@ -105,7 +94,8 @@ def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[s
     def take(method: str, role: str, rate: float, seed: int) -> None:
         told = train(variant(method, rate, seed), options.limit)
         counted = lines(METHODS[method][0].read_text(encoding="utf-8"))
-        rows.append({"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **told})
+        row = {"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **told}
+        rows.append(row | {"device": "cpu", "threads": 1, "dtype": "float32"})
         print(f"{method:15} {role:7} seed {seed:3} rate {rate:g}: {told['accuracy']:.1f} %", flush=True)
 
     for rate in RATES:
@@ -121,21 +111,12 @@ def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[s
     return rows
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(options: SideBySideOptions) -> None:
     """Measure and write the rows."""
-    options = read(SideBySideOptions, arguments)
-    check_above_zero(options, "seeds", "limit")
-    from benchmarks.results import merge, provenance
-
-    source = {"device": "cpu", "threads": 1, "dtype": "float32", **provenance("cpu")}
-    rows = measure(options)
-    merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
+    TABLE.add(options.out, measure(options))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(run, HELP, "nothing was written", arguments)
-
+main = command(SideBySideOptions, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,91 +1,48 @@
-"""The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2
+"""The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device
 
 Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, beside what
-`groupwise.planner` says beforehand. `--help` lists the options.
+`groupwise.planner` says beforehand.
+
+Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processes). Methods: none, device, layer, flat.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.options import command, names, read
-from benchmarks.pipeline_shapes import SHAPES, Shape
+import pandas as pd
 
-MB = 1e6
-FILE = "pipeline.csv"
-KEY = ("shape", "method", "device", "hardware", "threads", "dtype")
+from benchmarks.options import command, names, option, out
+from benchmarks.results import MACHINE, Table, as_text
+from benchmarks.staged import PARTITIONS, SHAPES, Shape, Staged, measure
+
 SIZES = ("stages", "schedule", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
-COLUMNS = (
-    *("shape", "method", *SIZES, "device", "hardware", "threads", "dtype"),
-    *("predicted_peak_bytes", "peak_bytes", "memory_error"),
-    *("commit", "dirty", "torch", "transformers", "python", "date"),
-)
-HELP = """python -m benchmarks.pipeline [key=value ...]
-
-  shape=all        weights_2, activations_2, rematerialized_4, full_4 (the number: processes); several by commas
-  method=all       none, device, layer, flat; several by commas
-  out=results/measured/benchmarks   the folder of pipeline.csv
-  tiny=false       true: the smallest sizes, to see that everything runs
-
-  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device"""
-
-
-METHODS = ("none", "device", "layer", "flat")
+TABLE = Table("pipeline.csv", ("shape", "method", *MACHINE))
 
 
 @dataclass
 class PipelineOptions:
-    """What the command line may say; see `HELP`."""
+    """What the command line may say."""
 
-    shape: str = "all"
-    method: str = "all"
-    out: str = "results/measured/benchmarks"
-    tiny: bool = False
-
-    @property
-    def shapes(self) -> list[str]:
-        """The names asked for."""
-        return names("shape", self.shape, SHAPES)
-
-    @property
-    def methods(self) -> list[str]:
-        """The names asked for."""
-        return names("method", self.method, METHODS)
-
-    def sizes(self, name: str) -> Shape:
-        """A shape's sizes."""
-        if not self.tiny:
-            return SHAPES[name]
-        full = SHAPES[name]
-        return Shape(2, 16, 2, 2, 8, 2, min(full.rank, 2), 31, full.schedule, full.rematerialize)
+    shape: str = option("all", "several by commas")
+    method: str = option("all", "several by commas")
+    out: str = out("pipeline.csv")
+    tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
 
 
-def parse(arguments: Sequence[str]) -> PipelineOptions:
-    """Read and check the command line.
-
-    Raises:
-        UserError: an unknown key or value.
-    """
-    options = read(PipelineOptions, arguments)
-    _ = options.shapes, options.methods
-    return options
-
-
-def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
-    """Rows of one shape, without provenance: one for each method."""
-    from benchmarks.staged import Staged, measure
-
-    shape = options.sizes(name)
+def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dict[str, Any]]:
+    """Rows of one shape: one for each method."""
+    shape = SHAPES[name]
+    if options.tiny:
+        shape = Shape(2, 16, 2, 2, 8, 2, min(shape.rank, 2), 31, shape.schedule, shape.rematerialize)
     staged = Staged(shape)
     print(f"{name}: the planner", file=sys.stderr, flush=True)
-    foretold = {method: staged.predict(method) for method in options.methods}
+    foretold = {method: staged.predict(method) for method in methods}
     print(f"{name}: {shape.stages} processes", file=sys.stderr, flush=True)
-    measured = measure(staged, options.methods)
+    measured = measure(staged, methods)
     rows = []
-    for method in options.methods:
+    for method in methods:
         predicted, found = foretold[method], measured[method]
         row = {
             "shape": f"{name} (tiny)" if options.tiny else name,
@@ -104,35 +61,22 @@ def compare(name: str, options: PipelineOptions) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of one shape as lines of text."""
-    first = rows[0]
+    first, frame = rows[0], pd.DataFrame(list(rows))
     sizes = ", ".join(f"{size} {first[size]}" for size in SIZES)
-    lines = [
-        f"\n{first['shape']}: {sizes}",
-        f"{'':8s}{'fullest stage, MB':>25s}{'worst':>9s}",
-        f"{'method':8s}{'predicted':>14s}{'measured':>11s}{'stage':>9s}",
-    ]
-    for row in rows:
-        memory = f"{row['predicted_peak_bytes'] / MB:14.2f}{row['peak_bytes'] / MB:11.2f}{row['memory_error']:+9.1%}"
-        lines.append(f"{row['method']:8s}{memory}")
-    return "\n".join(lines)
+    shown = frame[["method", "predicted_peak_bytes", "peak_bytes", "memory_error"]]
+    return f"\n{first['shape']}: {sizes}\n{as_text(shown)}"
 
 
 def run(options: PipelineOptions) -> None:
     """Predict and measure each shape; its rows are written and printed as soon as it is done."""
-    from benchmarks.results import merge, provenance
-
-    source = provenance("cpu")
-    for name in options.shapes:
-        rows = compare(name, options)
-        merge(Path(options.out) / FILE, [row | source for row in rows], COLUMNS, KEY)
+    methods = names("method", options.method, PARTITIONS)
+    for name in names("shape", options.shape, SHAPES):
+        rows = compare(name, methods, options)
+        TABLE.add(options.out, rows)
         print(table(rows), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
-    return command(lambda given: run(parse(given)), HELP, "the shapes that were done are written", arguments)
-
+main = command(PipelineOptions, run)
 
 if __name__ == "__main__":
     sys.exit(main())

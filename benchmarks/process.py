@@ -29,7 +29,7 @@ class Process:
         self._failure: dict[str, Any] | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         threads = str(job.threads)
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "KINETO_LOG_LEVEL": "9"}
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(ROOT), str(ROOT / "src"), *filter(None, [environment.get("PYTHONPATH")])]
         )

@@ -1,26 +1,59 @@
-"""Keeps the committed table of results (ratios, provenance, merging a run's rows into the file), and prints it."""
+"""Keeps the files of measured rows, each with its provenance, and prints those of throughput.csv."""
 
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pandas as pd
 import torch
 
 from benchmarks.meters import floor
-from groupwise.analysis.benchmark_rows import THROUGHPUT
+from groupwise.analysis.benchmark_rows import MACHINE, cells
 from groupwise.atomic import write_text
 from groupwise.training.provenance import git_state
 
-COLUMNS = list(THROUGHPUT)
-KEY = ["workload", "method", "batch", "layers", "threads", "device", "hardware", "dtype"]
-FILE = "throughput.csv"
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A CSV of measured rows.
+
+    Args:
+        file: its name.
+        key: the columns that identify a measurement, whose new rows replace its old ones.
+    """
+
+    file: str
+    key: tuple[str, ...]
+
+    def rows(self, folder: str | Path) -> pd.DataFrame:
+        """What is in the file, as text; nothing where there is none."""
+        path = Path(folder) / self.file
+        if not path.exists():
+            return pd.DataFrame(columns=list(self.key))
+        return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+    def add(self, folder: str | Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Write the rows, whole or not at all; returns them with what is written of their machine and versions."""
+        source, old = provenance(rows[0]["device"]), self.rows(folder)
+        rows = [row | source for row in rows]
+        new = pd.DataFrame(rows).astype(object).map(_written)
+        new = new.reindex(columns=list(dict.fromkeys([*new, *self.key])), fill_value="")
+        replaced = pd.MultiIndex.from_frame(old[[*self.key]]).isin(pd.MultiIndex.from_frame(new[[*self.key]]))
+        frame = pd.concat([old[~replaced], new])
+        path = Path(folder) / self.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, frame.fillna("").to_csv(index=False, lineterminator="\n"))
+        return rows
+
+
+THROUGHPUT = Table("throughput.csv", ("workload", "method", "batch", "layers", *MACHINE))
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -32,13 +65,13 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     plain = [row for row in rows if row["method"] == "none" and row["status"] == "ok"]
     fastest: dict[int, float] = {}
     for row in plain:
-        fastest[row["round"]] = min(_seconds(row), fastest.get(row["round"], float("inf")))
+        fastest[row["round"]] = min(seconds_of(row), fastest.get(row["round"], float("inf")))
     smallest = min((row["peak_bytes"] for row in plain), default=None)
     counted = min((row["flops"] for row in plain if row["flops"]), default=None)
     return [
         row
         | {
-            "ratio": fastest[row["round"]] / _seconds(row)
+            "ratio": fastest[row["round"]] / seconds_of(row)
             if row["status"] == "ok" and row["round"] in fastest
             else None,
             "memory_ratio": row["peak_bytes"] / smallest if row["peak_bytes"] and smallest else None,
@@ -48,7 +81,8 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _seconds(row: dict[str, Any]) -> float:
+def seconds_of(row: dict[str, Any]) -> float:
+    """What is compared: on a CPU the processor's, which other programs disturb less."""
     return row["wall_seconds"] if row["device"] == "cuda" else row["cpu_seconds"]
 
 
@@ -57,7 +91,7 @@ def provenance(device: str) -> dict[str, Any]:
     state = git_state(ROOT)
     packages = {name: _version(name) for name in ("opacus", "transformers")}
     return {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "hardware": hardware(device),
         "commit": state["sha"],
         "dirty": state["dirty"],
         "torch": torch.__version__,
@@ -67,34 +101,16 @@ def provenance(device: str) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """The processor's name, as Linux tells it; elsewhere its architecture."""
+def hardware(device: str) -> str:
+    """The name of the GPU; of the processor, as Linux tells it; elsewhere its architecture."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else f"{platform.machine()} ({sys.platform})"
-
-
-def merge(
-    path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS, key: Sequence[str] = KEY
-) -> None:
-    """Put rows into the CSV at `path`, whole or not at all, in place of older ones with the same values in `key`."""
-    columns = list(columns)
-    new = pd.DataFrame(list(rows), columns=columns).astype(object)
-    frames = [new]
-    if path.exists():
-        old = pd.read_csv(path, dtype=object, keep_default_na=False)
-        fresh = {_key(row, key) for row in new.to_dict("records")}
-        frames = [old[[_key(row, key) not in fresh for row in old.to_dict("records")]], new]
-    frame = pd.concat(frames)[columns].map(_written)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
-def _key(row: dict[str, Any], key: Sequence[str]) -> tuple[str, ...]:
-    return tuple(_written(row[name]) for name in key)
 
 
 def _written(value: Any) -> str:
@@ -113,47 +129,23 @@ def _version(name: str) -> str:
         return "absent"
 
 
+def as_text(frame: pd.DataFrame) -> str:
+    """A table for a terminal: four digits, nothing for what is missing."""
+    return frame.to_string(index=False, na_rep="", float_format="{:.4g}".format)
+
+
 BUSY = 1.05  # wall over CPU seconds of one thread
-HEAD = ("method", "format", "examples/s", "ratio", "[min .. max]", "memory", "floor", "noise ms")
+SHOWN = ("method", "memory_format", "examples_per_second", "ratio", "ratio_least", "ratio_most", "memory_ratio")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one workload, with ratios, as lines of text."""
-    first = rows[0]
+    """The rows of one workload, with ratios and provenance, as lines of text: medians over rounds."""
+    first, frame = rows[0], pd.DataFrame(list(rows))
     depth = f", {first['layers']} layers" if first["layers"] else ""
     machine = f"{first['device']}, {first['threads']} threads, {first['dtype']}"
-    title = f"{first['workload']}: B {first['batch']}{depth}, {machine}"
-    cells = [HEAD, *(_line(group) for group in _groups(rows))]
-    widths = [max(len(line[column]) for line in cells if column < len(line) and len(line) > 3) for column in range(8)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in cells]
-    return "\n".join(["", title, *lines, *_busy(rows)])
-
-
-def _busy(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A warning where one thread got less than its core: others then disturb its CPU time, too."""
-    timed = [row for row in rows if row["status"] == "ok" and row["device"] == "cpu" and row["threads"] == 1]
-    share = median([row["wall_seconds"] / row["cpu_seconds"] for row in timed] or [1.0])
-    return [] if share < BUSY else [f"the machine was busy: wall time was {share:.2f} times CPU time; measure again"]
-
-
-def _groups(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    keys = dict.fromkeys((row["method"], row["memory_format"]) for row in rows)
-    return [[row for row in rows if (row["method"], row["memory_format"]) == key] for key in keys]
-
-
-def _line(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    first = rows[0]
-    bad = [row["status"] for row in rows if row["status"] != "ok"]
-    if bad:
-        return (first["method"], first["memory_format"], bad[0])
-    ratios = [row["ratio"] for row in rows]
-    return (
-        first["method"],
-        first["memory_format"],
-        f"{median(row['examples_per_second'] for row in rows):.4g}",
-        f"{median(ratios):.3f}",
-        f"[{min(ratios):.3f} .. {max(ratios):.3f}]",
-        f"{first['memory_ratio']:.3f}",
-        "" if first["floor"] is None else f"{first['floor']:.3f}",
-        f"{1000 * median(row['noise_seconds'] for row in rows):.3g}",
-    )
+    shown = cells(frame)[[*SHOWN, "floor", "noise_seconds", "status"]]
+    lines = ["", f"{first['workload']}: B {first['batch']}{depth}, {machine}", as_text(shown)]
+    share = (frame["wall_seconds"] / frame["cpu_seconds"]).median()
+    if first["device"] == "cpu" and first["threads"] == 1 and share >= BUSY:  # others then disturb CPU time, too
+        lines.append(f"the machine was busy: wall time was {share:.2f} times CPU time; measure again")
+    return "\n".join(lines)

@@ -1,7 +1,10 @@
-"""Measures whole private trainings of eight small models:  python -m benchmarks.small_models
+"""Measures whole private trainings of eight small models:  python -m benchmarks.small_models model=logistic,tabular
 
-Each method runs its own loop as its documentation writes it: sampling, reading, forward and backward passes, clipping,
-noise, optimiser. `--help` lists the options.
+Milliseconds of processor time a step. Each method runs its own loop as its documentation writes it: sampling, reading,
+forward and backward passes, clipping, noise, optimiser.
+
+Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18.
+Methods: none (a plain loop), adaptive_layer and flat (make_private), opacus_hooks, opacus_ghost.
 """
 
 import copy
@@ -25,38 +28,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import groupwise
-from benchmarks.options import check_above_zero, command, read, split
-from groupwise.analysis.benchmark_rows import SMALL_MODELS
-from groupwise.errors import UserError, did_you_mean
+from benchmarks.growing import Block
+from benchmarks.options import command, names, option, out
+from benchmarks.results import MACHINE, Table
+from groupwise.errors import UserError
 
-FILE = "small_models.csv"
-KEY = ("model", "method", "batch", "device", "hardware", "threads", "dtype")
-COLUMNS = (*SMALL_MODELS, "commit", "dirty", "torch", "opacus", "python", "date", "peer")
+TABLE = Table("small_models.csv", ("model", "method", "batch", *MACHINE))
 SCRIPT = Path(__file__).with_name("small_models_jax.py")
-HELP = f"""python -m benchmarks.small_models [key=value ...]
-
-Milliseconds of processor time a step: a plain loop, make_private (adaptive per layer, flat), Opacus's (hooks, ghost).
-
-  model=all        logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18; several by commas
-  method=all       none, adaptive_layer, flat, opacus_hooks, opacus_ghost; several by commas (none always runs)
-  rounds=7         how often each method has its turn
-  steps=0          steps of a turn; 0 takes as many as fill half a second
-  jax=PYTHON       jax_privacy too: a Python with jax, jax-privacy and optax (benchmarks/small_models_jax.py)
-  out=results/measured/benchmarks   the folder of {FILE}
-
-  python -m benchmarks.small_models model=logistic,tabular"""
 
 
 @dataclass
 class SmallModelOptions:
     """What the command line may say."""
 
-    model: str = "all"
-    method: str = "all"
-    rounds: int = 7
-    steps: int = 0
-    jax: str | None = None
-    out: str = "results/measured/benchmarks"
+    model: str = option("all", "several by commas")
+    method: str = option("all", "several by commas; none always runs")
+    rounds: int = option(7, "how often each method has its turn")
+    steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
+    jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
+    out: str = out("small_models.csv")
 
 
 # -- the models --------------------------------------------------------------------------------------------------------
@@ -74,30 +64,13 @@ class LSTMClassifier(nn.Module):
         return self.head(self.lstm(self.embed(tokens))[0][:, -1])
 
 
-class Block(nn.Module):
-    """A transformer's block of linear layers and layer norms."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) -> (B, T, d)."""
-        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.between(x))))
-
-
 class TinyTransformer(nn.Module):
     """Classifies texts by the mean of two blocks' outputs."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(1000, width), nn.Sequential(Block(width, 4), Block(width, 4))
-        self.head = nn.Linear(width, 2)
+        self.embed, self.head = nn.Embedding(1000, width), nn.Linear(width, 2)
+        self.blocks = nn.Sequential(*(Block(width, 4, causal=False) for _ in range(2)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> logits (B, 2)."""
@@ -242,11 +215,11 @@ METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
 # -- the clock ---------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, methods: Sequence[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+def measure(name: str, methods: Sequence[str], rounds: int, steps: int | None) -> list[dict[str, Any]]:
     """Time the methods in turn; returns a row for each.
 
     Args:
-        name: of `MODELS`. methods: of `METHODS`, `none` first. steps: of a turn; 0 fills half a second.
+        name: of `MODELS`. methods: of `METHODS`, `none` first. steps: of a turn; None fills half a second.
     """
     kind = MODELS[name]
     torch.manual_seed(0)
@@ -311,35 +284,22 @@ def _time(loop: Loop, steps: int) -> float:
     return (time.process_time() - began) / steps
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(options: SmallModelOptions) -> None:
     """Measure, write the rows and print them."""
-    options = read(SmallModelOptions, arguments)
-    check_above_zero(options, "rounds")
-    models = list(MODELS) if options.model == "all" else split(options.model)
-    methods = list(METHODS) if options.method == "all" else list(dict.fromkeys(["none", *split(options.method)]))
-    for known, given in ((MODELS, models), (METHODS, methods)):
-        if wrong := [name for name in given if name not in known]:
-            raise UserError(f"{wrong[0]!r} is not measured here{did_you_mean(wrong[0], known)}: --help lists what is.")
-    from benchmarks.results import merge, provenance
-
+    models, methods = names("model", options.model, MODELS), names("method", options.method, METHODS, first="none")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")
-    source = provenance("cpu")
     for name in models:
         rows = measure(name, methods, options.rounds, options.steps)
         if options.jax and name != "resnet18":
             rows.append(by_jax(options.jax, rows[0], options.rounds))
-        rows = [row | {column: source[column] for column in COLUMNS if column in source} for row in rows]
-        merge(Path(options.out) / FILE, rows, COLUMNS, KEY)
+        TABLE.add(options.out, rows)
         for row in rows:
             found = f"{row['milliseconds']:8.2f} ms  {row['ratio']:5.2f} of plain" if row["rounds"] else row["status"]
             print(f"{name:12} {row['method']:15} {found}", flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(run, HELP, "the models that were finished are written", arguments)
-
+main = command(SmallModelOptions, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,10 +1,11 @@
-"""One shape of `benchmarks.pipeline`: the memory that the planner predicts, and that of its processes."""
+"""The small pipelines of `benchmarks.pipeline`: what the planner says of each, and what its processes say."""
 
 import json
 import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.meters import Step, peak_bytes
-from benchmarks.pipeline_shapes import Shape
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.accelerators import ACCELERATORS, Accelerator
@@ -29,9 +29,40 @@ from groupwise.training.task import Microbatch
 PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
 LIMIT = timedelta(seconds=300)
 
-
 ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0, kind="cpu")
 """This machine's CPU: only its memory is predicted, in which no speed has a part."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 with random weights in a pipeline.
+
+    Args:
+        stages: S.
+        width, blocks, vocabulary: of the model.
+        microbatch, length, microbatches: b, T, J.
+        rank: of the adapters; 0 trains everything.
+        schedule, rematerialize: of the pipeline.
+    """
+
+    stages: int
+    width: int
+    blocks: int
+    microbatch: int
+    length: int
+    microbatches: int
+    rank: int = 8
+    vocabulary: int = 1000
+    schedule: str = "1f1b"
+    rematerialize: bool = False
+
+
+SHAPES = {
+    "weights_2": Shape(2, width=512, blocks=8, microbatch=2, length=32, microbatches=8),
+    "activations_2": Shape(2, width=256, blocks=4, microbatch=4, length=128, microbatches=4, schedule="gpipe"),
+    "rematerialized_4": Shape(4, width=256, blocks=8, microbatch=8, length=128, microbatches=8, rematerialize=True),
+    "full_4": Shape(4, width=384, blocks=4, microbatch=4, length=64, microbatches=8, rank=0, vocabulary=4000),
+}
 
 
 class Staged:

@@ -1,33 +1,106 @@
 """Speed and memory against non-private training:  python -m benchmarks.throughput workload=mlp method=all
 
-Each method runs in a process of its own, in interleaved rounds. `--help` lists the options, `docs/benchmarks.md` says
-how to read the results.
+Each method runs in a process of its own, in interleaved rounds. A case's rows are written, and its table printed, as
+soon as it is done. `docs/benchmarks.md` says how to read the results.
+
+  python -m benchmarks.throughput workload=gpt2_untied
+  python -m benchmarks.throughput workload=gpt2 method=flat,adaptive_layer batch=1,2,4,8 rounds=3
+  python -m benchmarks.throughput device=cuda dtype=bfloat16 workload=gpt2 batch=64 layers=12
+
+Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama; gpt2_64 (64
+tokens) and lora_gpt2_xl only when they are named.
+Methods: none (always: ratios are to it), flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks,
+opacus_functorch, opacus_ghost, opacus_per_layer; fastdp_layer, fastdp_flat and private_transformers, where peers= says
+where they are; none_matmul: none, with the products of ours; none_again, only when it is named: none in a second
+process, so its spread is the clock's.
 """
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import product
 
-from benchmarks.options import HELP, Options, cases, command, parse
+from benchmarks import research_peers
+from benchmarks.driver import run
+from benchmarks.job import Job
+from benchmarks.methods import METHODS, RECORDED
+from benchmarks.options import command, names, option, out, split
+from benchmarks.results import THROUGHPUT, table, with_ratios
+from benchmarks.workloads import WORKLOADS, check
+from groupwise.errors import UserError
+
+
+@dataclass
+class Options:
+    """What the command line may say. Names and batch sizes may be several, by commas."""
+
+    workload: str = option("all", "several by commas")
+    method: str = option("all", "several by commas")
+    batch: str | None = option(None, "sizes by commas; default the workload's own")
+    layers: int = option(4, "transformer blocks; the full shapes have 12, llama 30, lora_gpt2_xl 48")
+    rounds: int = option(5, "how often each method has its turn")
+    steps: int = option(3, "steps on the clock in a turn, after one to warm up")
+    threads: int = option(1, "threads of each process; processes run one at a time")
+    device: str = option("cpu", "or cuda")
+    dtype: str = option("float32", "or bfloat16 (autocast), float64")
+    limit: float = option(900.0, "seconds that one turn may take")
+    out: str = out("throughput.csv")
+    peers: str | None = option(None, "a folder of checkouts of fast-differential-privacy and private-transformers")
+    tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
+
+    @property
+    def methods(self) -> list[str]:
+        """The names asked for, `none` first."""
+        if self.method != "all":
+            return names("method", self.method, [*METHODS, *RECORDED], first="none")
+        left_out = ["none_again", *([] if self.peers else filter(research_peers.package_of, METHODS))]
+        return [name for name in METHODS if name not in left_out]
+
+    @property
+    def batches(self) -> list[int | None]:
+        """The batch sizes asked for; None is a workload's own."""
+        if self.batch is None:
+            return [None]
+        if not all(part.isdigit() and int(part) > 0 for part in split(self.batch)):
+            raise UserError(f"batch={self.batch} was given; use whole numbers of at least 1, by commas.")
+        return [int(part) for part in split(self.batch)]
+
+
+def cases(options: Options) -> list[Job]:
+    """One job for each workload and batch size; its method is filled in by the driver.
+
+    Raises:
+        UserError: an unknown name, or a value that a workload cannot have.
+    """
+    every = [name for name, kind in WORKLOADS.items() if kind.in_all]
+    workloads = every if options.workload == "all" else names("workload", options.workload, WORKLOADS)
+    for name in workloads:
+        check(name, batch=None, layers=None, dtype=options.dtype)
+    return [
+        Job(
+            workload=workload,
+            method="none",
+            batch=batch,
+            layers=None if options.tiny or WORKLOADS[workload].layers is None else options.layers,
+            device=options.device,
+            dtype=options.dtype,
+            threads=options.threads,
+            tiny=options.tiny,
+        )
+        for workload, batch in product(workloads, options.batches)
+    ]
 
 
 def measure(options: Options) -> None:
-    """Run all cases; each case's rows are written, and its table printed, as soon as it is done."""
-    from benchmarks.driver import progress, run
-    from benchmarks.results import FILE, merge, provenance, table, with_ratios
-
-    for case in cases(options):
-        found = run(case, options.methods, options.rounds, options.steps, options.limit, progress)
-        rows = [row | provenance(case.device) for row in with_ratios(found)]
-        merge(Path(options.out) / FILE, rows)
-        print(table(rows), flush=True)
+    """Run all cases."""
+    todo, chosen = cases(options), options.methods
+    if options.peers:
+        research_peers.put_on_path(options.peers)
+    for case in todo:
+        rows = with_ratios(run(case, chosen, options.rounds, options.steps, options.limit))
+        print(table(THROUGHPUT.add(options.out, rows)), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    kept = "the workloads that were done are written"
-    return command(lambda given: measure(parse(given)), HELP, kept, arguments)
-
+main = command(Options, measure)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,56 +1,43 @@
 """Prints what a private step asks of a GPU, without one:  python -m benchmarks.emulated model=gpt2 mode=all
 
 A model in a mode, layout and precision makes a line: operations, kernels started, bytes moved, beside non-private
-training. `--help` lists the options.
+training.
 """
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.emulated import guard
-from benchmarks.options import command, names, read
-
-HELP = """python -m benchmarks.emulated [key=value ...]
-
-  model=all        wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; several by commas
-  mode=all         none, flat, ghost, fixed_layer, adaptive_layer; several by commas
-  layout=all       contiguous, channels_last (images alone); several by commas
-  precision=all    float32, bfloat16 (autocast)
-  batch=16         default the model's own on a GPU
-  layers=4         transformer blocks; default all
-  tiny=false       true: the same layers at the smallest sizes
-  json=FILE        write the rows there, too"""
+from benchmarks.options import command, names, option
 
 
 @dataclass
 class Options:
-    """What the command line may say; see `HELP`."""
+    """What the command line may say."""
 
-    model: str = "all"
-    mode: str = "all"
-    layout: str = "all"
-    precision: str = "all"
-    batch: int | None = None
-    layers: int | None = None
-    tiny: bool = False
-    json: str | None = None
+    model: str = option("all", "wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; by commas")
+    mode: str = option("all", "none, flat, ghost, fixed_layer, adaptive_layer; several by commas")
+    layout: str = option("all", "contiguous, channels_last (images alone); several by commas")
+    precision: str = option("all", "float32, bfloat16 (autocast)")
+    batch: int | None = option(None, "default the model's own on a GPU")
+    layers: int | None = option(None, "transformer blocks; default all")
+    tiny: bool = option(False, "true: the same layers at the smallest sizes")
+    json: str | None = option(None, "a file to write the rows to, too")
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(options: Options) -> None:
     """Emulate every case; a line each as soon as it is done."""
-    options = read(Options, arguments)
     guard.load()
+    from benchmarks.emulated import step
     from benchmarks.emulated.device import Refused, Waits
-    from benchmarks.emulated.step import BATCHES, MODES, Case, run
     from benchmarks.workloads import WORKLOADS
 
-    models = names("model", options.model, BATCHES)
-    modes = names("mode", options.mode, MODES)
+    models = names("model", options.model, step.BATCHES)
+    modes = names("mode", options.mode, step.MODES)
     layouts = names("layout", options.layout, ("contiguous", "channels_last"))
     precisions = names("precision", options.precision, ("float32", "bfloat16"))
     rows: list[dict[str, Any]] = []
@@ -58,9 +45,9 @@ def run(arguments: Sequence[str]) -> None:
     for model, precision, layout, mode in product(models, precisions, layouts, modes):
         if layout == "channels_last" and not WORKLOADS[model].channels_last:
             continue
-        case = Case(model, mode, layout, precision, options.batch, options.layers, options.tiny)
+        case = step.Case(model, mode, layout, precision, options.batch, options.layers, options.tiny)
         try:
-            row = run(case)
+            row = step.run(case)
         except (Refused, Waits) as error:
             row = vars(case) | {"refused": str(error)}
         rows.append(row)
@@ -82,10 +69,7 @@ def _line(row: dict[str, Any]) -> str:
     return LINE.format(*first, row["operations"], row["launches"], f"{row['bytes'] / 1e9:.1f}", rest, waits)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(run, HELP, "lines that were printed stand", arguments)
-
+main = command(Options, run)
 
 if __name__ == "__main__":
     sys.exit(main())

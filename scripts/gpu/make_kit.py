@@ -1,6 +1,6 @@
 """Makes the kit: what a machine without a network needs, beside a PyTorch image, to run `first_half_hour.sh`.
 
-    python -m scripts.gpu.make_kit data=FOLDER [python=3.12] [extra=scipy,pandas] [noise=true] [out=results/gpu-kit]
+    python -m scripts.gpu.make_kit data=FOLDER
 
 `out` then holds parts of at most 60 MB, each a tar archive that can be unpacked by itself, and their SHA-256:
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from benchmarks.options import command, read, split
+from benchmarks.options import command, option, split
 from groupwise.atomic import write_text
 from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN, NPZ_FILE
 from groupwise.errors import UserError
@@ -44,18 +44,17 @@ PACKAGES = (
 SOURCE_ONLY = ("antlr4-python3-runtime", "rouge-score")
 """Published as source of pure Python: a wheel of them is made here, and fits every version."""
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
-HELP = (__doc__ or "").partition("\n\n")[2]
 
 
 @dataclass
 class KitOptions:
-    """What the command line may say; see `HELP`."""
+    """What the command line may say."""
 
-    data: str | None = None
-    python: str = "3.12"
-    extra: str | None = None
-    noise: bool = True
-    out: str = "results/gpu-kit"
+    data: str | None = option(None, "the folder with CIFAR-10 in it")
+    python: str = option("3.12", "the version there")
+    extra: str | None = option(None, "more packages, by commas")
+    noise: bool = option(True, "false: without the noise multipliers")
+    out: str = option("results/gpu-kit", "where the parts go")
 
 
 def make(options: KitOptions) -> list[Path]:
@@ -192,13 +191,6 @@ def noise(path: Path, folder: Path) -> Path:
     return archive(path, ((file, f"noise/{file.relative_to(folder)}") for file in sorted(folder.rglob("*.json"))))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    return command(
-        lambda given: print_made(read(KitOptions, given)), HELP, "the parts that were done are there", arguments
-    )
-
-
 def print_made(options: KitOptions) -> None:
     """Make the kit, and say how to use it."""
     parts = make(options)
@@ -206,6 +198,8 @@ def print_made(options: KitOptions) -> None:
     print(f"{total:8.1f} MB in all. There: put the parts into one folder, unpack code.tar, and give")
     print("             bash groupwise/scripts/gpu/first_half_hour.sh 1     (then 2, 3 and 4)")
 
+
+main = command(KitOptions, print_made)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks import device_steps
-from benchmarks.device_steps import FILE, StepOptions, run
+from benchmarks.device_steps import TABLE, StepOptions
+from benchmarks.device_steps import measure as run
 from benchmarks.device_table import AGAIN, LEFT
+from benchmarks.job import Job
 
 
 @pytest.fixture
@@ -16,10 +18,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The combinations that were measured; the first breaks the GPU."""
     seen: list[tuple[str, int]] = []
 
-    def row(microbatch: int, precision: str, layout: str, method: str, options: Any, folder: Path) -> dict[str, Any]:
-        seen.append((device_steps.workload_of(options), microbatch))
-        found = {"workload": seen[-1][0], "microbatch": microbatch, "precision": precision, "layout": layout}
-        return found | {"method": method, "device": options.device, "status": "refused: a kernel failed"}
+    def row(job: Job, precision: str, options: Any) -> dict[str, Any]:
+        seen.append((job.named, job.batch))
+        found = {"workload": job.named, "microbatch": job.batch, "precision": precision, "layout": job.memory_format}
+        return found | {"method": job.method, "device": options.device, "status": "refused: a kernel failed"}
 
     monkeypatch.setattr(device_steps, "step_row", row)
     monkeypatch.setattr(device_steps, "is_lost", lambda device: len(seen) == 1)
@@ -36,7 +38,7 @@ def test_it_goes_on_in_another_process_and_ends(tmp_path: Path, asked: list[tupl
     assert run(options(tmp_path, limit=1e-9)) == LEFT
     assert run(options(tmp_path)) == 0 and run(options(tmp_path)) == 0
     assert asked == [("wrn16_4_ws", 2), ("wrn16_4_ws", 4)]
-    with (tmp_path / FILE).open(newline="") as lines:
+    with (tmp_path / TABLE.file).open(newline="") as lines:
         assert [row["status"] for row in csv.DictReader(lines)] == ["refused: a kernel failed"] * 2
 
 

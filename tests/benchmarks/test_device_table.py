@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks import driver, worker
+from benchmarks import device_table, worker
 from benchmarks.device_table import (
     AGAIN,
     FIRST,
@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """(workload, dtype, method) of each measurement, in the place of measuring."""
     done: list[tuple[str, str, str]] = []
 
-    def run(case: Job, methods: Any, rounds: int, steps: int, limit: float, say: Any, start: Any, until: Any) -> Any:
+    def run(case: Job, methods: Any, rounds: int, steps: int, limit: float, start: Any, until: Any) -> Any:
         rows = []
         for method in methods:
             done.append((case.workload, case.dtype, method))
@@ -38,11 +38,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
                 raise DeviceLost("an illegal memory access")
             row = {"workload": f"{case.workload} (tiny)", "method": method, "round": 0, "status": "ok", "device": "cpu"}
             times = {"cpu_seconds": 1.0, "wall_seconds": 1.0, "noise_seconds": 0.1, "examples_per_second": 4.0}
-            same = {"threads": 1, "dtype": case.dtype, "batch": 4, "layers": None, "memory_format": "contiguous"}
+            same = {
+                "threads": 1,
+                "dtype": case.dtype,
+                "batch": 4,
+                "layers": None,
+                "memory_format": "contiguous",
+                "parameters": 3,
+                "peer": None,
+            }
             rows.append({**row, **times, **same, "peak_bytes": 8, "flops": 2})
         return rows
 
-    monkeypatch.setattr(driver, "run", run)
+    monkeypatch.setattr(device_table, "run", run)
     lost.clear()
     return done
 
@@ -56,15 +64,15 @@ def options(tmp_path: Path, **others: Any) -> TableOptions:
 
 def test_what_matters_most_comes_first() -> None:
     found = cases(TableOptions())
-    assert [(case.job.workload, case.job.dtype) for case in found[:3]] == [
+    assert [(job.workload, job.dtype) for job, _ in found[:3]] == [
         ("wrn16_4_ws", "float32"),
         ("gpt2", "float32"),
         ("roberta_base", "float32"),
     ]
-    assert [case.methods for case in found] == [FIRST] * 6 + [GRAPHS] * 6 + [THEN] * 6
-    assert {case.methods for case in cases(TableOptions(device="cpu"))} == {FIRST, THEN}
-    assert (found[0].job.batch, found[0].job.layers) == (512, None)
-    assert (found[1].job.batch, found[1].job.layers, found[1].job.tokens) == (16, 12, 100)
+    assert [methods for _, methods in found] == [FIRST] * 6 + [GRAPHS] * 6 + [THEN] * 6
+    assert {methods for _, methods in cases(TableOptions(device="cpu"))} == {FIRST, THEN}
+    assert (found[0][0].batch, found[0][0].layers) == (512, None)
+    assert (found[1][0].batch, found[1][0].layers, found[1][0].tokens) == (16, 12, 100)
 
 
 def test_nothing_is_measured_twice(asked: list[Any], tmp_path: Path) -> None:
@@ -104,10 +112,10 @@ def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pyt
             times = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
             return {"peak_bytes": 8, "batch": self.job.batch} if do == "measure" else times
 
-    monkeypatch.setattr(worker, "Together", Answers)
+    monkeypatch.setattr(device_table, "Together", Answers)
     assert measure_largest(options(tmp_path), lambda: len(tried) > 5) == LEFT
     assert measure_largest(options(tmp_path), lambda: False) == 0
-    rows = pd.read_csv(tmp_path / LARGEST).set_index("method")
+    rows = pd.read_csv(tmp_path / LARGEST.file).set_index("method")
     assert rows["batch"].to_dict() == {"none": 64, "adaptive_layer": 64, "flat": 64, "ghost": 16}
     assert rows.loc["none", "examples_per_second"] == 64 and rows.loc["none", "peer"] == "a batch of 128: out of memory"
     assert rows.loc["ghost", "status"] == "refused: out of memory"

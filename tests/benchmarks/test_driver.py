@@ -43,13 +43,12 @@ class Pretended:
 @pytest.fixture(autouse=True)
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.clear()
-    monkeypatch.setattr(driver, "Process", Pretended)
     monkeypatch.setattr(Pretended, "facts", {})
     monkeypatch.setattr(Pretended, "dies_at", {})
 
 
 def rows(workload: str, *methods: str, rounds: int = 2) -> list[dict[str, Any]]:
-    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, lambda line: None)
+    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, Pretended)
 
 
 def test_rounds_are_interleaved() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import growing, growth
 from benchmarks.growing import NETWORKS, Sizes, build
+from benchmarks.growth import GrowthOptions
 from benchmarks.methods import make
 
 TINY = {"transformer": Sizes(batch=2, length=4, width=8, layers=1), "conv": Sizes(batch=2, length=4, width=4, layers=1)}
@@ -16,7 +17,8 @@ TINY = {"transformer": Sizes(batch=2, length=4, width=8, layers=1), "conv": Size
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     small = {name: replace(network, start=TINY[name]) for name, network in NETWORKS.items()}
-    monkeypatch.setattr(growing, "NETWORKS", small)
+    for module in (growing, growth):
+        monkeypatch.setattr(module, "NETWORKS", small)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -38,9 +40,8 @@ def test_rows_and_factors(tmp_path, capsys):
     command = ["network=transformer", "axis=batch,layers", "method=flat", "doublings=1", "rounds=2", "steps=1"]
     assert growth.main([*command, f"out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert "transformer, batch" in printed and "transformer, layers" in printed and "2 to 4" in printed
+    assert "transformer, batch" in printed and "transformer, layers" in printed
     rows = pd.read_csv(tmp_path / "growth.csv")
-    assert list(rows.columns) == list(growth.COLUMNS)
     assert len(rows) == 2 * 2 * 2 * 2  # axes, sizes, methods, rounds
     assert set(rows["method"]) == {"none", "flat"} and (rows[["cpu_seconds", "peak_bytes"]] > 0).all(axis=None)
     batch = rows[rows["axis"] == "batch"]
@@ -51,6 +52,6 @@ def test_rows_and_factors(tmp_path, capsys):
 
 
 def test_an_axis_ends_before_a_step_takes_too_long(capsys):
-    options = growth.parse(["network=conv", "axis=batch", "method=none", "doublings=3", "rounds=1", "limit=1e-9"])
-    assert {row["value"] for row in growing.measure("conv", "batch", options)} == {TINY["conv"].batch}
+    options = GrowthOptions(doublings=3, rounds=1, limit=1e-9)
+    assert {row["value"] for row in growth.measure("conv", "batch", ["none"], options)} == {TINY["conv"].batch}
     assert "batch ends here" in capsys.readouterr().err

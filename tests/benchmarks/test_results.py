@@ -5,7 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.results import COLUMNS, merge, with_ratios
+from benchmarks import results
+from benchmarks.results import THROUGHPUT, with_ratios
 
 
 def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -16,7 +17,6 @@ def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **mo
         "batch": 4,
         "layers": None,
         "device": "cpu",
-        "hardware": "a processor",
         "threads": 1,
         "dtype": "float32",
         "round": number,
@@ -49,18 +49,23 @@ def test_a_refusal_has_no_ratio() -> None:
     assert found["ratio"] is found["memory_ratio"] is found["floor"] is None
 
 
-def test_rows_of_the_same_measurement_are_replaced_and_others_kept(tmp_path: Path) -> None:
-    file = tmp_path / "deep" / "throughput.csv"
-    merge(file, [row(number=0), row(number=1), row("flat", 0, batch=8), row("flat", 0, layers=4), row("ghost")])
-    merge(file, [row(seconds=1 / 3), row("flat", 0, 5.0, memory_format="channels_last"), row(hardware="another")])
-    table = pd.read_csv(file)
-    assert list(table.columns) == COLUMNS
+def test_rows_of_the_same_measurement_are_replaced_and_others_kept(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "deep"
+    first = [row(number=0), row(number=1), row("flat", 0, batch=8), row("flat", 0, layers=4), row("ghost")]
+    monkeypatch.setattr(results, "hardware", lambda device: "a processor")
+    THROUGHPUT.add(folder, first)
+    monkeypatch.setattr(results, "hardware", lambda device: "another")
+    THROUGHPUT.add(folder, [row()])
+    monkeypatch.setattr(results, "hardware", lambda device: "a processor")
+    THROUGHPUT.add(folder, [row(seconds=1 / 3), row("flat", 0, 5.0, memory_format="channels_last", more=1)])
+    table = pd.read_csv(folder / "throughput.csv")
+    assert table["more"].isna().tolist() == [True] * 5 + [False]
     told = table[["method", "batch", "hardware", "round", "cpu_seconds"]].fillna("").to_records(index=False).tolist()
     assert told == [
         ("flat", 8, "a processor", 0, 2.0),
         ("flat", 4, "a processor", 0, 2.0),
         ("ghost", 4, "a processor", 0, 2.0),
+        ("none", 4, "another", 0, 2.0),
         ("none", 4, "a processor", 0, 0.333333),
         ("flat", 4, "a processor", 0, 5.0),
-        ("none", 4, "another", 0, 2.0),
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmarks import driver
+from benchmarks import throughput
 from benchmarks.throughput import main
 
 
@@ -15,7 +15,7 @@ def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.Capt
     assert main(arguments) == 0
     printed, told = capsys.readouterr()
     assert "mlp (tiny): B 4" in printed and "ratio" in printed
-    assert [line.split()[0] for line in printed.splitlines()[3:]] == ["none", "flat"]
+    assert [line.split()[0] for line in printed.splitlines()[3:5]] == ["none", "flat"]
     assert "round 2 of 2" in told
     rows = pd.read_csv(tmp_path / "throughput.csv")
     assert rows["method"].tolist() == ["none", "flat", "none", "flat"]
@@ -33,10 +33,10 @@ def test_an_interruption_keeps_what_was_finished(
         if done:
             raise KeyboardInterrupt
         done.append(case.workload)
-        machine = {"workload": case.workload, "device": "cpu", "threads": 1, "dtype": "float32"}
-        return [{**plain, **numbers, **machine, "peak_bytes": 1, "flops": 1}]
+        machine = {"workload": case.workload, "device": "cpu", "threads": 1, "dtype": "float32", "parameters": 3}
+        return [{**plain, **numbers, **machine, "peak_bytes": 1, "flops": 1, "peer": None}]
 
-    monkeypatch.setattr(driver, "run", run)
+    monkeypatch.setattr(throughput, "run", run)
     assert main(["workload=mlp,gpt2", f"out={tmp_path}"]) == 130
     assert pd.read_csv(tmp_path / "throughput.csv")["workload"].tolist() == ["mlp"]
     assert "mlp" in capsys.readouterr().out

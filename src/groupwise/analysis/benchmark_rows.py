@@ -12,25 +12,8 @@ MACHINE = ("device", "hardware", "threads", "dtype")
 """Columns that must agree for two measurements of one workload to be comparable."""
 CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
 """Columns that identify a measurement; rows that share them are its rounds."""
-THROUGHPUT = (
-    *("workload", "method", "memory_format", "batch", "layers", "parameters"),
-    *("device", "hardware", "threads", "dtype", "round", "steps"),
-    *("cpu_seconds", "wall_seconds", "examples_per_second", "noise_seconds", "peak_bytes", "flops"),
-    *("ratio", "memory_ratio", "floor", "status"),
-    *("commit", "dirty", "torch", "opacus", "transformers", "python", "date", "peer"),
-)
-"""The columns of throughput.csv: one row a round."""
 LOOP_CELL = ("task", "scale", "clip", "parameters", "batch", "microbatch", *MACHINE)
 """Columns of loop.csv that identify a run; rows that share them are its rounds."""
-SIDE_BY_SIDE = (
-    *("method", "role", "seed", "learning_rate", "accuracy", "epsilon", "loop_lines", "script_lines"),
-    *("cpu_seconds", "wall_seconds", "peak_bytes", *MACHINE),
-)
-"""The columns of opacus_side_by_side.csv: one row a training; `role` is search or result."""
-SMALL_MODELS = (
-    *("model", "method", "parameters", "batch", *MACHINE, "rounds", "steps", "milliseconds", "ratio", "status"),
-)
-"""The columns of small_models.csv: one row a model and method, medians over rounds."""
 METHODS = {
     "none": "non-private",
     "none_again": "non-private, again",
