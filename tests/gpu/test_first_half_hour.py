@@ -46,7 +46,7 @@ def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) 
         ("contiguous", "2", "tf32", "refused"),
     ]
     assert 'failures="0"' in (tmp_path / "cuda-tests.xml").read_text()
-    assert "aten::" in (tmp_path / "profile-adaptive_layer-2-float32-contiguous.txt").read_text()
+    assert "aten::" in (tmp_path / "profile-wrn16_4_ws-(tiny)-adaptive_layer-2-float32-contiguous.txt").read_text()
     before = (tmp_path / "device_steps.csv").read_bytes()
     assert command("1", tmp_path, **settings).returncode == 0
     assert (tmp_path / "device_steps.csv").read_bytes() == before, "what is there is not measured again"

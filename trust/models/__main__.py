@@ -18,9 +18,9 @@ import torch
 from groupwise.atomic import write_text
 from trust.models.architecture import Architecture
 from trust.models.check import attempt, check, know
-from trust.models.diffusers_models import DIFFUSERS
 from trust.models.hugging_face import ADAPTERS, TEXT
-from trust.models.hugging_face_senses import SENSES
+from trust.models.hugging_face_senses import SENSES, WATCHING
+from trust.models.libraries import DIFFUSERS, TIMM
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
 from trust.models.plain_mixing import MIXING
@@ -28,7 +28,6 @@ from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv, read_csv
 from trust.models.speed import with_speed
-from trust.models.timm_models import TIMM
 from trust.models.torchvision_models import NETWORKS
 from trust.models.video import VIDEO
 
@@ -43,6 +42,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *MIXING,
     *NETWORKS_OF_ONES_OWN,
     *VIDEO,
+    *WATCHING,
     *TIMM,
     *DIFFUSERS,
 )

@@ -94,7 +94,12 @@ def classified(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none")
 
 
-def tokens_classified(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy over each example's own tokens: (B, T, classes), (B, T), (B, T) -> (B,)."""
-    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return (losses * mask).sum(1) / mask.sum(1).clamp_min(1)
+def decisions(model: nn.Module, batch: Batch) -> Tensor:
+    """The same of a model that takes everything but the labels, in the batch's order, (B,)."""
+    return classified(model(*(values for name, values in batch.items() if name != "labels")), batch["labels"])
+
+
+def next_tokens(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """Mean cross-entropy over each example's own tokens but the first: (B, T, words), (B, T), (B, T) -> (B,)."""
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    return (losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1).clamp_min(1)

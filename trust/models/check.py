@@ -2,7 +2,6 @@
 
 import math
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ DROPOUT = 0.2
 TOLERANCE = 1e-8
 LEAST = 1e-8
 """The least threshold: the engine takes norms below 1e-10 for 1e-10."""
-SOURCES = ("src/", "site-packages/")
 T = TypeVar("T")
 
 
@@ -94,18 +92,15 @@ def know(architecture: Architecture) -> Known:
 def check(architecture: Architecture, mode: str, known: Known) -> Row:
     """One row without its speed, the worse of both sizes. An exception of any kind becomes part of the row."""
     rows = []
-    with _counted() as issued:
-        for size in (SMALL, SQUARE):
-            status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))
-            row = found or Row(architecture.family, architecture.name, "", status, frozen=len(known.frozen), note=note)
-            rows.append(row if size is SMALL or not row.note else replace(row, note=f"{SQUARED} {row.note}"))
-        row = max(rows, key=lambda row: SEVERITY.index(row.status))
-        dropout, note = "", row.note
-        if row.status == EXACT:
-            dropped, note, _ = attempt(partial(_with_dropout, architecture, WAYS[mode], known))
-            dropout = dropped or "taken"
-            row = replace(row, error=max(row.error or 0.0 for row in rows))
-    return replace(row, mode=mode, dropout=dropout, note=note, warnings=len(issued))
+    for size in (SMALL, SQUARE):
+        status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))
+        row = found or Row(architecture.family, architecture.name, "", status, note=note)
+        rows.append(row if size is SMALL or not row.note else replace(row, note=f"{SQUARED} {row.note}"))
+    row = replace(max(rows, key=lambda row: SEVERITY.index(row.status)), mode=mode)
+    if row.status != EXACT:
+        return row
+    dropped, note, _ = attempt(partial(_with_dropout, architecture, WAYS[mode], known))
+    return replace(row, error=max(row.error or 0.0 for row in rows), dropout=dropped or "taken", note=note)
 
 
 def attempt(action: Callable[[], T]) -> tuple[str, str, T | None]:
@@ -134,12 +129,8 @@ def place(error: BaseException) -> str:
     """file:line where the exception was raised, and the last line of groupwise that led there."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "groupwise" in Path(frame.filename).parts]
-    shown = [*ours[-1:], *frames[-1:]]
-    return ", from ".join(dict.fromkeys(f"{_short(frame.filename)}:{frame.lineno}" for frame in reversed(shown)))
-
-
-def _short(path: str) -> str:
-    return next((path.rpartition(source)[2] for source in SOURCES if source in path), Path(path).name)
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in (frames[-1], *ours[-1:])]
+    return ", from ".join(dict.fromkeys(lines))
 
 
 def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -> Row:
@@ -157,17 +148,7 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
         batches = FEWER if size is SQUARE else (size.batch,)
         found = [_clip(engine, subject, truth.first(n), n) for n in batches]
     error, note = max(found, key=lambda pair: (bool(pair[1]), pair[0]))
-    return Row(
-        architecture.family,
-        architecture.name,
-        "",
-        WRONG if note else EXACT,
-        error,
-        groups=len(partition),
-        parameters=sum(parameter.numel() for parameter in trained(subject.model).values()),
-        frozen=len(known.frozen),
-        note=note,
-    )
+    return Row(architecture.family, architecture.name, "", WRONG if note else EXACT, error, note=note)
 
 
 def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int) -> tuple[float, str]:
@@ -256,16 +237,6 @@ def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
                 raise _Wrong(f"With dropout the sum of {name} is not finite.")
         if not bool((engine.counts == SMALL.batch).all()):
             raise _Wrong(f"With dropout {engine.counts.tolist()} of {SMALL.batch} examples are counted.")
-
-
-@contextmanager
-def _counted() -> Iterator[list[str]]:
-    """The warnings that groupwise issues inside."""
-    issued: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield issued
-        issued += [str(w.message) for w in caught if "groupwise" in f"{Path(w.filename).parts} {w.message}"]
 
 
 @contextmanager

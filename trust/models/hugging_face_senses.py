@@ -7,20 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
-from trust.models.hugging_face import FAMILY, build_model, classifier_losses, configure, set_dropout, values, width
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, next_tokens
+from trust.models.hugging_face import FAMILY, build_model, classifier_losses, configure, set_dropout
+from trust.models.libraries import LISTED
 
 
-def seeing(name: str, kind: str, head: str = "ImageClassification", **own: Any) -> Architecture:
-    """Images, one decision each."""
+def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: Any) -> Architecture:
+    """Images (3, edge, edge), or so many (`shape`) of them; one decision an example."""
 
     def make(size: Size) -> Subject:
-        pixels = {"image_size": size.image, "patch_size": 8, "vocab_size": None, "max_position_embeddings": None}
-        config = configure(kind, size, **{**pixels, **values(size, own)})
-        batch = {"pixel_values": size.images(), "labels": size.labels()}
-        return Subject(build_model(head, config), batch, classifier_losses)
+        given = {"image_size": size.image, "vocab_size": None, "max_position_embeddings": None, **more, **own}
+        head, _ = given.pop("head", "ImageClassification"), given.pop("mixes", False)
+        batch = {"pixel_values": size.vectors(*shape, 3, size.image, size.image), "labels": size.labels()}
+        return Subject(build_model(head, configure(size, **given)), batch, classifier_losses)
 
-    return Architecture(name, FAMILY, make)
+    return Architecture(name, FAMILY, make, own.get("mixes", False))
 
 
 class Pooled(nn.Module):
@@ -47,7 +48,7 @@ def clip_config(size: Size) -> Any:
     own: dict[str, Any] = {"text_config": text, "vision_config": {**both, "image_size": size.image, "patch_size": 8}}
     own |= {"projection_dim": size.width, "initializer_range": None}
     plain = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    config = configure("clip", size, **own, **dict.fromkeys((*plain, "max_position_embeddings", "use_cache")))
+    config = configure(size, "clip", **own, **dict.fromkeys((*plain, "max_position_embeddings", "use_cache")))
     set_dropout(config, size.dropout)
     return config
 
@@ -90,24 +91,24 @@ def whisper(size: Size) -> Subject:
     own |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 2 * size.width}
     own |= {"decoder_ffn_dim": 2 * size.width, "max_source_positions": size.tokens, "decoder_start_token_id": 1}
     own |= {"max_target_positions": size.tokens, "max_position_embeddings": None}
-    model = build_model("WhisperForConditionalGeneration", configure("whisper", size, **own))
+    model = build_model("WhisperForConditionalGeneration", configure(size, "whisper", **own))
     sound = size.vectors(8, 2 * size.tokens)
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(input_features=batch["sound"], decoder_input_ids=batch["ids"], use_cache=False).logits
-        return tokens_classified(logits[:, :-1], batch["ids"][:, 1:], batch["mask"][:, 1:])
+        return next_tokens(logits, batch["ids"], batch["mask"])
 
     return Subject(model, {"sound": sound, "ids": size.ids(), "mask": size.mask}, losses)
 
 
-def hearing(name: str, kind: str, **own: Any) -> Architecture:
+def hearing(name: str, own: dict[str, Any]) -> Architecture:
     """Raw sound, one decision an example."""
 
     def make(size: Size) -> Subject:
         layers: dict[str, Any] = {"conv_dim": [size.width] * 2, "conv_kernel": [8, 4], "conv_stride": [4, 2]}
         layers |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
-        unused = {"max_position_embeddings": None, "apply_spec_augment": False}
-        model = build_model("AudioClassification", configure(kind, size, **layers, **unused, **values(size, own)))
+        unused: dict[str, Any] = {"max_position_embeddings": None, "apply_spec_augment": False}
+        model = build_model("AudioClassification", configure(size, **layers, **unused, **own))
         batch = {"input_values": size.vectors(16 * size.tokens), "labels": size.labels()}
         return Subject(model, batch, classifier_losses)
 
@@ -116,7 +117,7 @@ def hearing(name: str, kind: str, **own: Any) -> Architecture:
 
 def multiple_choice(size: Size) -> Subject:
     """Three texts an example, folded into the batch inside the model."""
-    model = build_model("MultipleChoice", configure("bert", size))
+    model = build_model("MultipleChoice", configure(size, "bert"))
     ids = torch.stack([size.ids() for _ in range(3)], 1)
     mask = size.mask[:, None].expand(-1, 3, -1).contiguous()
     return Subject(model, {"input_ids": ids, "attention_mask": mask, "labels": size.labels()}, classifier_losses)
@@ -124,7 +125,7 @@ def multiple_choice(size: Size) -> Subject:
 
 def siamese(size: Size) -> Subject:
     """One BERT called twice in a forward pass; the cosine of both outputs is regressed."""
-    model = build_model("BertModel", configure("bert", size))
+    model = build_model("BertModel", configure(size, "bert"))
     batch = {"left": size.ids(), "right": size.ids(), "mask": size.mask, "target": torch.rand(size.batch)}
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -139,40 +140,16 @@ def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Archi
     return Architecture(name, FAMILY, make, mixes)
 
 
-IN_STAGES: dict[str, Any] = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"))
-"""Keys that models with stages of several widths do not have."""
+FRAMES = 4
 SENSES = (
     of("BERT for multiple choice", multiple_choice),
     of("BERT, siamese", siamese),
-    seeing("ViT (transformers)", "vit"),
-    seeing("DeiT", "deit", "DeiTForImageClassification"),
-    seeing("BEiT", "beit", use_relative_position_bias=True, vocab_size=8),
-    seeing(
-        "Swin (transformers)",
-        "swin",
-        patch_size=4,
-        embed_dim=width(),
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        **IN_STAGES,
-    ),
-    seeing(
-        "ConvNeXt (transformers)",
-        "convnext",
-        patch_size=4,
-        hidden_sizes=lambda s: [s.width, 2 * s.width],
-        depths=[1, 2],
-        num_stages=2,
-        layer_scale_init_value=0.5,
-        **IN_STAGES,
-    ),
-    seeing("DINOv2", "dinov2", mlp_ratio=2),
+    *(seeing(name, own, patch_size=8) for name, own in LISTED["images"].items()),
     of("CLIP, text tower", clip_text),
     of("CLIP, vision tower", clip_vision),
     of("CLIP, contrastive", clip_contrastive, mixes=True),
     of("Whisper", whisper),
-    hearing("wav2vec2, group norm", "wav2vec2", feat_extract_norm="group"),
-    hearing("wav2vec2, layer norm", "wav2vec2", feat_extract_norm="layer", do_stable_layer_norm=True),
-    hearing("HuBERT", "hubert"),
+    *(hearing(name, own) for name, own in LISTED["sound"].items()),
 )
+WATCHING = tuple(seeing(name, own, (FRAMES,), num_frames=FRAMES) for name, own in LISTED["video"].items())
+"""One decision a video; TimeSformer takes class tokens from other examples' frames."""

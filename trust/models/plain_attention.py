@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
-from trust.models.plain_layers import losses_of_x, of
+from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, next_tokens
+from trust.models.plain_layers import of
 
 
 class Attention(nn.Module):
@@ -46,14 +46,10 @@ class Attention(nn.Module):
 def attention(name: str, **own: Any) -> Architecture:
     """A line of the list."""
 
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return classified(model(*(batch[key] for key in ("x", "keys", "values", "mask"))), batch["labels"])
-
     def make(size: Size) -> Subject:
-        batch = {"x": size.vectors(size.tokens, size.width), "labels": size.labels(), "mask": size.mask}
-        batch["keys"] = size.vectors(size.tokens, own.get("keys") or size.width)
-        batch["values"] = size.vectors(size.tokens, own.get("values") or size.width)
-        return Subject(Attention(size, **own), batch, losses)
+        widths = {"x": size.width, "keys": own.get("keys") or size.width, "values": own.get("values") or size.width}
+        batch = {key: size.vectors(size.tokens, width) for key, width in widths.items()}
+        return Subject(Attention(size, **own), {**batch, "mask": size.mask, "labels": size.labels()}, decisions)
 
     return of(name, make)
 
@@ -85,12 +81,9 @@ def encoder(
 ) -> Architecture:
     """A line of the list."""
 
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return classified(model(batch["ids"], batch["mask"]), batch["labels"])
-
     def make(size: Size) -> Subject:
         batch = {"ids": size.ids(), "mask": size.mask, "labels": size.labels()}
-        return Subject(Encoder(size, first, before, causal, padded), batch, losses)
+        return Subject(Encoder(size, first, before, causal, padded), batch, decisions)
 
     return of(name, make)
 
@@ -125,8 +118,7 @@ def translator(name: str, first: bool, whole: bool) -> Architecture:
     """A line of the list; without `whole` the decoder reads given vectors."""
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["source"], batch["target"])
-        return tokens_classified(logits[:, :-1], batch["target"][:, 1:], batch["mask"][:, 1:])
+        return next_tokens(model(batch["source"], batch["target"]), batch["target"], batch["mask"])
 
     def make(size: Size) -> Subject:
         source = size.ids() if whole else size.vectors(size.tokens, size.width)
@@ -192,7 +184,7 @@ def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
     """A line of the list."""
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return tokens_classified(model(batch["ids"])[:, :-1], batch["ids"][:, 1:], batch["mask"][:, 1:])
+        return next_tokens(model(batch["ids"]), batch["ids"], batch["mask"])
 
     def make(size: Size) -> Subject:
         return Subject(NanoGPT(size, tied, table), {"ids": size.ids(), "mask": size.mask}, losses)
@@ -219,7 +211,7 @@ class Perceiver(nn.Module):
 def simple(model: Callable[[Size], nn.Module]) -> Callable[[Size], Subject]:
     """A model of sequences of vectors that decides once an example."""
     return lambda size: Subject(
-        model(size), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, losses_of_x
+        model(size), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, decisions
     )
 
 

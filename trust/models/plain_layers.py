@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval
+from trust.models.architecture import Architecture, Batch, Size, Subject, classified, decisions, in_eval
 
 FAMILY = "torch.nn"
 
@@ -19,12 +19,7 @@ def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Archi
 
 def net(name: str, model: Callable[[Size], nn.Module], inputs: Callable[[Size], Tensor]) -> Architecture:
     """A line of the list: x -> three logits."""
-    return of(name, lambda size: Subject(model(size), {"x": inputs(size), "labels": size.labels()}, losses_of_x))
-
-
-def losses_of_x(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): one decision an example."""
-    return classified(model(batch["x"]), batch["labels"])
+    return of(name, lambda size: Subject(model(size), {"x": inputs(size), "labels": size.labels()}, decisions))
 
 
 def vectors(size: Size) -> Tensor:
@@ -178,7 +173,7 @@ def embedded(size: Size) -> Subject:
             x = self.words(ids).transpose(1, 2)
             return self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
 
-    return Subject(TextCNN(), {"x": size.ids(), "labels": size.labels()}, losses_of_x)
+    return Subject(TextCNN(), {"x": size.ids(), "labels": size.labels()}, decisions)
 
 
 LAYERS = (

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Batch, Size, Subject, classified
+from trust.models.architecture import Batch, Size, Subject, classified, decisions
 from trust.models.plain_attention import simple
-from trust.models.plain_layers import images, losses_of_x, net, of, vectors
+from trust.models.plain_layers import images, net, of, vectors
 
 
 class UNet(nn.Module):
@@ -127,7 +127,7 @@ def video(size: Size) -> Subject:
         nn.Flatten(),
         nn.Linear(wide, 3),
     )
-    return Subject(model, {"x": size.vectors(3, 5, 8, 8), "labels": size.labels()}, losses_of_x)
+    return Subject(model, {"x": size.vectors(3, 5, 8, 8), "labels": size.labels()}, decisions)
 
 
 class Ode(nn.Module):
@@ -200,7 +200,7 @@ NETWORKS_OF_ONES_OWN = (
     of("Autoencoder, weight tied and transposed", autoencoder),
     of(
         "A mean over the batch",
-        lambda s: Subject(Normalised(s), {"x": vectors(s), "labels": s.labels()}, losses_of_x),
+        lambda s: Subject(Normalised(s), {"x": vectors(s), "labels": s.labels()}, decisions),
         mixes=True,
     ),
     of("SimCLR", contrastive, mixes=True),

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, tokens_classified
-from trust.models.plain_layers import losses_of_x, of
+from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, next_tokens
+from trust.models.plain_layers import of
 
 Recurrent = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
 Cell = type[nn.LSTMCell] | type[nn.GRUCell] | type[nn.RNNCell]
@@ -48,12 +48,9 @@ def reader(
 ) -> Architecture:
     """A line of the list."""
 
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return classified(model(batch["ids"], batch["lengths"]), batch["labels"])
-
     def make(size: Size) -> Subject:
         batch = {"ids": size.ids(), "lengths": size.lengths, "labels": size.labels()}
-        return Subject(Reader(size, kind, layers, both, first, packed), batch, losses)
+        return Subject(Reader(size, kind, layers, both, first, packed), batch, decisions)
 
     return of(name, make)
 
@@ -77,7 +74,7 @@ def loop(name: str, kind: Cell) -> Architecture:
 
     def make(size: Size) -> Subject:
         batch = {"x": size.vectors(32, size.width), "labels": size.labels()}
-        return Subject(Loop(size, kind), batch, losses_of_x)
+        return Subject(Loop(size, kind), batch, decisions)
 
     return of(name, make)
 
@@ -101,8 +98,7 @@ def translator(size: Size) -> Subject:
     """LSTM to LSTM, a loss over the target's tokens."""
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
-        logits = model(batch["ids"], batch["target"])
-        return tokens_classified(logits[:, :-1], batch["target"][:, 1:], batch["mask"][:, 1:])
+        return next_tokens(model(batch["ids"], batch["target"]), batch["target"], batch["mask"])
 
     return Subject(Translator(size), {"ids": size.ids(), "target": size.ids(), "mask": size.mask}, losses)
 
@@ -122,7 +118,7 @@ def language_model(size: Size) -> Subject:
             return logits.transpose(0, 1)
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return tokens_classified(model(batch["ids"])[:, :-1], batch["ids"][:, 1:], batch["mask"][:, 1:])
+        return next_tokens(model(batch["ids"]), batch["ids"], batch["mask"])
 
     return Subject(Model(), {"ids": size.ids(), "mask": size.mask}, losses)
 
@@ -141,7 +137,7 @@ def started(size: Size) -> Subject:
             state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
             return self.head(self.network(x, tuple(state))[0][:, -1])
 
-    return Subject(Model(), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, losses_of_x)
+    return Subject(Model(), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, decisions)
 
 
 RECURRENT = (

@@ -20,8 +20,6 @@ class Row:
         status: exact, refused, false alarm (`verify` refuses what the engine clips exactly), wrong or traceback.
         error: the worst of clipped sums and norms, relative; None unless exact or wrong.
         dropout: the same words for a step with dropout on, "taken" where it was, "" where it was not tried.
-        groups, parameters, frozen: how many; `frozen` are those that no loss reaches.
-        warnings: how many groupwise issued.
         plain_ms, private_ms: CPU time of one step in milliseconds, medians; None where not measured.
         note: the sentence of the refusal, or the exception and its place.
     """
@@ -32,10 +30,6 @@ class Row:
     status: str
     error: float | None = None
     dropout: str = ""
-    groups: int | None = None
-    parameters: int | None = None
-    frozen: int | None = None
-    warnings: int | None = None
     plain_ms: float | None = None
     private_ms: float | None = None
     note: str = ""
@@ -62,9 +56,7 @@ def read_csv(text: str) -> list[Row]:
     ]
 
 
-def _read(name: str, value: str) -> str | int | float:
-    if name in ("groups", "parameters", "frozen", "warnings"):
-        return int(value)
+def _read(name: str, value: str) -> str | float:
     return float(value) if name in ("error", "plain_ms", "private_ms") else value
 
 

@@ -6,10 +6,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from groupwise.torchvision_import import import_torchvision
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified
+from trust.models.architecture import Architecture, Size, Subject, decisions
 
 FAMILY = "torchvision"
 
@@ -27,18 +27,13 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     return model
 
 
-def losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,)."""
-    return classified(model(batch["images"]), batch["labels"])
-
-
 def of(name: str, make: Callable[[ModuleType, Size], nn.Module], image: int = 0, mixes: bool = False) -> Architecture:
     """A line of the list: (torchvision.models, size) -> network; `image` pixels an edge where it needs as many."""
 
     def build(size: Size) -> Subject:
         models = import_torchvision().models
         width = Size(size.batch, image=max(image, size.image))
-        return Subject(make(models, size), {"images": width.images(), "labels": width.labels()}, losses)
+        return Subject(make(models, size), {"images": width.images(), "labels": width.labels()}, decisions)
 
     return Architecture(name, FAMILY, build, mixes)
 

@@ -1,18 +1,15 @@
-"""Networks for video of torchvision and transformers: small, and GroupNorm where they are made with BatchNorm."""
+"""Networks for video of torchvision: small, and GroupNorm where they are made with BatchNorm."""
 
 import importlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 
 from groupwise.torchvision_import import import_torchvision
-from trust.models.architecture import Architecture, Size, Subject
-from trust.models.hugging_face import FAMILY, build_model, classifier_losses, configure, values
-from trust.models.torchvision_models import FAMILY as TORCHVISION
-from trust.models.torchvision_models import cut, group_norm, losses
+from trust.models.architecture import Architecture, Size, Subject, decisions
+from trust.models.torchvision_models import FAMILY, cut, group_norm
 
 FRAMES = 4
 
@@ -26,9 +23,9 @@ def of(name: str, make: Callable[[ModuleType, Size], nn.Module], frames: int = F
             if isinstance(layer, nn.BatchNorm3d):
                 network.set_submodule(path, group_norm(layer.num_features))
         batch = {"images": size.vectors(3, frames, size.image, size.image), "labels": size.labels()}
-        return Subject(network, batch, losses)
+        return Subject(network, batch, decisions)
 
-    return Architecture(name, TORCHVISION, build)
+    return Architecture(name, FAMILY, build)
 
 
 def resnet(video: ModuleType, size: Size, block: str = "BasicBlock", stem: str = "BasicStem") -> nn.Module:
@@ -79,20 +76,6 @@ def mvit(video: ModuleType, size: Size) -> nn.Module:
     )
 
 
-def watching(name: str, kind: str, head: str, mixes: bool = False, **own: Any) -> Architecture:
-    """Frames of transformers, one decision a video; TimeSformer takes class tokens from other examples' frames."""
-
-    def make(size: Size) -> Subject:
-        pixels = {"image_size": size.image, "num_frames": FRAMES, "vocab_size": None, "max_position_embeddings": None}
-        config = configure(kind, size, **{**pixels, **values(size, own)})
-        pictures = size.vectors(FRAMES, 3, size.image, size.image)
-        return Subject(
-            build_model(head, config), {"pixel_values": pictures, "labels": size.labels()}, classifier_losses
-        )
-
-    return Architecture(name, FAMILY, make, mixes)
-
-
 VIDEO = (
     of("R3D, GroupNorm", resnet),
     of("R(2+1)D, GroupNorm", partial(resnet, block="R2Plus1D", stem="R2Plus1dStem")),
@@ -100,7 +83,4 @@ VIDEO = (
     of("S3D, GroupNorm", s3d, frames=8),
     of("Swin3D", swin),
     of("MViT", mvit),
-    watching("VideoMAE", "videomae", "VideoMAEForVideoClassification", patch_size=8, tubelet_size=2),
-    watching("ViViT", "vivit", "VivitForVideoClassification", tubelet_size=[2, 8, 8]),
-    watching("TimeSformer", "timesformer", "TimesformerForVideoClassification", mixes=True, patch_size=8),
 )

@@ -1,0 +1,83 @@
+"""Networks of timm and diffusers, small, with random weights, as `libraries.yaml` lists them."""
+
+import importlib
+import inspect
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from hydra.utils import get_class, instantiate
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from groupwise.torchvision_import import mend_torchvision
+from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, in_eval
+
+LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("libraries.yaml").read_text())
+
+
+def settings(size: Size, own: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the list with the size's numbers in it."""
+    numbers = asdict(size) | {"wide": 2 * size.width, "quarter": size.width // 4, "positions": 2 * size.tokens}
+    return OmegaConf.to_container(OmegaConf.create({**numbers, "own": own}), resolve=True)["own"]  # type: ignore
+
+
+def timm(name: str, own: dict[str, Any]) -> Architecture:
+    """A network of images; BatchNorm is in eval mode, as frozen statistics, unless the entry says `mixes`."""
+    image, mixes = own.get("image", 32), own.get("mixes", False)
+    given = {key: value for key, value in own.items() if key not in ("image", "mixes")}
+
+    def make(size: Size) -> Subject:
+        mend_torchvision()  # timm imports it
+        known = inspect.signature(get_class(given["_target_"])).parameters
+        rates = {rate: size.dropout for rate in ("drop_rate", "drop_path_rate") if rate in known or "kwargs" in known}
+        network = instantiate(given, num_classes=3, **rates, _convert_="all")
+        if not mixes:
+            for layer in network.modules():
+                if isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer).__name__ == "RelPosMlp":
+                    in_eval(layer)  # the latter drops one bias for the whole batch
+        nn.init.normal_(list(network.parameters())[-2], std=0.1)  # many heads begin at zero
+        larger = Size(size.batch, image=image)
+        with torch.no_grad():
+            network(larger.images())  # some fill buffers of positions the first time
+        return Subject(network, {"images": larger.images(), "labels": larger.labels()}, decisions)
+
+    return Architecture(name, "timm", make, mixes, needs="timm")
+
+
+def diffusers_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """(B,): mean squared errors; everything but the target goes to the network, which returns its prediction first."""
+    inputs = {name: values for name, values in batch.items() if name != "target"}
+    found = model(**inputs, return_dict=False)[0]
+    return (found[:, : batch["target"].shape[1]] - batch["target"]).square().flatten(1).mean(1)
+
+
+def diffusers(name: str, own: dict[str, Any]) -> Architecture:
+    """A network that predicts the noise of an example, or its picture again."""
+    given = {key: value for key, value in own.items() if key not in ("inputs", "target")}
+
+    def make(size: Size) -> Subject:
+        mend_torchvision()  # diffusers imports transformers
+        importlib.import_module("diffusers").logging.set_verbosity_error()  # of a cast by `to`
+        network = instantiate(given, _convert_="all")
+        for module in network.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = size.dropout
+            elif getattr(module, "dropout_prob", 0):  # it leaves out the classes of a part of the examples
+                in_eval(module)
+        inputs = {key: _drawn(size, shape) for key, shape in own["inputs"].items()}
+        return Subject(network, {**inputs, "target": size.vectors(*own["target"])}, diffusers_losses)
+
+    return Architecture(name, "diffusers", make, needs="diffusers")
+
+
+def _drawn(size: Size, shape: Any) -> Tensor:
+    if shape == "time":
+        return torch.randint(1, 1000, (size.batch,))
+    return size.labels(shape) if isinstance(shape, int) else size.vectors(*shape)
+
+
+TIMM = tuple(timm(name, own) for name, own in LISTED["timm"].items())
+DIFFUSERS = tuple(diffusers(name, own) for name, own in LISTED["diffusers"].items())
