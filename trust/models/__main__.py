@@ -28,8 +28,7 @@ from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv, read_csv
 from trust.models.speed import with_speed
-from trust.models.torchvision_models import NETWORKS
-from trust.models.video import VIDEO
+from trust.models.torchvision_models import NETWORKS, VIDEO
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *TEXT,

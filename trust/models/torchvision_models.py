@@ -1,5 +1,6 @@
-"""Networks of torchvision, small, with GroupNorm where they are made with BatchNorm."""
+"""Networks of torchvision for images and video, small, with GroupNorm where they are made with BatchNorm."""
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -11,29 +12,27 @@ from torch import nn
 from groupwise.torchvision_import import import_torchvision
 from trust.models.architecture import Architecture, Size, Subject, decisions
 
-FAMILY = "torchvision"
+FAMILY, FRAMES = "torchvision", 4
 
 
-def group_norm(channels: int) -> nn.Module:
-    """GroupNorm with up to 4 groups."""
-    return nn.GroupNorm(next(groups for groups in (4, 3, 2, 1) if channels % groups == 0), channels)
+def of(
+    name: str, make: Callable[[ModuleType, Size], nn.Module], image: int = 0, frames: int = 0, mixes: bool = False
+) -> Architecture:
+    """A line of the list: (torchvision.models, size) -> network; `image` pixels an edge where it needs as many.
 
-
-def replace_batch_norm(model: nn.Module) -> nn.Module:
-    """Every BatchNorm2d of a network becomes GroupNorm."""
-    for name, child in list(model.named_modules()):
-        if isinstance(child, nn.BatchNorm2d):
-            model.set_submodule(name, group_norm(child.num_features))
-    return model
-
-
-def of(name: str, make: Callable[[ModuleType, Size], nn.Module], image: int = 0, mixes: bool = False) -> Architecture:
-    """A line of the list: (torchvision.models, size) -> network; `image` pixels an edge where it needs as many."""
+    Every BatchNorm becomes GroupNorm with up to 4 groups, unless it may stay (`mixes`).
+    """
 
     def build(size: Size) -> Subject:
-        models = import_torchvision().models
-        width = Size(size.batch, image=max(image, size.image))
-        return Subject(make(models, size), {"images": width.images(), "labels": width.labels()}, decisions)
+        network = make(import_torchvision().models, size)
+        for path, layer in list(network.named_modules()):
+            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) and not mixes:
+                channels = layer.num_features
+                groups = next(groups for groups in (4, 3, 2, 1) if channels % groups == 0)
+                network.set_submodule(path, nn.GroupNorm(groups, channels))
+        edge = max(image, size.image)
+        shape = (3, frames, edge, edge) if frames else (3, edge, edge)
+        return Subject(network, {"images": size.vectors(*shape), "labels": size.labels()}, decisions)
 
     return Architecture(name, FAMILY, build, mixes)
 
@@ -51,12 +50,11 @@ def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
     return network
 
 
-def resnet(models: ModuleType, size: Size, norm: Callable[[int], nn.Module], block: str = "BasicBlock") -> nn.Module:
+def resnet(models: ModuleType, size: Size, block: str = "BasicBlock") -> nn.Module:
     """The first two of its four stages, of one block each."""
     kind = getattr(models.resnet, block)
     none = {"layer3": nn.Identity(), "layer4": nn.Identity()}
-    build = partial(models.ResNet, kind, [1, 1, 1, 1], norm_layer=norm)
-    return cut(build, **none, fc=nn.Linear(128 * kind.expansion, 3))
+    return cut(partial(models.ResNet, kind, [1, 1, 1, 1]), **none, fc=nn.Linear(128 * kind.expansion, 3))
 
 
 def convnext(models: ModuleType, size: Size) -> nn.Module:
@@ -75,9 +73,7 @@ def efficientnet(models: ModuleType, size: Size) -> nn.Module:
         setting(expand_ratio=1, stride=1, input_channels=16, out_channels=16),
         setting(expand_ratio=4, stride=2, input_channels=16, out_channels=24),
     ]
-    return models.EfficientNet(
-        settings, dropout=size.dropout, stochastic_depth_prob=size.dropout, num_classes=3, norm_layer=group_norm
-    )
+    return models.EfficientNet(settings, dropout=size.dropout, stochastic_depth_prob=size.dropout, num_classes=3)
 
 
 def mobilenet_v3(models: ModuleType, size: Size) -> nn.Module:
@@ -88,7 +84,7 @@ def mobilenet_v3(models: ModuleType, size: Size) -> nn.Module:
         setting(16, 3, 32, 24, False, "RE", 2),
         setting(24, 5, 48, 24, True, "HS", 1),
     ]
-    return models.MobileNetV3(settings, 32, num_classes=3, norm_layer=group_norm, dropout=size.dropout)
+    return models.MobileNetV3(settings, 32, num_classes=3, dropout=size.dropout)
 
 
 def swin(models: ModuleType, size: Size, version: int = 1) -> nn.Module:
@@ -129,38 +125,90 @@ def vit(models: ModuleType, size: Size) -> nn.Module:
 
 def densenet(models: ModuleType, size: Size) -> nn.Module:
     """Concatenations of all that came before, inside its blocks."""
-    return replace_batch_norm(models.DenseNet(8, (2, 2, 2, 2), 16, drop_rate=size.dropout, num_classes=3))
+    return models.DenseNet(8, (2, 2, 2, 2), 16, drop_rate=size.dropout, num_classes=3)
 
 
 def regnet(models: ModuleType, size: Size) -> nn.Module:
     """Grouped convolutions with squeeze and excitation."""
     parameters = models.regnet.BlockParams([1, 1], [16, 32], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
-    return models.RegNet(parameters, num_classes=3, stem_width=16, norm_layer=group_norm)
+    return models.RegNet(parameters, num_classes=3, stem_width=16)
 
 
-def plain(name: str, **own: Any) -> Callable[[ModuleType, Size], nn.Module]:
-    """A network by its name, its BatchNorm replaced."""
+def resnet3d(models: ModuleType, size: Size, block: str = "BasicBlock", stem: str = "BasicStem") -> nn.Module:
+    """The first of four stages, of one block; each convolution over space and time, or one after the other."""
+    video, module = models.video, models.video.resnet
+    kinds = {"BasicBlock": module.Conv3DSimple, "R2Plus1D": module.Conv2Plus1D, "MC3": module.Conv3DNoTemporal}
+    build = partial(
+        video.VideoResNet,
+        module.BasicBlock,
+        [kinds[block]] * 4,
+        [1, 1, 1, 1],
+        getattr(module, stem),
+        num_classes=3,
+    )
+    none = {f"layer{stage}": nn.Identity() for stage in (2, 3, 4)}
+    return cut(build, **none, fc=nn.Linear(64, 3))
 
-    def make(models: ModuleType, size: Size) -> nn.Module:
-        return replace_batch_norm(getattr(models, name)(num_classes=3, **own))
 
-    return make
+def s3d(models: ModuleType, size: Size) -> nn.Module:
+    """Up to the first blocks of parallel convolutions."""
+    whole = models.video.S3D(num_classes=3, dropout=size.dropout)
+    head = nn.Sequential(nn.Dropout(size.dropout), nn.Conv3d(256, 3, 1))
+    whole.features, whole.classifier, whole.avgpool = whole.features[:6], head, nn.AdaptiveAvgPool3d(1)
+    return whole
+
+
+def swin3d(models: ModuleType, size: Size) -> nn.Module:
+    """Two stages with shifted windows in space and time."""
+    return models.video.SwinTransformer3d(
+        [2, 4, 4], 8, [2, 2], [2, 4], [2, 4, 4], 2.0, size.dropout, size.dropout, size.dropout, num_classes=3
+    )
+
+
+def mvit(models: ModuleType, size: Size) -> nn.Module:
+    """Two blocks; queries and keys are pooled."""
+    config = importlib.import_module("torchvision.models.video.mvit").MSBlockConfig  # a function has the module's name
+    blocks = [
+        config(1, 16, 16, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 2, 2]),
+        config(2, 16, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 1, 1]),
+    ]
+    return models.video.MViT(
+        (size.image, size.image),
+        FRAMES,
+        blocks,
+        residual_pool=True,
+        residual_with_cls_embed=False,
+        rel_pos_embed=True,
+        proj_after_attn=True,
+        dropout=size.dropout,
+        attention_dropout=size.dropout,
+        stochastic_depth_prob=size.dropout,
+        num_classes=3,
+    )
 
 
 NETWORKS = (
-    of("ResNet, GroupNorm", partial(resnet, norm=group_norm)),
-    of("ResNet bottleneck, GroupNorm", partial(resnet, norm=group_norm, block="Bottleneck")),
-    of("ResNet, BatchNorm", partial(resnet, norm=nn.BatchNorm2d), mixes=True),
+    of("ResNet, GroupNorm", resnet),
+    of("ResNet bottleneck, GroupNorm", partial(resnet, block="Bottleneck")),
+    of("ResNet, BatchNorm", resnet, mixes=True),
     of("ViT (torchvision)", vit),
     of("Swin (torchvision)", swin),
     of("Swin v2 (torchvision)", partial(swin, version=2)),
     of("ConvNeXt (torchvision)", convnext),
     of("EfficientNet, GroupNorm", efficientnet),
     of("MobileNetV3, GroupNorm", mobilenet_v3),
-    of("ShuffleNetV2, GroupNorm", plain("shufflenet_v2_x0_5")),
+    of("ShuffleNetV2, GroupNorm", lambda models, size: models.shufflenet_v2_x0_5(num_classes=3)),
     of("DenseNet, GroupNorm", densenet),
     of("RegNet, GroupNorm", regnet),
     of("VGG", vgg),
     of("AlexNet", alexnet, image=64),
     of("SqueezeNet", lambda models, size: models.SqueezeNet("1_1", 3, size.dropout)),
+)
+VIDEO = (
+    of("R3D, GroupNorm", resnet3d, frames=FRAMES),
+    of("R(2+1)D, GroupNorm", partial(resnet3d, block="R2Plus1D", stem="R2Plus1dStem"), frames=FRAMES),
+    of("MC3, GroupNorm", partial(resnet3d, block="MC3"), frames=FRAMES),
+    of("S3D, GroupNorm", s3d, frames=2 * FRAMES),
+    of("Swin3D", swin3d, frames=FRAMES),
+    of("MViT", mvit, frames=FRAMES),
 )
