@@ -10,7 +10,6 @@ a table, writes results/trust/bad_input.csv, and exits 1 if anything else happen
 import argparse
 import gc
 import os
-import random
 import sys
 import tempfile
 from collections import Counter
@@ -19,12 +18,11 @@ from pathlib import Path
 
 from groupwise.atomic import write_text
 from groupwise.rows import csv_text, markdown
-from trust.bad_input.attempt import DEFECTS, ROOT, Attempt, attempt_all, load_program
+from trust.bad_input.attempt import DEFECTS, ROOT, attempt_all, load_program
 from trust.bad_input.configs import config_attempts
-from trust.bad_input.images import image_attempts
-from trust.bad_input.models import make_templates, model_attempts
+from trust.bad_input.files import file_attempts, make_templates
 from trust.bad_input.surroundings import surrounding_attempts
-from trust.bad_input.texts import text_attempts
+from trust.faults.process import warm as prepare
 
 RESULTS = ROOT / "results" / "trust" / "bad_input.csv"
 COLUMNS = ("kind", "tried", "ran", "accepted", "refused", "stopped", *DEFECTS)
@@ -36,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trust.bad_input", description=__doc__.splitlines()[0])
     parser.add_argument("--configs", type=int, default=2100, help="command lines (2100)")
     parser.add_argument("--files", type=int, default=660, help="files and folders (660)")
-    parser.add_argument("--processes", type=int, default=24, help="of all, tried again as real processes (24)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="at once (all cores)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
@@ -45,7 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defects = 0
     with tempfile.TemporaryDirectory(prefix="groupwise-templates-") as folder:
         warm(Path(folder) / "cache")
-        attempts = choose(given.seed, given.configs, given.files, given.processes, Path(folder))
+        make_templates(templates := Path(folder) / "templates")
+        attempts = [
+            *config_attempts(given.seed, given.configs),
+            *surrounding_attempts(),
+            *file_attempts(given.seed, given.files, templates),
+        ]
         for done, outcome in enumerate(attempt_all(attempts, SECONDS, given.workers), start=1):
             counts[outcome.attempt.kind, outcome.verdict] += 1
             if outcome.verdict in DEFECTS:
@@ -61,21 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if defects else 0
 
 
-def choose(seed: int, configs: int, files: int, processes: int, folder: Path) -> list[Attempt]:
-    """All attempts of a seed. Some of those that carry no prepared files are tried again as real processes."""
-    make_templates(folder)
-    third = files // 3
-    attempts = [
-        *config_attempts(seed, configs),
-        *surrounding_attempts(),
-        *image_attempts(seed, third),
-        *text_attempts(seed, third),
-        *model_attempts(seed, files - 2 * third, folder),
-    ]
-    real = random.Random(seed).sample([attempt for attempt in attempts if attempt.trains], processes)
-    return [*attempts, *(Attempt("real process", a.arguments, a.prepare, a.environment, True, True) for a in real)]
-
-
 def warm(cache: Path) -> None:
     """Import all that an attempt needs and compose once, so that a fork of this process begins at once.
 
@@ -86,9 +73,7 @@ def warm(cache: Path) -> None:
     os.environ.pop("GROUPWISE_DATA", None)
     sys.dont_write_bytecode = True
     cache.mkdir(parents=True, exist_ok=True)
-    import torch
-
-    torch.set_num_threads(1)
+    prepare()
     from groupwise.torchvision_import import mend_torchvision
 
     mend_torchvision()
@@ -96,10 +81,7 @@ def warm(cache: Path) -> None:
     import dp_accounting  # noqa: F401
     import peft  # noqa: F401
     import prv_accountant  # noqa: F401
-    import sklearn.datasets  # noqa: F401
 
-    import groupwise.processes.start
-    import groupwise.run
     import groupwise.sweeps.best
     import groupwise.tasks.text_classification
     import groupwise.tasks.text_generation  # noqa: F401

@@ -81,9 +81,7 @@ SHORT = 32 << 20
 """Bytes of a file that is compared by its content."""
 LONGEST = 600
 """Characters of a refusal: more is no sentence."""
-PROVENANCE = ("config.yaml", "config.hash", "git.json", "environment.json", "diff.patch", ".lock")
-NOWHERE = "http://127.0.0.1:1"
-"""The way to the network that a real process gets."""
+PROVENANCE = ("config.yaml", "config.hash", "command.txt", "git.json", "environment.json", "diff.patch", ".lock")
 _SENTENCE = re.compile(r"error: [^\n]+\n\Z")
 
 
@@ -102,7 +100,6 @@ class Attempt:
         prepare: makes files in the attempt's folder, which is the current one.
         environment: variables beside the process's own.
         trains: carry an accepted configuration out, rather than stop after its check.
-        process: a real `python run.py` instead of a fork of this process.
     """
 
     kind: str
@@ -110,7 +107,6 @@ class Attempt:
     prepare: Callable[[Path], None] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     trains: bool = False
-    process: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,7 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
 
 
 def _live(attempt: Attempt, folder: Path) -> int:
-    """The forked process: its own folder and streams; then a new Python, or limit, witness and `run.main`."""
+    """The forked process: its own folder and streams; then limit, witness and `run.main`."""
     os.setsid()
     os.chdir(folder / "work")
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -229,10 +225,6 @@ def _live(attempt: Attempt, folder: Path) -> int:
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="backslashreplace")
     os.environ.update(attempt.environment)
-    if attempt.process:
-        os.environ.update(TMPDIR=str(folder / "tmp"), http_proxy=NOWHERE, https_proxy=NOWHERE)
-        os.environ.update(PYTHONPATH=str(ROOT / "src"))  # of this checkout, wherever an installed one lies
-        os.execv(sys.executable, [sys.executable, str(ROOT / "run.py"), *attempt.arguments])
     sys.argv = ["run.py", *attempt.arguments]
     tempfile.tempdir = str(folder / "tmp")
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").is_file() else 0
@@ -247,32 +239,6 @@ def _live(attempt: Attempt, folder: Path) -> int:
     from groupwise.cli.main import launch
 
     return launch(program.CONF, lambda config: None)
-
-
-def live_in(folder: Path, arguments: Sequence[str], before: Callable[[], None] | None = None, code: int = 0) -> None:
-    """Carry a sound command line out in a process of its own, in a new folder, and wait for it.
-
-    Raises:
-        RuntimeError: it left with another exit code than `code`.
-    """
-    folder.mkdir()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.chdir(folder)
-            os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
-            os.dup2(1, 2)
-            sys.argv = ["run.py", *arguments]
-            if before is not None:
-                before()
-            os._exit(load_program().main())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if ended != code:
-        raise RuntimeError(f"{' '.join(arguments)} ended with {ended}:\n{(folder / 'log').read_text()}")
 
 
 def load_program():  # type: ignore[no-untyped-def]

@@ -1,85 +1,55 @@
 """Disturbs what is around a command line: environment variables, folders in the way, results that are no results."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from trust.bad_input.attempt import Attempt
+from trust.bad_input.attempt import Attempt, words
+from trust.bad_input.configs import VALUES
 
-RUN = ("scale=smoke", "privacy=noiseless", "task=cifar", "clip=flat", "train.steps=1", "train.device=cpu")
-VARIABLES: tuple[dict[str, str], ...] = (
-    {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-    {"RANK": "0", "WORLD_SIZE": "-1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""},
-    {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": "", "MASTER_PORT": ""},
-    {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "x"},
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "x", "SLURM_STEP_ID": "0"},
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "y", "SLURM_STEP_NODELIST": "[[["},
-    {"GROUPWISE_DATA": ""},
-    {"GROUPWISE_DATA": "/nowhere"},
-    {"GROUPWISE_DATA": "${seed}"},
-    {"GROUPWISE_DATA": "a=b,[c]"},
-    {"GROUPWISE_CACHE": "/dev/null/x"},
-    {"GROUPWISE_CACHE": ""},
-    {"HOME": "/nowhere"},
-    {"HOME": ""},
-    {"PATH": "/nowhere"},
-    {"COLUMNS": "x"},
-    {"COLUMNS": "-1"},
-    {"TZ": "nowhere"},
-    {"LANG": "nowhere", "LC_ALL": "nowhere"},
-    {"CUDA_VISIBLE_DEVICES": "x"},
-    {"GIT_DIR": "/nowhere"},
+RUN = words("scale=smoke privacy=noiseless task=cifar clip=flat train.steps=1 train.device=cpu")
+E2E = ("task=e2e", "eval.generate.limit=0")
+DATA = ("data.name=cifar10",)
+FOLDERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("results", "a file", ()),
+    ("results/runs", "a file", ()),
+    ("results", "-> results", ()),
+    ("results", "-> /nowhere/at/all", ()),
+    ("results/runs", "-> /dev/null", ()),
+    ("results", "a pipe", ()),
+    ("out", "a file", ("paths.results=out",)),
+    ("out", "a file", ("paths.results=out/deeper",)),
+    ("out", "a file", (*E2E, "export=out")),
+    ("out", "a file", (*E2E, "export=out/deeper")),
+    ("out", "-> out", (*E2E, "export=out")),
+    ("data/cifar10.npz", "a file", DATA),
+    ("data", "a file", DATA),
+    ("data", "-> data", DATA),
+    ("resumed/config.yaml", "seed: 1\n", ("resume=resumed",)),
+    ("resumed/other", "a file", ("resume=resumed",)),
+    ("resumed", "a file", ("resume=resumed",)),
+    ("w/model.pt", "a file", ("model.weights=w",)),
+    ("w/other", "a file", ("model.weights=w",)),
 )
+"""What lies there: a file with that text, a link or a pipe; and the command line."""
 
 
-def _file(name: str, content: str = "in the way") -> Callable[[Path], None]:
-    def prepare(folder: Path) -> None:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-
-    return prepare
-
-
-def _link(name: str, target: str) -> Callable[[Path], None]:
-    def prepare(folder: Path) -> None:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(target)
-
-    return prepare
-
-
-def _pipe(folder: Path) -> None:
-    os.mkfifo(folder / "results")
-
-
-FOLDERS: tuple[tuple[Callable[[Path], None], tuple[str, ...]], ...] = (
-    (_file("results"), ()),
-    (_file("results/runs"), ()),
-    (_link("results", "results"), ()),
-    (_link("results", "/nowhere/at/all"), ()),
-    (_link("results/runs", "/dev/null"), ()),
-    (_pipe, ()),
-    (_file("out"), ("paths.results=out",)),
-    (_file("out"), ("paths.results=out/deeper",)),
-    (_file("out"), ("task=e2e", "export=out", "eval.generate.limit=0")),
-    (_file("out"), ("task=e2e", "export=out/deeper", "eval.generate.limit=0")),
-    (_link("out", "out"), ("task=e2e", "export=out", "eval.generate.limit=0")),
-    (_file("data/cifar10.npz"), ("data.name=cifar10",)),
-    (_file("data"), ("data.name=cifar10",)),
-    (_link("data", "data"), ("data.name=cifar10",)),
-    (_file("resumed/config.yaml", "seed: 1\n"), ("resume=resumed",)),
-    (_file("resumed/other"), ("resume=resumed",)),
-    (_file("resumed"), ("resume=resumed",)),
-    (_file("w/model.pt"), ("model.weights=w",)),
-    (_file("w/other"), ("model.weights=w",)),
-)
+def put(name: str, what: str, folder: Path) -> None:
+    """Put it there."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what.startswith("-> "):
+        path.symlink_to(what.removeprefix("-> "))
+    else:
+        path.write_text(what)
 
 
 def surrounding_attempts() -> Iterator[Attempt]:
-    """Each of the above once, all trained."""
-    for variables in VARIABLES:
+    """Each of the variables and of the above once, all trained."""
+    for variables in VALUES["environment"]:
         yield Attempt("environment", RUN, environment=variables, trains=True)
-    for prepare, given in FOLDERS:
-        yield Attempt("folder in the way", (*RUN, *given), prepare, trains=True)
+    for name, what, given in FOLDERS:
+        yield Attempt("folder in the way", (*RUN, *given), partial(put, name, what), trains=True)

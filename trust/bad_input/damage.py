@@ -1,0 +1,330 @@
+"""Damages a file: cut, flipped bits, something else under its name, or odd content in its own format."""
+
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BOMB = 6 << 30
+"""Bytes that a small file unpacks to: more than an attempt may take."""
+ODD = (
+    "", " ", "\t", "\x00", "\ufeff", "\u2028", "\r", "🙂" * 50, "x" * 200_000, "a\u0300" * 500, "\x1b[31m", '"', '""',
+    "'", ",", "\\", "<|endoftext|>", "<s></s><mask>", "<pad>" * 40, "NaN", "null", "-1", "\u202e", "\x85", "TL;DR",
+    "|", "[", "a[b",
+)  # fmt: skip
+"""Texts in the place of a cell or a word."""
+VALUES: tuple[Any, ...] = (
+    None, 0, -1, 1, 1.5, 10**12, 10**30, True, float("nan"), float("inf"), "", "x", "x" * 100_000, "\ud800", "\x00",
+    "../x", "float16", [], {}, [[]], [None], [-1], [10**12, 10**12], ["a", "b"], {"a": {"b": []}}, {"text": 3},
+)  # fmt: skip
+"""In the place of a value of JSON, or of a header."""
+CODE: dict[str, Any] = {
+    "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]},
+    "tokenizer_class": "os.system",
+    "chat_template": "{{ ''.__class__.__mro__ }}",
+    "model_type": "../gpt2",
+    "quantization_config": {"quant_method": "gptq"},
+    "attn_implementation": "flash_attention_2",
+    "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+}
+"""Entries that ask for other code, or for much time."""
+JSONS = (
+    "[" * 100_000, '{"a":' * 50_000, "[" * 900 + "]" * 900, "[1" + "0" * 5000 + "]", "NaN", "[NaN]", '["a"]', "[[]]",
+    "[null]", "{}", "[{}]", "null", "1", '"text"', "[,]", "[{},]", '[{"id":1,"id":2}]', "// comment\n[]", "{'a': 1}",
+    "[{}]\n[{}]", '{"id": "1"}\n{"id": "2"}', '["\\ud800"]', '{"a": 0}', '{"a": "x"}', '{"a": -1}', '{"a": 1e9}',
+)  # fmt: skip
+YAMLS = (
+    "", "null", "[]", "x", "a: [", "seed: x", "clip: 3", "nothing: 1", "a: &a [*a]", "seed: ${seed}",
+    "!!python/object/apply:os.system ['touch UNPICKLED']", "a: &a [x]\nb: &b [*a,*a]\nc: [*b,*b]",
+    "seed: ${oc.env:PATH}", "seed: 1\nseed: 2", "\t", "{" * 5000, "\x00", "? [a]\n: b", "1: 2",
+    "clip:\n  mapping:\n    1: 2", "../../../../etc/passwd", "http://localhost:1/a.parquet",
+)  # fmt: skip
+
+
+class TouchesAFile:
+    """Unpickled without care, it makes the file UNPICKLED in the current folder, which no refusal may leave."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
+        return os.open, ("UNPICKLED", os.O_CREAT | os.O_WRONLY)
+
+
+MALICE = pickle.dumps({"x_train": TouchesAFile(), b"data": TouchesAFile()})
+PAGE = b"<!DOCTYPE html><html><body>404 Not Found</body></html>"
+OTHERS = (
+    b"", b"\n", b"null", b"[]", b"{}", bytes(64), PAGE, b"version https://git-lfs.github.com/spec/v1\n", MALICE,
+    b"\x89PNG\r\n\x1a\n", b"PK\x05\x06" + bytes(18), gzip.compress(PAGE, mtime=0), b"#!/bin/sh\n",
+)  # fmt: skip
+"""Other kinds of files under a name."""
+
+
+def damage(draw: random.Random, path: Path) -> None:
+    """Make a file odd: in its own format where one is known, else its bytes, or it is no file any more."""
+    way, odd = draw.random(), FORMATS.get(path.suffix)
+    if way < 0.07:
+        not_a_file(draw, path)
+    elif way < 0.5 and odd is not None:
+        odd(draw, path)
+    else:
+        path.write_bytes(any_bytes(draw, path.read_bytes()))
+
+
+def any_bytes(draw: random.Random, content: bytes) -> bytes:
+    """Cut, bits flipped, a part zeroed, lost or added, twice, or something else."""
+    at = draw.randrange(len(content) + 1)
+    some = draw.choice((1, 7, 512, len(content) // 2))
+    flipped = bytearray(content or b"\0")
+    for _ in range(draw.choice((1, 1, 8, 200))):
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+    changed = (content[:at], bytes(flipped), content[:at] + bytes(some) + content[at + some :], draw.randbytes(some))
+    more = (content[:at] + content[at + some :], content[:at] + draw.randbytes(some) + content[at:], content * 2)
+    return draw.choice((*changed, content[:at], *more, draw.choice(OTHERS)))
+
+
+def not_a_file(draw: random.Random, path: Path) -> None:
+    """Something that is no file in its place: nothing, a folder, a loop, a device, a broken link, or a pipe."""
+    path.unlink(missing_ok=True)
+    what = draw.choice(("nothing", "folder", "pipe", path.name, "/dev/zero", "/nowhere/at/all"))
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what != "nothing":
+        path.symlink_to(what)
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+ENCODINGS: tuple[Callable[[str], bytes], ...] = (
+    lambda text: text.encode("utf-16"),
+    lambda text: text.encode("utf-8-sig"),
+    lambda text: ("é" + text).encode("latin-1", errors="replace"),
+    lambda text: text.replace("\n", "\r\n").encode(),
+    lambda text: text.replace("\n", "\r").encode(),
+    lambda text: text.replace("\n", "").encode(),
+    lambda text: text.encode() + b"\xed\xa0\x80",
+    lambda text: gzip.compress(text.encode()),
+)
+
+
+def text(draw: random.Random, path: Path) -> None:
+    """An odd cell, a cell lost or added, a line empty or twice; or another encoding."""
+    separator = {".tsv": "\t", ".csv": ","}.get(path.suffix, " ")
+    lines = [line.split(separator) for line in path.read_text().split("\n")]
+    for _ in range(draw.choice((0, 1, 1, 3))):
+        line = draw.choice(lines)
+        at, change = draw.randrange(len(line) + 1), draw.randrange(4)
+        if change == 0:
+            lines.insert(draw.randrange(len(lines) + 1), draw.choice(([], [""], lines[0])))
+        else:
+            line[at : at + min(change, 2) - 1] = [] if change == 2 else [draw.choice(ODD)]
+    content = "\n".join(separator.join(line) for line in lines)
+    encoded = draw.choice(ENCODINGS) if draw.random() < 0.4 else None
+    path.write_bytes(encoded(content) if encoded else content.encode(errors="surrogatepass"))
+
+
+def packed(draw: random.Random, path: Path) -> None:
+    """An archive of a text that unpacks to an odd one, or to more than there is memory for."""
+    pack = gzip.compress if path.suffix == ".gz" else lzma.compress
+    once = pack(draw.choice((draw.choice(ODD).encode(errors="surrogatepass"), bytes(1 << 24))))
+    path.write_bytes(once * (BOMB >> 24 if len(once) > 1000 else 1))  # both formats may be strung together
+
+
+def json_text(draw: random.Random, path: Path) -> None:
+    """Somewhere a value odd, lost, renamed or asking for code; or other JSON altogether."""
+    if draw.random() < 0.2:
+        path.write_text(draw.choice(JSONS))
+        return
+    content = json.loads(path.read_text())
+    for _ in range(draw.choice((1, 1, 3))):
+        place: Any = content
+        while isinstance(place, dict | list) and place:
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if draw.random() < 0.5 or not isinstance(place[key], dict | list) or not place[key]:
+                break
+            place = place[key]
+        if isinstance(place, dict) and draw.random() < 0.2:
+            place |= [draw.choice(list(CODE.items()))]
+        elif place and draw.random() < 0.2:
+            del place[key]
+        elif place:
+            place[key] = draw.choice(VALUES)
+    path.write_text(json.dumps(content, ensure_ascii=draw.random() < 0.5), errors="surrogatepass")
+
+
+def yaml_text(draw: random.Random, path: Path) -> None:
+    """Another text of YAML."""
+    head = (
+        "---\nconfigs:\n- config_name: sst2\n  data_files:\n  - split: train\n    path: "
+        if path.suffix == ".md"
+        else ""
+    )
+    path.write_text(head + draw.choice(YAMLS))
+
+
+# -- arrays and weights ------------------------------------------------------------------------------------------------
+
+DTYPES = ("f4", "i1", ">i8", "c16", "?", "U", "S3", "M8[s]", "O")
+ARRAYS: tuple[Callable[[np.ndarray], Any], ...] = (
+    *(lambda x, kind=kind: x.astype(kind) for kind in DTYPES),  # type: ignore[misc]
+    lambda x: x.astype(np.float64) * np.nan,
+    lambda x: x.astype(np.uint64) + np.uint64(2**63),
+    lambda x: np.array([TouchesAFile()], dtype=object),
+    lambda x: np.zeros(len(x), dtype=[("a", "u1"), ("b", "f4")]),
+    lambda x: x[:0],
+    lambda x: x[:-1],
+    lambda x: x[None],
+    lambda x: x.ravel()[0],
+    lambda x: x.ravel(),
+    lambda x: x.T,
+    lambda x: x - 1,
+    lambda x: x + 250,
+    lambda x: x[..., :0],
+    lambda x: x[:, :7] if x.ndim > 1 else x * 0 + 9,
+    lambda x: np.repeat(x, 2, axis=0),
+)
+
+
+def arrays(draw: random.Random, path: Path) -> None:
+    """An odd array, one lost, or an archive whose members are not what they say."""
+    if draw.random() < 0.3:
+        member = draw.choice(("x_train.npy", "y_train.npy", "x_train", "../../../x_train.npy", "/tmp/groupwise-escape"))
+        replace_member(path, member, draw.choice(MEMBERS))
+        return
+    content = dict(np.load(path))
+    key = draw.choice(list(content))
+    content[key] = draw.choice(ARRAYS)(content[key])
+    if draw.random() < 0.1:
+        del content[key]
+    np.savez(path, **content)
+
+
+def npy_head(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
+    """The head of an .npy file that claims a shape."""
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
+    return out.getvalue()
+
+
+MEMBERS = (
+    npy_head((10**12, 32, 32, 3)),
+    npy_head((2**62, 2**62)),
+    npy_head((40, 8, 8, 3), "|O") + MALICE,
+    npy_head((40, 8, 8, 3)),
+    MALICE,
+    b"\x93NUMPY\x09\x00" + bytes(20),
+    b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535,
+    b"\x93NUMPY\x01\x00\x40\x00" + b"__import__('os').system('touch here')".ljust(64),
+    b"no array",
+    b"",
+)
+
+
+def replace_member(path: Path, member: str, content: bytes) -> None:
+    """Put another file into a zip, in the place of one or beside all; b"" of x_train.npy becomes one that is huge."""
+    with zipfile.ZipFile(path) as old:
+        kept = {name: old.read(name) for name in old.namelist() if name != member}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
+        for name, sound in kept.items():
+            new.writestr(name, sound)
+        if content or member != "x_train.npy":
+            new.writestr(member, content)
+            return
+        with new.open(member, "w", force_zip64=True) as file:
+            file.write(npy_head((BOMB >> 8, 8, 8, 3)))
+            for _ in range(BOMB >> 24):
+                file.write(bytes(1 << 24))
+
+
+def tensors(draw: random.Random, path: Path) -> None:
+    """A file of torch's with another object, tensor or pickle in it."""
+    import torch
+
+    way = draw.random()
+    if way < 0.2:
+        replace_member(path, draw.choice((f"{path.stem}/data.pkl", "../../escape")), MALICE)
+        return
+    if way < 0.4:
+        other: tuple[Any, ...] = ([1, 2], {}, "text", {"model": TouchesAFile()}, {("a", 1): 2})
+        torch.save(draw.choice(other), path)
+        return
+    state = torch.load(path, weights_only=True)
+    key = draw.choice(list(state))
+    odd: list[Any] = [*VALUES[:6], torch.zeros(0), torch.zeros(3, 3), torch.tensor(1)]
+    if isinstance(old := state[key], torch.Tensor) and old.dim():
+        odd += [old.mT if old.dim() > 1 else old[:1], old.double(), old.to(torch.int64), old.to_sparse(), old.half()]
+        odd += [old.to(torch.complex64), old * torch.nan, old.new_zeros(()).expand(10**6, 10**5)]
+    if way < 0.5:
+        del state[key]
+    elif way < 0.6:
+        state[draw.choice(("other", "../x", 3, ""))] = old
+    else:
+        state[key] = draw.choice(odd)
+    torch.save(state, path)
+
+
+def safetensors(draw: random.Random, path: Path) -> None:
+    """A header that lies: of its own size, or of a tensor's name, type, shape or place."""
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    described = json.loads(content[8 : 8 + size])
+    name = draw.choice([key for key in described if key != "__metadata__"])
+    way = draw.randrange(4)
+    if way == 0:
+        told = draw.choice((0, 1, size - 1, size + 1, 2**40, 2**64 - 1))
+        path.write_bytes(struct.pack("<Q", told) + content[8:])
+        return
+    if way == 1:
+        described[draw.choice(("../escape", "x" * 10_000, "other"))] = described.pop(name)
+    elif way == 2:
+        del described[name]
+    else:
+        described[name][draw.choice(("dtype", "shape", "data_offsets"))] = draw.choice(
+            (*VALUES[:6], "F16", [0, 10**15])
+        )
+    head = json.dumps(described).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + content[8 + size :])
+
+
+COLUMNS: tuple[Any, ...] = (None, "x", 2, -1, 0.5, [1], b"\xff", True, "", 2**40, {"a": 1})
+
+
+def parquet(draw: random.Random, path: Path) -> None:
+    """A column of other values, or one more."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = pq.read_table(path).to_pydict()
+    columns[draw.choice([*columns, "other"])] = [draw.choice(COLUMNS)] * len(next(iter(columns.values())))
+    pq.write_table(pa.table(columns), path)
+
+
+def picture(draw: random.Random, path: Path) -> None:
+    """A picture of another size or kind."""
+    from PIL import Image
+
+    side, kind = draw.choice(((64, "WEBP"), (3200, "PNG"), (3200, "GIF"), (14000, "PNG"), (1, "BMP")))
+    Image.new("RGB", (side, side), (1, 2, 3)).save(path, kind)
+
+
+FORMATS: dict[str, Callable[[random.Random, Path], None]] = {
+    **dict.fromkeys((".tsv", ".csv", ".txt", ".bpe", ".hash"), text),
+    **dict.fromkeys((".gz", ".xz"), packed),
+    ".json": json_text,
+    **dict.fromkeys((".yaml", ".md"), yaml_text),
+    ".npz": arrays,
+    ".pt": tensors,
+    ".safetensors": safetensors,
+    ".parquet": parquet,
+    ".webp": picture,
+}
+"""How the files of a format become odd, by their ending."""
