@@ -1,9 +1,6 @@
 """Says what a process of the benchmark is asked to run; needs no torch."""
 
-from __future__ import annotations
-
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,3 @@ class Job:
     def named(self) -> str:
         """The workload's name in its rows."""
         return f"{self.workload} (tiny)" if self.tiny else self.workload
-
-    def dump(self) -> str:
-        """As one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def load(cls, line: str) -> Job:
-        """Back from `dump`."""
-        return cls(**json.loads(line))

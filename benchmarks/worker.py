@@ -1,6 +1,4 @@
-"""The process of one method:  python -m benchmarks.worker '{"workload": "mlp", "method": "flat"}'
-
-It reads requests as lines of JSON on stdin and answers each with one on stdout:
+"""Measures one method on one workload, and answers requests with what it found:
 
 - ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
 - ``{"do": "round", "steps": 3}`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
@@ -11,10 +9,6 @@ It reads requests as lines of JSON on stdin and answers each with one on stdout:
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -24,8 +18,6 @@ from benchmarks.meters import Seconds, Step, Stopwatch, count_operations, peak_b
 from benchmarks.methods import Method, prepare
 from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
-from groupwise.training.arithmetic import arithmetic
-from groupwise.training.memory import keep_freed_blocks
 
 LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
@@ -134,21 +126,6 @@ def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
         return {"refused": first or type(error).__name__}
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get between the answers
-    warnings.simplefilter("ignore")
-    job = Job.load(sys.argv[1])
-    torch.set_num_threads(job.threads)
-    if job.device == "cpu":
-        keep_freed_blocks()  # as a run does
-    bench = Bench(job)
-    with arithmetic(torch.device(job.device)):
-        for line in sys.stdin:
-            answers.write(json.dumps(answer(bench, json.loads(line))) + "\n")
-
-
 class DeviceLost(Exception):
     """A kernel failed, after which this process can compute nothing more on its GPU."""
 
@@ -203,7 +180,3 @@ class Together:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not DeviceLost:
             self.close()
-
-
-if __name__ == "__main__":
-    main()
