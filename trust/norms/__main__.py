@@ -8,10 +8,10 @@ the float64 gradient. Exit code 1 where a norm is under-stated, or a threshold e
 import argparse
 import copy
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.rows import csv_text
 
 LARGEST = 100_000_000
-_TAPS = {nn.Conv1d: 3, nn.Conv2d: 9, nn.Conv3d: 8, nn.ConvTranspose2d: 9}
+SOME, MORE, MOST = (2_000_000, 10_000_000), (2_000_000, 20_000_000), (2_000_000, LARGEST)
+ALLOWED = 1e-6
+SHARE = 0.37
+"""The threshold, as a share of the true norm."""
+RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "norms.csv"
+HEAD = ("formula", "entries", "law", "understated", "over_threshold")
+Built = tuple[nn.Module, tuple[int, ...]]
+"""A model, and the shape of one example's input."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +38,17 @@ class Case:
     """A way to a norm.
 
     Args:
-        name: as the table has it.
-        build: number of parameters -> (model, shape of one example's input).
+        build: takes a number of parameters.
         entries: numbers of parameters, the table's rows.
+        formula: what `attach` is told, and the layer must choose; "" where it has no choice, or is told by `attach`.
         attach: what `attach` is told besides.
-        method: what must be chosen, where the layer has a choice.
-        indices: inputs are indices, as many as the vocabulary has, some of them equal.
         flat: all layers are one group; otherwise there is one layer.
     """
 
-    name: str
-    build: Callable[[int], tuple[nn.Module, tuple[int, ...]]]
-    entries: tuple[int, ...]
-    attach: dict[str, Any] = field(default_factory=dict)
-    method: str | None = None
-    indices: bool = False
+    build: Callable[[int], Built]
+    entries: tuple[int, ...] = SOME
+    formula: str = ""
+    attach: tuple[tuple[str, str], ...] = ()
     flat: bool = False
 
 
@@ -61,15 +64,11 @@ class Twice(nn.Module):
         return self.layer(first) + self.layer(second)
 
 
-class Branches(nn.Module):
+class Branches(nn.ModuleList):
     """Many layers side by side, each on its own part of the input."""
 
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(part) for layer, part in zip(self.layers, x.unbind(1), strict=True)], 1)
+        return torch.stack([layer(part) for layer, part in zip(self, x.unbind(1), strict=True)], 1)
 
 
 class Scale(nn.Module):
@@ -83,104 +82,63 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-def _linear(positions: int) -> Callable[[int], tuple[nn.Module, tuple[int, ...]]]:
-    def build(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
-        width = int(entries**0.5)
-        return nn.Linear(width, width), (positions, width) if positions > 1 else (width,)
-
-    return build
-
-
-def _long_rows(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
-    """Few outputs and long inputs: sums of many products."""
-    return nn.Linear(entries // 64, 64), (4, entries // 64)
+def linear(positions: tuple[int, ...], entries: int, twice: bool = False) -> Built:
+    """As many outputs as inputs."""
+    width = int(entries**0.5)
+    layer = nn.Linear(width, width)
+    return Twice(layer, 1) if twice else layer, (*positions, width)
 
 
-def _conv(kind: Any, space: tuple[int, ...], **options: Any) -> Callable[[int], tuple[nn.Module, tuple[int, ...]]]:
-    def build(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
-        channels = int((entries / _TAPS.get(kind, 9)) ** 0.5)
-        return kind(channels, channels, 2 if kind is nn.Conv3d else 3, **options), (channels, *space)
+def conv(kind: Any, space: tuple[int, ...], entries: int, kernel: int = 3, **options: Any) -> Built:
+    """As many channels out as in; `twice` over the first axis of space."""
+    twice = options.pop("twice", False)
+    channels = int((entries / kernel ** len(space)) ** 0.5)
+    layer = kind(channels, channels, kernel, **options)
+    return Twice(layer, 2) if twice else layer, (channels, *space)
 
-    return build
 
-
-def _branches(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
+def branches(entries: int) -> Built:
+    """300 linear layers."""
     width = int((entries / 300) ** 0.5)
     return Branches([nn.Linear(width, width) for _ in range(300)]), (300, 4, width)
 
 
-def _twice_linear(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
-    width = int(entries**0.5)
-    return Twice(nn.Linear(width, width), 1), (8, width)
-
-
-def _twice_conv(entries: int) -> tuple[nn.Module, tuple[int, ...]]:
-    channels = int((entries / 9) ** 0.5)
-    return Twice(nn.Conv2d(channels, channels, 3, padding=1), 2), (channels, 8, 4)
-
-
-def _convolutions() -> list[Case]:
-    gram, formed = {"formula": "gram"}, {"formula": "materialize"}
-    found = []
-    for kind, close, far in (
-        (nn.Conv1d, ((16,), {"padding": 1}), ((24,), {"stride": 3})),
-        (nn.Conv2d, ((7, 7), {"padding": 1}), ((8, 8), {"stride": 2, "padding": 1})),
-        (nn.Conv3d, ((4, 4, 4), {}), ((4, 4, 4), {"stride": 2})),
-    ):
-        name, sizes = kind.__name__, (2_000_000, 10_000_000)
-        padded, strided = _conv(kind, close[0], **close[1]), _conv(kind, far[0], **far[1])
-        found += [
-            Case(f"{name}: Gram", padded, sizes, gram, "gram"),
-            Case(f"{name}: Gram, with a stride", strided, sizes, gram, "gram"),
-            Case(f"{name}: gradients", strided, (2_000_000, LARGEST), formed, "materialize"),
-        ]
-    return found
-
-
-CASES: tuple[Case, ...] = (
-    Case("Linear: one position", _linear(1), (2_000_000, LARGEST)),
-    Case("Linear: Gram", _linear(16), (2_000_000, LARGEST), {"formula": "gram"}, "gram"),
-    Case("Linear: Gram of long rows", _long_rows, (2_000_000, 10_000_000), {"formula": "gram"}, "gram"),
-    Case("Linear: Gram of many positions", _linear(1024), (2_000_000,), {"formula": "gram"}, "gram"),
-    Case("Linear: gradients", _linear(2), (2_000_000, LARGEST), {"formula": "materialize"}, "materialize"),
-    Case("Linear: gradients, kept or made again", _branches, (2_000_000,), {"formula": "materialize"}, flat=True),
-    *_convolutions(),
-    Case(
-        "WSConv2d: Gram",
-        _conv(WSConv2d, (4, 4), padding=1, gain=True),
-        (2_000_000, 10_000_000),
-        {"formula": "gram"},
-        "gram",
-    ),
-    Case(
-        "WSConv2d: gradients",
-        _conv(WSConv2d, (4, 4), padding=1, gain=True),
-        (2_000_000, 10_000_000),
-        {"formula": "materialize"},
-        "materialize",
-    ),
-    Case("Embedding", lambda n: (nn.Embedding(n // 500, 500), (n // 500,)), (2_000_000, LARGEST), indices=True),
-    Case("LayerNorm", lambda n: (nn.LayerNorm(n // 2), (n // 2,)), (2_000_000, 10_000_000)),
-    Case("GroupNorm", lambda n: (nn.GroupNorm(8, n // 16 * 8), (n // 16 * 8, 2)), (2_000_000, 10_000_000)),
-    Case("RMSNorm", lambda n: (nn.RMSNorm(n, eps=1e-6), (n,)), (2_000_000, 20_000_000)),
-    Case("InstanceNorm", lambda n: (nn.InstanceNorm1d(n // 2, affine=True), (n // 2, 4)), (2_000_000, 10_000_000)),
-    Case("ConvTranspose2d", _conv(nn.ConvTranspose2d, (5, 5), stride=2), (2_000_000, 20_000_000)),
-    Case("no rule: a copy for each example", lambda n: (Scale(n), (n,)), (2_000_000, LARGEST)),
-    Case("shared Linear", _twice_linear, (2_000_000, 10_000_000)),
-    Case("shared Conv2d", _twice_conv, (2_000_000, 10_000_000)),
-    Case("flat, 300 layers", _branches, (2_000_000, 20_000_000), flat=True),
-    Case("ghost, 300 layers", _branches, (2_000_000, 20_000_000), {"norms": "ghost"}, flat=True),
-)
-
-
-RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "norms.csv"
-ALLOWED = 1e-6
-SHARE = 0.37
-"""The threshold, as a share of the true norm."""
-
-
-def _student(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape) / torch.empty(shape).exponential_().sqrt_()  # so heavy a tail that there is no variance
+GRAM, FORMED = "gram", "materialize"
+STRIDED = {
+    "Conv1d": partial(conv, nn.Conv1d, (24,), stride=3),
+    "Conv2d": partial(conv, nn.Conv2d, (8, 8), stride=2, padding=1),
+    "Conv3d": partial(conv, nn.Conv3d, (4, 4, 4), kernel=2, stride=2),
+}
+PADDED = {
+    "Conv1d": partial(conv, nn.Conv1d, (16,), padding=1),
+    "Conv2d": partial(conv, nn.Conv2d, (7, 7), padding=1),
+    "Conv3d": partial(conv, nn.Conv3d, (4, 4, 4), kernel=2),
+}
+STANDARDISED = partial(conv, WSConv2d, (4, 4), padding=1, gain=True)
+CASES: dict[str, Case] = {
+    "Linear: one position": Case(partial(linear, ()), MOST),
+    "Linear: Gram": Case(partial(linear, (16,)), MOST, GRAM),
+    "Linear: Gram of long rows": Case(lambda n: (nn.Linear(n // 64, 64), (4, n // 64)), SOME, GRAM),
+    "Linear: Gram of many positions": Case(partial(linear, (1024,)), SOME[:1], GRAM),
+    "Linear: gradients": Case(partial(linear, (2,)), MOST, FORMED),
+    "Linear: gradients, kept or made again": Case(branches, SOME[:1], attach=(("formula", FORMED),), flat=True),
+    **{f"{name}: Gram": Case(build, formula=GRAM) for name, build in PADDED.items()},
+    **{f"{name}: Gram, with a stride": Case(build, formula=GRAM) for name, build in STRIDED.items()},
+    **{f"{name}: gradients": Case(build, MOST, FORMED) for name, build in STRIDED.items()},
+    "WSConv2d: Gram": Case(STANDARDISED, formula=GRAM),
+    "WSConv2d: gradients": Case(STANDARDISED, formula=FORMED),
+    "Embedding": Case(lambda n: (nn.Embedding(n // 500, 500), (n // 500,)), MOST),
+    "LayerNorm": Case(lambda n: (nn.LayerNorm(n // 2), (n // 2,))),
+    "GroupNorm": Case(lambda n: (nn.GroupNorm(8, n // 16 * 8), (n // 16 * 8, 2))),
+    "RMSNorm": Case(lambda n: (nn.RMSNorm(n, eps=1e-6), (n,)), MORE),
+    "InstanceNorm": Case(lambda n: (nn.InstanceNorm1d(n // 2, affine=True), (n // 2, 4))),
+    "ConvTranspose2d": Case(partial(conv, nn.ConvTranspose2d, (5, 5), stride=2), MORE),
+    "no rule: a copy for each example": Case(lambda n: (Scale(n), (n,)), MOST),
+    "shared Linear": Case(partial(linear, (8,), twice=True)),
+    "shared Conv2d": Case(partial(conv, nn.Conv2d, (8, 4), padding=1, twice=True)),
+    "flat, 300 layers": Case(branches, MORE, flat=True),
+    "ghost, 300 layers": Case(branches, MORE, attach=(("norms", "ghost"),), flat=True),
+}
 
 
 def _spike(shape: tuple[int, ...]) -> Tensor:
@@ -193,7 +151,7 @@ def _spike(shape: tuple[int, ...]) -> Tensor:
 
 LAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
     "normal": torch.randn,
-    "Student t of 2 degrees": _student,
+    "Student t of 2 degrees": lambda shape: torch.randn(shape) / torch.empty(shape).exponential_().sqrt_(),
     "log-normal": lambda shape: torch.randn(shape).mul_(2).exp_(),
     "one spike": _spike,
     "all equal": lambda shape: torch.full(shape, 1.1),
@@ -202,19 +160,10 @@ LAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one way and law.
+    """What was measured of one way and law: (true norm − stated norm)/true norm, which is below 0 where the norm was
+    raised, and (length of what was added to .grad)/C − 1."""
 
-    Args:
-        formula: the case's name.
-        entries: numbers of the gradient.
-        law: of inputs and output gradients.
-        understated: (true norm − stated norm)/true norm; below 0 where it was raised.
-        over_threshold: (length of what was added to .grad)/C − 1.
-    """
-
-    formula: str
     entries: int
-    law: str
     understated: float
     over_threshold: float
 
@@ -224,32 +173,33 @@ class Row:
         return self.understated <= ALLOWED and self.over_threshold <= ALLOWED
 
 
-def measure(case: Case, law: str, entries: int, seed: int = 0) -> Row:
+def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
     """One example through the engine, and through float64.
 
     Raises:
         RuntimeError: the engine went another way than the case is about.
     """
     torch.manual_seed(seed)
+    case, draw = CASES[name], LAWS[law]
     model, shape = case.build(entries)
-    draw = LAWS[law]
-    inputs = torch.randint(0, shape[0], (1, *shape)) if case.indices else draw((1, *shape))
+    indices = isinstance(model, nn.Embedding)
+    inputs = torch.randint(0, shape[0], (1, *shape)) if indices else draw((1, *shape))
     with torch.no_grad():
         g = draw(tuple(model(inputs).shape))
     true = _true_norm(model, inputs, g)
+    told: dict[str, Any] = {**dict(case.attach), **({"formula": case.formula} if case.formula else {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "groupwise has no rule")
-        engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **case.attach)
+        engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **told)
     with engine:
         engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
         stated = float(engine.per_example_norms[0, 0])
         added = _length([p.grad for p in model.parameters()])
         methods = engine.groups[0].members[0].context.methods
     chosen = None if methods.last is None else methods[methods.last]
-    if case.method is not None and chosen != case.method:
-        raise RuntimeError(f"{case.name}: the engine chose {chosen}, not {case.method}")
-    count = sum(p.numel() for p in model.parameters())
-    return Row(case.name, count, law, 1 - stated / true, added / (SHARE * true) - 1)
+    if case.formula and chosen != case.formula:
+        raise RuntimeError(f"{name}: the engine chose {chosen}, not {case.formula}")
+    return Row(sum(p.numel() for p in model.parameters()), 1 - stated / true, added / (SHARE * true) - 1)
 
 
 def _true_norm(model: nn.Module, inputs: Tensor, g: Tensor) -> float:
@@ -261,44 +211,30 @@ def _true_norm(model: nn.Module, inputs: Tensor, g: Tensor) -> float:
 
 def _length(gradients: Sequence[Tensor | None]) -> float:
     """Of all of them together, added up in float64, some numbers at a time."""
-    total = 0.0
-    for gradient in gradients:
-        assert gradient is not None
-        for part in gradient.reshape(-1).split(1 << 22):
-            total += float(part.double().square_().sum())
-    return total**0.5
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """The file of the results: what was measured to three digits."""
-    told = ((f"{value:.2e}" if isinstance(value, float) else value for value in astuple(row)) for row in rows)
-    return csv_text((field.name for field in fields(Row)), told)
+    found = [gradient for gradient in gradients if gradient is not None]
+    assert len(found) == len(gradients)
+    return sum(float(part.double().square_().sum()) for g in found for part in g.reshape(-1).split(1 << 22)) ** 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the table when everything was measured; 1 where a row is not good."""
-    names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m trust.norms", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--most", type=int, help="leave out layers of more parameters than this: a fast look")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    for case in CASES:
-        if case.name not in (options.only or names):
-            continue
-        for entries in case.entries:
-            if entries > (options.most or entries):
-                continue
-            start = time.monotonic()
-            for law in LAWS:
-                rows.append(measure(case, law, entries))
-                print(",".join(f"{v:.2e}" if isinstance(v, float) else str(v) for v in astuple(rows[-1])))
-            print(f"{case.name}, {entries}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    lines, good = [], True
+    for name in options.only or CASES:
+        for entries in CASES[name].entries:
+            for law in LAWS if entries <= (options.most or entries) else ():
+                row = measure(name, law, entries)
+                lines.append([name, str(row.entries), law, f"{row.understated:.2e}", f"{row.over_threshold:.2e}"])
+                print(",".join(lines[-1]), flush=True)
+                good &= row.good
     if not options.only and options.most is None:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
-        write_text(RESULT, as_csv(rows))
-    return 0 if all(row.good for row in rows) else 1
+        write_text(RESULT, csv_text(HEAD, lines))
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
