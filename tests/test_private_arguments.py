@@ -1,6 +1,5 @@
 """Arguments that `make_private` does not take are refused in a sentence."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -164,17 +163,3 @@ def test_a_dict_of_numbered_examples_is_a_dataset():
 def test_an_order_may_be_a_list_and_a_number_of_workers_of_numpy():
     use = Use(order=lambda drawn: [int(row) for row in drawn], num_workers=np.int64(0), microbatch=np.int32(7))
     assert torch.equal(use.train().weights, Use().train().weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("target_epsilon", "did you mean epsilon?"),
-        ("target_delta", "did you mean delta?"),
-        ("max_grad_norm", "did you mean threshold?"),
-        ("batchsize", "did you mean batch_size?"),
-    ],
-)
-def test_other_libraries_names_of_arguments_are_answered_by_ours(name, ours):
-    with pytest.raises(UserError, match=f"no setting '{name}'.*{re.escape(ours)}"):
-        Use(**{name: 1.0})

@@ -44,6 +44,7 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
         (full_size, "model=gpt3", "did you mean gpt2?"),
         (full_size, "tokens=600", "512 positions"),
+        (full_size, "batch=0", "above 0"),
         (growth, "axis=length", "conv axis length"),
         (growth, "network=transformed", "did you mean transformer?"),
         (growth, "dtype=int8", "float32"),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.workloads import WORKLOADS, build, check
-from groupwise.errors import UserError
+from benchmarks.workloads import WORKLOADS, build
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -49,20 +48,3 @@ def test_channels_last_changes_the_layout_and_nothing_else() -> None:
     torch.testing.assert_close(plain.loss(), last.loss())
     weight = last.model.blocks[0].conv1.weight
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("gpt3", {}, "did you mean gpt2?"),
-        ("mlp", {"layers": 3}, "no option"),
-        ("mlp", {"tokens": 3}, "no option"),
-        ("gpt2", {"tokens": 1025}, "1024 positions"),
-        ("mlp", {"batch": 0}, "at least 1"),
-        ("mlp", {"channels_last": True}, "no images"),
-        ("mlp", {"dtype": "float16"}, "did you mean"),
-    ],
-)
-def test_mistakes_are_told(name: str, options: dict, words: str) -> None:
-    with pytest.raises(UserError, match=words.replace("?", r"\?")):
-        check(name, **{"batch": None, "layers": None, **options})

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
-from groupwise.tasks.samples import PairEncoder, Rows, plain_frame
+from groupwise.tasks.samples import PairEncoder, plain_frame
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
 from tests.clipping.traced import clip
@@ -318,22 +317,3 @@ def test_bad_input_is_one_sentence(changes, message):
     with pytest.raises(UserError, match=message) as error:
         make_task(config(**changes), CPU)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real texts: GROUPWISE_DATA is not set")
-@pytest.mark.parametrize(
-    ("name", "train_file"),
-    [
-        ("samsum", None),
-        pytest.param("e2e", None, marks=pytest.mark.slow),  # tests/data reads these two whole, and is fast
-        pytest.param("dart", "webnlg2017-train.json", marks=pytest.mark.slow),
-    ],
-)
-def test_real_texts(name, train_file):
-    data = {"name": "files", "train_file": train_file}
-    task = make_task(config(name, data=data, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)
-    assert task.losses_of(EXAMPLES).shape == (4,)
-    found = task.describe_data()
-    assert found["train_examples"] == 40 and "generated" not in found
-    assert found["test_inputs"] == {"e2e": 630, "dart": 5097, "samsum": 819}[name]
-    assert isinstance(task._samples["train"].tokens, Rows)

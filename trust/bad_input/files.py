@@ -97,7 +97,6 @@ def glue(task: str, home: str, names: list[str], row: Callable[[int], list[str]]
 SAMSUM = [{"id": str(i), "summary": f"{i} meet.", "dialogue": f"A: hi {i}\r\nB: yes"} for i in range(12)]
 DART = [{"tripleset": [["A", "IS", str(i)]], "annotations": [{"source": "x", "text": f"A is {i}."}]} for i in range(12)]
 E2E = [["mr", "ref"], *([f'"name[The {i}], area[city centre]"', f'"The {i} is here."'] for i in range(12))]
-CORPUS = "\n\n".join(f"Once upon a time {i} there was a word." * 3 for i in range(60))
 README = """---
 configs:
 - config_name: sst2
@@ -193,7 +192,6 @@ def kinds(templates: Path) -> list[Kind]:
         return lambda folder: copy(source, folder / to)  # type: ignore[operator, return-value]
 
     stopped = (f"results/runs/{run.name}/checkpoint*.pt", *(f"results/runs/{run.name}/{name}" for name in RECORD))
-    pretrain = (*SMALL, *words("clip=none data.corpus=corpus train.batch_size=2 data.train_limit=4"))
     images = (*FLAT, *CIFAR, "train.batch_size=4", "data.train_limit=16")
     dart = " ".join(f"dart/dart-v1.1.1-full-{part}.json" for part in ("train", "dev", "test"))
     found = [
@@ -210,8 +208,6 @@ def kinds(templates: Path) -> list[Kind]:
         Kind("SAMSum json", texts(same("samsum/train.json samsum/val.json samsum/test.json", json.dumps(SAMSUM))),
              (*FILES, *WRITES, "task=samsum"), ("samsum/*",)),
         Kind("DART json", texts(same(dart, json.dumps(DART))), (*FILES, *WRITES, "task=dart"), ("dart/*",)),
-        *[Kind("corpus", texts({f"corpus/a{ending}": CORPUS}), (*pretrain, f"task=pretrain_{task}"), ("corpus/*",))
-          for ending, task in ((".txt", "masked"), (".txt.gz", "causal"), (".txt.xz", "masked"))],
         Kind("parquet", hub, (*FILES, "task=sst2", "data.hub=hub"), ("hub/a.parquet", "hub/README.md")),
         *[Kind("npz", npz, (*images, f"paths.data={where}"), ("cifar10.npz",)) for where in (".", "cifar10.npz", ".")],
         Kind("CIFAR batches", batches, (*images, "paths.data=."), ("cifar-10-batches-py/*",)),

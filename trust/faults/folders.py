@@ -17,7 +17,18 @@ from groupwise.config.identity import stable_config
 from groupwise.sweeps.cells import read_sweep
 from groupwise.sweeps.collect import CONF
 from groupwise.sweeps.prepare import table_cells
-from trust.faults.process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
+from trust.faults.process import (
+    SEEDED,
+    STEPS,
+    Outcome,
+    complete,
+    halting,
+    run_folder,
+    same,
+    start,
+    undisturbed,
+    wait_for,
+)
 
 HARM = ("cut", "flip", "zeros", "empty", "gone", "more")
 
@@ -48,9 +59,7 @@ def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
     interrupted, expected = _interrupted(work, chance)
     for trial in range(trials):
         results = shutil.copytree(interrupted, work / str(trial))
-        folder = run_folder(results)
-        assert folder is not None
-        harm(folder / "checkpoint.pt", HARM[trial % len(HARM)], chance)
+        harm(run_folder(results) / "checkpoint.pt", HARM[trial % len(HARM)], chance)
         process = complete(results, *SEEDED)
         told = process.errors.count("warning: ") == 1 and "resuming from the one before it" in process.errors
         lost += not (process.code == 0 and told and same(results, expected))
@@ -65,10 +74,8 @@ def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
     interrupted, _ = _interrupted(work, chance)
     for trial in range(trials):
         results = shutil.copytree(interrupted, work / str(trial))
-        folder = run_folder(results)
-        assert folder is not None
         for name in ("checkpoint.pt", "checkpoint-previous.pt"):
-            harm(folder / name, chance.choice([how for how in HARM if how != "gone"]), chance)
+            harm(run_folder(results) / name, chance.choice([how for how in HARM if how != "gone"]), chance)
         before = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
         process = complete(results, *SEEDED)
         after = {path: path.stat().st_mtime_ns for path in results.rglob("*")}
@@ -107,13 +114,12 @@ def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
 
 def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Path, dict[str, object]]:
     """A run that was killed on its way, and what it comes to."""
-    results, whole = work / "interrupted", work / "whole"
+    results = work / "interrupted"
     process = start(results, *SEEDED, *settings, before=halting(chance.randrange(3, STEPS - 4)))
     assert wait_for(process, process.standing), process.errors
     process.send(signal.SIGKILL)
     process.wait()
-    complete(whole, *SEEDED, *settings)
-    return results, left(whole)
+    return results, undisturbed(work, *settings)
 
 
 MOST = 10.0

@@ -83,8 +83,7 @@ def _after_step(step: int, seconds: float) -> Moment:
 
     def moment(results: Path) -> Callable[[], bool]:
         def happened() -> bool:
-            folder = run_folder(results)
-            if folder is None or not (folder / "checkpoint.pt").exists() or logged(results) < step:
+            if not (run_folder(results) / "checkpoint.pt").exists() or logged(results) < step:
                 return False
             time.sleep(seconds)
             return True
@@ -112,8 +111,7 @@ def _as_written(name: str, seconds: float) -> Moment:
 
 
 def _changed(results: Path, name: str) -> int | None:
-    folder = run_folder(results)
     try:
-        return None if folder is None else (folder / name).stat().st_mtime_ns
+        return (run_folder(results) / name).stat().st_mtime_ns
     except FileNotFoundError:
         return None

@@ -177,18 +177,15 @@ def warm() -> None:
     torch.set_num_threads(1)
 
 
-def run_folder(results: Path) -> Path | None:
-    """The one run's folder, once it is there."""
-    return next((results / "runs").glob("*"), None)
+def run_folder(results: Path) -> Path:
+    """The one run's folder, or a path where nothing is."""
+    return next((results / "runs").glob("*"), results / "runs" / "none")
 
 
 def logged(results: Path) -> int:
     """How many lines metrics.jsonl has: the steps that are done, and one more for the last evaluation."""
-    folder = run_folder(results)
-    try:
-        return 0 if folder is None else (folder / "metrics.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+    metrics = run_folder(results) / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def halting(last: int) -> Callable[[], None]:
@@ -228,7 +225,7 @@ def left(results: Path) -> dict[str, Any]:
         FileNotFoundError: it is not done; ValueError: files are not as their SHA-256, or a checkpoint is there still.
     """
     folder = run_folder(results)
-    if folder is None or not (folder / "DONE").is_file():
+    if not (folder / "DONE").is_file():
         raise FileNotFoundError(f"no finished run in {results}")
     for line in (folder / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ", 1)
@@ -243,6 +240,12 @@ def left(results: Path) -> dict[str, Any]:
     metrics = [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
     kept = {key: privacy[key] for key in ("plan", "thresholds", "spent", "executed_steps")}
     return {"weights": weights, "metrics": metrics, **kept}
+
+
+def undisturbed(work: Path, *settings: str) -> dict[str, Any]:
+    """What a seeded run comes to when nothing disturbs it."""
+    complete(work / "whole", *SEEDED, *settings)
+    return left(work / "whole")
 
 
 def same(results: Path, expected: dict[str, Any]) -> bool:

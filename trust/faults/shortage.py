@@ -19,7 +19,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trust.faults.process import SEEDED, STEPS, Outcome, complete, halting, left, run_folder, same, start, wait_for
+from trust.faults.process import (
+    SEEDED,
+    STEPS,
+    Outcome,
+    complete,
+    halting,
+    left,
+    run_folder,
+    same,
+    start,
+    undisturbed,
+    wait_for,
+)
 
 NEEDED = 1_300_000
 """Bytes that a run takes at most: two checkpoints, one that is being written, and small files."""
@@ -29,7 +41,7 @@ SMALLEST, LARGEST = 1500, 330_000
 
 def full(trials: int, work: Path, seed: int = 2) -> Outcome:
     """A file system with room for a part of the run only; later there is room."""
-    expected, chance, tried, lost = _undisturbed(work), random.Random(seed), 0, 0
+    expected, chance, tried, lost = undisturbed(work), random.Random(seed), 0, 0
     with _small_disk(work / "disk", 4_000_000) as disk:
         if disk is None:
             return Outcome("disk full", 0, 0, "not tried: it takes root to mount a small file system")
@@ -53,7 +65,7 @@ def full(trials: int, work: Path, seed: int = 2) -> Outcome:
 
 def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
     """Files that may not grow beyond a size; later they may."""
-    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results, size = work / str(trial), int(SMALLEST * (LARGEST / SMALLEST) ** chance.random())
 
@@ -73,7 +85,7 @@ def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
 
 def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
     """A folder without permission to write, from the beginning or from a random step on; later it is given back."""
-    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         step = 0 if trial % 3 == 0 else chance.randrange(1, STEPS - 4)
         lost += not _without_permission(work / str(trial), step, expected)
@@ -92,9 +104,7 @@ def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> b
 
     process = start(results, *SEEDED, before=before)
     if wait_for(process, process.standing):
-        folder = run_folder(results)
-        assert folder is not None
-        folder.chmod(0o555)
+        run_folder(results).chmod(0o555)
         process.send(signal.SIGCONT)
     process.wait()
     written = step == 0 and any(results.iterdir())
@@ -104,11 +114,6 @@ def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> b
     told = process.refused()
     again = complete(results, *SEEDED, before=_obey)
     return told and not written and again.code == 0 and same(results, expected)
-
-
-def _undisturbed(work: Path) -> dict[str, Any]:
-    complete(work / "whole", *SEEDED)
-    return left(work / "whole")
 
 
 def _goes_on(results: Path, work: Path, expected: dict[str, Any]) -> bool:
@@ -155,9 +160,8 @@ def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
         results, fits = work / str(trial), 2 ** chance.randrange(2, 7)
         process = complete(results, *SEEDED, *MANY, f"train.microbatch={AT_ONCE}", before=_limit(fits * PER_EXAMPLE))
         complete(whole := work / f"whole-{trial}", *SEEDED, *MANY, f"train.microbatch={fits}")
-        folder = run_folder(results)
-        good = process.code == 0 and folder is not None and "memory ran out" in process.errors
-        good = good and json.loads((folder / "system.json").read_text())["microbatch"] == fits  # type: ignore[operator]
+        good = process.code == 0 and "memory ran out" in process.errors
+        good = good and json.loads((run_folder(results) / "system.json").read_text())["microbatch"] == fits
         lost += not (good and same(results, left(whole)))
     told = "a warning; examples at once halved, same batch and noise: the bits of a run set to that"
     return Outcome("out of memory in a step", trials, lost, told)

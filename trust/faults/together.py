@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 
 from trust.faults.process import (
@@ -17,11 +16,11 @@ from trust.faults.process import (
     Outcome,
     complete,
     halting,
-    left,
     logged,
     run_folder,
     same,
     start,
+    undisturbed,
     wait_for,
 )
 
@@ -30,7 +29,7 @@ YEAR = 365 * 86400.0
 
 def two(trials: int, work: Path, seed: int = 10) -> Outcome:
     """A second process, the same configuration, at a random moment of the first; every third with overwrite=true."""
-    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results, step = work / str(trial), chance.randrange(0, STEPS // 2)
         first = start(results, *SEEDED, before=halting(step + 1))  # or it might be done before the second is ready
@@ -47,31 +46,20 @@ def two(trials: int, work: Path, seed: int = 10) -> Outcome:
 
 def clock(trials: int, work: Path, seed: int = 11) -> Outcome:
     """Wall clocks that jump by up to a year at every look, in runs that are killed, and files from other times."""
-    expected, chance, lost = _undisturbed(work), random.Random(seed), 0
+    expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results = work / str(trial)
         process = start(results, *SEEDED, before=_jumping(trial))
         step = chance.randrange(0, STEPS - 3)
-        wait_for(process, partial(_past, results, step))
+        wait_for(process, lambda results=results, step=step: logged(results) > step)  # type: ignore[misc]
         process.send(signal.SIGKILL)
         process.wait()
-        folder = run_folder(results)
-        assert folder is not None
-        for path in folder.iterdir():
+        for path in run_folder(results).iterdir():
             when = chance.choice((0.0, time.time() + chance.uniform(-YEAR, YEAR)))
             os.utime(path, (when, when))
         again = complete(results, *SEEDED, before=_jumping(trial + 1))
         lost += not (again.code == 0 and same(results, expected))
     return Outcome("clock and file times jump", trials, lost, "killed and resumed all the same, to the same bits")
-
-
-def _past(results: Path, step: int) -> bool:
-    return logged(results) > step
-
-
-def _undisturbed(work: Path) -> dict[str, object]:
-    complete(work / "whole", *SEEDED)
-    return left(work / "whole")
 
 
 def _jumping(seed: int) -> Callable[[], None]:
