@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import pandas as pd
 
 from benchmarks.loop_rounds import measure
 from benchmarks.options import command, option, out, read
-from benchmarks.results import Table
+from benchmarks.results import Table, as_text
 from groupwise.analysis.benchmark_rows import LOOP_CELL
 from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
@@ -61,25 +62,17 @@ def parse(schema: type[LoopOptions], arguments: Sequence[str]) -> tuple[LoopOpti
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What the command prints: medians over rounds."""
-    first = rows[0]
-    seconds = "wall" if first["device"] == "cuda" else "cpu"
-    loop, bare = (1e3 * median(row[f"{kind}_{seconds}_seconds"] for row in rows) for kind in ("loop", "bare"))
+    """What the command prints: milliseconds of a step, and the ratio bare / loop, medians and ranges over rounds."""
+    first, frame = rows[0], pd.DataFrame(list(rows))
     title = " ".join(f"{key}={first[key]}" for key in ("task", "scale", "clip"))
-    return "\n".join(
-        [
-            f"{title}: B {first['batch']} in microbatches of {first['microbatch']}, {first['parameters']} parameters, "
-            f"{first['device']}, {first['threads']} threads, {first['dtype']}",
-            f"bare step {bare:.2f} ms, step of the loop {loop:.2f} ms ({seconds} time)",
-            *(_range(rows, name) for name in ("ratio", "wall_ratio")),
-        ]
+    clock = "wall" if first["device"] == "cuda" else "cpu"
+    for kind in ("loop", "bare"):
+        frame[f"{kind} step, ms"] = 1e3 * frame[f"{kind}_{clock}_seconds"]
+    shown = frame[["loop step, ms", "bare step, ms", "ratio", "wall_ratio"]].agg(["median", "min", "max"])
+    return (
+        f"{title}: B {first['batch']} in microbatches of {first['microbatch']}, {first['parameters']} parameters, "
+        f"{first['device']}, {first['threads']} threads, {first['dtype']}\n{as_text(shown.reset_index(names=''))}"
     )
-
-
-def _range(rows: Sequence[dict[str, Any]], name: str) -> str:
-    values = [row[name] for row in rows]
-    label = "ratio (bare / loop)" if name == "ratio" else "of wall times"
-    return f"{label} {median(values):.3f} [{min(values):.3f} .. {max(values):.3f}]"
 
 
 def run(given: tuple[LoopOptions, RunConfig]) -> None:

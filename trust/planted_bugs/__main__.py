@@ -21,6 +21,7 @@ from groupwise.atomic import write_text
 from groupwise.audit.two_worlds import Distinguished, distinguish
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.rows import csv_text, markdown
+from trust.page import planted
 from trust.planted_bugs import guards
 from trust.planted_bugs.cases import CASES, Case
 from trust.planted_bugs.worst import WorstCounts
@@ -76,17 +77,6 @@ def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
     return csv_text(HEAD, sorted(lines))
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table that the command prints."""
-    lines = []
-    for row in rows:
-        found = f"{row.planted.epsilon:.2f}{'' if row.caught else ' (NOT CAUGHT)'}"
-        right = f"{row.correct.epsilon:.2f}{'' if row.sound else ' (ABOVE THE CLAIM)'}"
-        lines.append([row.bug, f"{row.claimed:g}", found, right, str(row.planted.plays), row.how])
-    head = ["bug", "claimed ε", "ε of the bug, at least", "ε of the code as it is, at least", "plays", "how"]
-    return markdown(head, lines)
-
-
 EPSILON, DELTA = 1.0, 1e-5
 RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "planted.csv"
 
@@ -134,7 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start = time.monotonic()
             rows.append(measure(case, options.plays, options.seed))
             print(f"{case.name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    print(as_markdown(rows))
+    print(planted(list(csv.DictReader(as_csv(rows).splitlines()))))
+    for row in rows:
+        if not row.caught or not row.sound:
+            told = f"{row.planted.epsilon:.2f} with the bug, {row.correct.epsilon:.2f} without"
+            print(f"{row.name}: at least {told}, where {row.claimed:g} is claimed", file=sys.stderr)
     if options.plays is None:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, as_csv(rows, RESULT.read_text() if options.only and RESULT.exists() else ""))
