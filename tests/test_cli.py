@@ -89,7 +89,11 @@ def absl_keeps_the_capture_open() -> None:
         ("seed=½", "put a value with signs such as = [ ] { } , : into quotes"),
         ("+clip.mapping={a:null} clip.grouping=custom", "text was expected"),
         ("--verbose", "unrecognized arguments"),
-        ("--cfg job -m", "Only one of"),
+        ("--info defaults -m", "Only one of"),
+        ("-m seed=0,1 dry_run=true", "or with -m the cells of a sweep"),
+        ("hydra.run.dir=out scale=smoke", "give paths.results=FOLDER instead"),
+        ("-m +hydra.output_subdir=.hydra scale=smoke", "give paths.results=FOLDER instead"),
+        ("-m hydra/launcher=submitit_slurm seed=0,1", "give hydra/launcher=slurm"),
         ("--experimental-rerun=config.pickle", "would unpickle a file"),
         ("hydra/launcher=slrm", "not one of basic"),
         ("privacy.epsilon=8 privacy.noise_multiplier=1", "are both given"),
@@ -145,6 +149,8 @@ def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
         ("task=sst2 scale=mini --info defaults", "size/glue/mini"),
         ("--hydra-help", "--multirun"),
         ("-sc query=bash", "clip=fixed_block clip=fixed_layer"),
+        ("-m +sweep=cifar scale=mini seed=0 --cfg job", "clip=flat privacy.epsilon=3 task=cifar seed=0"),
+        ("--cfg job seed=0,1 -m scale=smoke", "seed=1\ncells: 2, done already: 0\n"),
     ],
 )
 def test_flags_of_hydra_stand_anywhere(
@@ -154,6 +160,11 @@ def test_flags_of_hydra_stand_anywhere(
     done = command(tmp_path, *arguments.split())
     assert (done.returncode, done.stderr) == (0, "") and words in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    done = command(tmp_path, "--cfg", "job", "--package", "nope")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "package 'nope' not found in config\n")
 
 
 def test_a_mistake_is_the_end_of_the_process(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep,
 from groupwise.sweeps.multirun import run_cells
 from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
 
-SHOWN = ("run", "cfg", "info", "help", "hydra_help", "shell_completion", "resolve")
+SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
 """Hydra's flags that run no cells, or that Hydra refuses together with ``-m``."""
 Train = Callable[[RunConfig], Any]
 
@@ -68,7 +68,7 @@ def launch(conf: Path, train: Train) -> int:
         else:
             main()
     except SystemExit as end:  # Hydra has shown its help
-        return int(end.code or 0)
+        return MISTAKE if end.code == 1 else int(end.code or 0)
     except KeyboardInterrupt:
         again = "the command without overwrite=true" if "overwrite=true" in sys.argv else "the same command"
         print(f"interrupted: {again} resumes from the last checkpoint", file=sys.stderr)
@@ -117,12 +117,20 @@ def _single(composed: DictConfig) -> RunConfig:
 def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
     """Make the folder of a sweep, after all cells are checked; None if nothing is left to do, or was done here.
 
+    With ``--cfg`` the cells are listed, and nothing is made.
+
     `run.py` does not return from here: its copy in that folder replaces this process.
     """
     folder = handed_on()
     if folder is not None:
         return folder
     planned = plan_sweep(_with_folder(given), conf)
+    if given.cfg:
+        if planned.cells is None:
+            raise UserError("hydra/sweeper chooses the cells while it runs, so there is no list: leave --cfg out.")
+        print(*(f"{cell.run}{' (done)' * cell.done}  {cell.name}" for cell in planned.cells), sep="\n")
+        print(f"cells: {len(planned.cells)}, done already: {sum(cell.done for cell in planned.cells)}")
+        return None
     if planned.accounted:
         from groupwise.sweeps.accounted import plan_search  # these bring torch
         from groupwise.sweeps.secret_runs import run_search

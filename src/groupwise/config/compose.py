@@ -143,6 +143,14 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(child, f"{key}.")
 
 
+_RECORD = "a run's record is <paths.results>/runs/<hash>: give paths.results=FOLDER instead"
+OF_HYDRA = {
+    **dict.fromkeys(("hydra.run.dir", "hydra.output_subdir", "hydra.sweep.subdir", "hydra/job_logging"), _RECORD),
+    "hydra/launcher=submitit_slurm": "its jobs are not requeued: give hydra/launcher=slurm, whose jobs are",
+}
+"""Hydra's settings that are refused, as Hydra acts on them before a run is checked -> what to do."""
+
+
 def check_typed(overrides: Sequence[str]) -> None:
     """Refuse words on a command line that are not ``key=value``, and keys that are given twice or deleted.
 
@@ -153,6 +161,8 @@ def check_typed(overrides: Sequence[str]) -> None:
     for place, override in enumerate(overrides):
         key, equals, _ = override.lstrip("+").partition("=")
         deleted = key.removeprefix("~")
+        if refused := OF_HYDRA.get(key) or OF_HYDRA.get(override):
+            raise UserError(f"{override}: {refused}.")
         if key.startswith("~"):
             if deleted in key_types() and "." in deleted:
                 raise UserError(f"{override}: a key always has a value, so give one, such as {deleted}=null.")

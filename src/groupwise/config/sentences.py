@@ -45,6 +45,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
             return f"{key} is no entry of {mapping} here, which {shown}; new ones take a plus: {example}."
     if key.startswith("hydra.launcher."):
         return f"there is no key {key}; `hydra/launcher=slurm --cfg hydra -p hydra.launcher` lists those of a launcher."
+    if key in ("dry_run", "dryrun"):
+        return f"there is no key {key}: `--cfg job` shows a run's configuration, or with -m the cells of a sweep."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
