@@ -65,11 +65,11 @@ def remove(entry: Path) -> None:
         entry.unlink()
 
 
-def lock(path: Path) -> IO[bytes] | None:
-    """Lock a file, without waiting, until what is returned is closed; None where another process has it."""
+def lock(path: Path, *, wait: bool = False) -> IO[bytes] | None:
+    """Lock a file until what is returned is closed; if another process has it, wait for it, or return None."""
     file = open(path, "ab")  # noqa: SIM115 (the caller closes it)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         file.close()
         return None

@@ -5,6 +5,7 @@ import hashlib
 import shutil
 import tarfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_a_download_becomes_the_standard_folder(tmp_path, served):
     assert [path.name for path in root.iterdir()] == ["cifar-10-batches-py"]
     shutil.rmtree(served.parent)
     assert load_cifar10(root).x_test.shape == (10, 3, 32, 32)
+
+
+def test_of_several_jobs_one_downloads_and_the_others_wait(tmp_path, served, monkeypatch):
+    cifar10, began = import_torchvision().datasets.CIFAR10, []
+    download = cifar10.download
+    monkeypatch.setattr(cifar10, "download", lambda data: (began.append(data), download(data)))
+    with ThreadPoolExecutor(3) as jobs:
+        sizes = [len(data.x_train) for data in jobs.map(load_cifar10, [tmp_path / "root"] * 3)]
+    assert (sizes, len(began)) == ([50] * 3, 1)
+    assert [path.name for path in (tmp_path / "root").iterdir()] == ["cifar-10-batches-py"]
 
 
 def test_a_broken_download_leaves_nothing(tmp_path, served):

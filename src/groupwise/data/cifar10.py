@@ -4,17 +4,17 @@ import hashlib
 import http.client
 import io
 import pickle
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from groupwise.atomic import lock
 from groupwise.data.images import NUM_CLASSES, ImageData, checked_images, checked_labels
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
@@ -55,21 +55,36 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Put the standard folder into `root`, whole or not at all: it is unpacked elsewhere and then moved."""
+    """Put the standard folder into `root`, whole or not at all: it is unpacked elsewhere and then moved.
+
+    Of several processes at once one downloads, and the others wait for it.
+    """
     datasets = import_torchvision().datasets
     new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".cifar10-download-", dir=root) as scratch:
+        with _only_one(root), tempfile.TemporaryDirectory(prefix=".cifar10-download-", dir=root) as scratch:
+            if (root / BATCHES_FOLDER).is_dir():
+                return
             with _network_patience():
                 datasets.CIFAR10(scratch, train=True, download=True)
-            shutil.move(Path(scratch) / BATCHES_FOLDER, root / BATCHES_FOLDER)
+            (Path(scratch) / BATCHES_FOLDER).rename(root / BATCHES_FOLDER)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
         for folder in new:
             with suppress(OSError):  # only an empty one goes
                 folder.rmdir()
         reason = str(error).rstrip(".") or type(error).__name__
         raise UserError(_not_found(root, f"and could not be downloaded ({reason})")) from error
+
+
+@contextmanager
+def _only_one(root: Path) -> Iterator[None]:
+    path = root / ".cifar10-download.lock"
+    with lock(path, wait=True) or nullcontext():
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # while it is locked: who waits finds the data then
 
 
 @contextmanager
