@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -203,8 +204,16 @@ def test_an_example_that_is_not_finite_is_left_out_and_told_as_not_private():
     x = X.clone()
     x[7] = float("nan")
     use = Use(data=torch.utils.data.TensorDataset(x, Y), batch_size=40)
-    told = [step.nonprivate["nonfinite"] for step in use.private.steps()]
+    with warnings.catch_warnings(action="default", record=True) as warned:
+        told = [step.nonprivate["nonfinite"] for step in use.private.steps()]
     assert told == [1, 1, 1] and bool(use.weights.isfinite().all())
+    [warning] = warned
+    assert "look for NaN in the data" in str(warning.message)
+
+
+def test_data_without_a_finite_loss_are_refused_before_training():
+    with pytest.raises(UserError, match=r"losses of all 5 examples .* are not finite"):
+        Use(data=torch.utils.data.TensorDataset(X * torch.nan, Y))
 
 
 def test_a_state_brings_the_way_of_its_noise_along():

@@ -160,6 +160,12 @@ class _Comparison:
         return self._check_sums(sums, truth, norms, off), truth.norms
 
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
+        if not alone.isfinite().any():
+            raise UserError(
+                f"The losses of all {len(set(examples))} examples that are checked before training are not finite "
+                f"({float(alone[0])}), and such examples are left out of training: look for NaN in the data, the "
+                "weights or the loss."
+            )
         for row in moved_losses(found, alone, self.loss_tolerance):
             i, n = examples[row], len(examples)
             seen = self.runs.first_difference([i], [i] * n, [0], calm=True)

@@ -4,6 +4,7 @@ All trainings take their steps through it: `run.py`, `groupwise.make_private`, t
 and stages of a pipeline. They differ only in how the clipped sums of a drawn batch are formed (`BatchSums`).
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -55,6 +56,12 @@ class BatchSums(Protocol):
         Returns:
             The sum of its losses, (), which is not private.
         """
+
+
+NONFINITE = (
+    "The gradients of some examples are not finite, so these examples are left out: look for NaN in the data or in the "
+    "losses. nonprivate counts them at each step (as nonfinite). This warning comes from the data, without noise."
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,8 @@ class PrivateStep:
         if self.thresholds is not None:
             self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
+        if nonfinite:
+            warnings.warn(NONFINITE, stacklevel=4)  # one text from one line, so Python tells it once
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
