@@ -171,5 +171,5 @@ except ValueError as error:
     print(error)
 try:
     groupwise.PrivacyEngine()
-except AttributeError as error:
+except ImportError as error:
     print(error)

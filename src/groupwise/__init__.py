@@ -47,8 +47,9 @@ def __getattr__(name: str) -> Any:
     """The public names, when they are asked for: the package alone imports no torch."""
     if name in _OWNERS:
         return getattr(import_module(_OWNERS[name]), name)
-    hint = f": use {_INSTEAD[name]}" if name in _INSTEAD else ""
-    raise AttributeError(f"module 'groupwise' has no attribute {name!r}{hint}")
+    if name in _INSTEAD:  # Python would replace an AttributeError of `from groupwise import` by a text of its own
+        raise ImportError(f"module 'groupwise' has no attribute {name!r}: use {_INSTEAD[name]}")
+    raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

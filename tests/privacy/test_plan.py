@@ -199,6 +199,8 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(delta=0.9 / 5000)
+    with pytest.warns(UserWarning, match="delta = 0.0135 is below 1/N, but large .* such as delta=1e-5"):
+        make(dataset_size=50, expected_batch_size=5, delta=50**-1.1)
 
 
 def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(cold, monkeypatch):

@@ -110,6 +110,8 @@ def _noise(plan: "PrivacyPlan") -> str:
     )
 
 
+LARGE_DELTA = 5e-3
+"""Above it δ is warned of even below 1/N; the default N^-1.1 is for fewer than 124 examples."""
 SAMPLINGS = ("poisson", "shuffle")
 
 
@@ -259,8 +261,8 @@ def make_plan(
 
     ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With
     ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows
-    the on-disk cache of σ. Numpy's numbers become Python's, which files keep. Warns when δ ≥ 1/N. Raises
-    :class:`UserError` for anything out of range.
+    the on-disk cache of σ. Numpy's numbers become Python's, which files keep. Warns when δ ≥ 1/N or δ > `LARGE_DELTA`.
+    Raises :class:`UserError` for anything out of range.
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
@@ -294,6 +296,12 @@ def make_plan(
         warnings.warn(
             f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}: such a delta allows publishing an example "
             "outright; give a smaller one.",
+            stacklevel=2,
+        )
+    elif delta > LARGE_DELTA:
+        warnings.warn(
+            f"delta = {delta:.3g} is below 1/N, but large for a probability with which the guarantee may fail: with so "
+            f"few examples ({dataset_size}) give a smaller one, such as delta=1e-5.",
             stacklevel=2,
         )
     counts, gradients = split_noise(sigma, without.num_groups, without.quantile_budget)

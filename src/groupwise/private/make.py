@@ -21,7 +21,7 @@ from groupwise.private.arguments import (
     check_model,
     check_optimizer,
     check_parameters,
-    check_settings,
+    knows_names,
 )
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
@@ -36,6 +36,7 @@ from groupwise.training.private_step import PrivateStep, agreed_noise, are_shard
 from groupwise.training.ranks import Alone, Ranks
 
 
+@knows_names
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -99,7 +100,6 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
-    check_settings(settings, make_private.__annotations__)
     check_kinds(model, optimizer, losses, microbatch)
     check_optimizer(optimizer)
     ranks = ranks or Alone()

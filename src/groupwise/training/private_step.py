@@ -28,6 +28,7 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.secure_noise import SecurePoissonSampler
+from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.ranks import Alone, Ranks
 
@@ -190,7 +191,7 @@ class PrivateStep:
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients.
+        """Add the clipped sums of a microbatch to the gradients; on a GPU without TF32.
 
         Args:
             losses_of: the losses (b,) of the microbatch, or of some of its examples.
@@ -210,7 +211,8 @@ class PrivateStep:
             return losses.detach()
         with self._guard.losses():
             losses = self.engine.losses(losses_of, rows, self._rewind)
-        with self.engine.uncounted() if filler else nullcontext():
+        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
+        with exact, self.engine.uncounted() if filler else nullcontext():
             self.engine.backward(losses * 0 if filler else losses)
         return losses.detach()
 
