@@ -12,7 +12,7 @@ import pytest
 from groupwise.errors import UserError
 from groupwise.privacy import accounting
 from groupwise.privacy import plan as plan_module
-from groupwise.privacy.plan import PrivacyPlan, make_plan
+from groupwise.privacy.plan import PrivacyPlan, composed_epsilon, make_plan
 
 SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delta": 1e-5}
 
@@ -268,3 +268,15 @@ def test_the_search_is_remembered_unless_told_otherwise(own_cache):
     assert not own_cache.exists()
     make()
     assert len(list(own_cache.rglob("*.json"))) == 1
+
+
+def test_trainings_on_the_same_data_cost_less_together_than_the_sum_of_their_budgets():
+    first, second = make(epsilon=2, accountant="prv"), make(epsilon=1.5, steps=50, accountant="prv")
+    together = composed_epsilon([first, second], 1e-5)
+    assert max(first.epsilon, second.epsilon) < together < first.epsilon + second.epsilon
+    halves = [make(epsilon=None, noise_multiplier=1.0, steps=100, accountant="pld")] * 2
+    whole = make(epsilon=None, noise_multiplier=1.0, steps=200, accountant="pld")
+    assert composed_epsilon(halves, 1e-5) == pytest.approx(whole.epsilon, rel=1e-3)
+    assert composed_epsilon([first, make(sampling="shuffle")], 1e-5) == math.inf
+    with pytest.raises(UserError, match="delta is 0"):
+        composed_epsilon([first], 0)

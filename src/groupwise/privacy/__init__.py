@@ -2,7 +2,7 @@
 
 from groupwise.privacy.mechanism import noise_stds, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource
-from groupwise.privacy.plan import EpsilonReport, PrivacyPlan, make_plan
+from groupwise.privacy.plan import EpsilonReport, PrivacyPlan, composed_epsilon, make_plan
 from groupwise.privacy.randomness import secret_randomness
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
 from groupwise.privacy.thresholds import AdaptiveThresholds, FixedThresholds
@@ -16,6 +16,7 @@ __all__ = [
     "PoissonSampler",
     "PrivacyPlan",
     "ShuffleSampler",
+    "composed_epsilon",
     "make_plan",
     "noise_stds",
     "noise_weights",

@@ -3,13 +3,14 @@
 import math
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
 
 from groupwise.errors import UserError
-from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole
+from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole, releases_epsilon
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
@@ -313,6 +314,20 @@ def make_plan(
         gradient_noise_multiplier=gradients,
         note=note,
     )
+
+
+def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
+    """Return ε at ``delta`` of several trainings together whose data share examples, each by its plan, by PLD.
+
+    Formal guarantee: all that the plans release is (ε, δ)-DP together, also where a training begins at the weights of
+    the one before, if the plans do not follow from data or results. It is below the sum of their ε, which has the sum
+    of their δ. Infinite if a plan is not ``is_private``. Raises :class:`UserError` for a δ outside (0, 1).
+    """
+    if not 0.0 < delta < 1.0:
+        raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")
+    if not all(plan.is_private for plan in plans):
+        return math.inf
+    return releases_epsilon([(plan.noise_multiplier, plan.sample_rate, plan.steps) for plan in plans], delta)
 
 
 def _python(number: Any) -> Any:

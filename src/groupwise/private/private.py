@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from groupwise.errors import UserError, reason
-from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.private.arguments import PRIVATE_MODULES, PRIVATE_OPTIMIZERS, check_parameters
 from groupwise.private.checksum import check_state, with_checksum
 from groupwise.private.data import fingerprint, length_of
@@ -143,6 +143,21 @@ class Private:
     def thresholds(self) -> dict[str, float]:
         """C_k that will clip the next batch, by the group's name; released with noise, so they may be published."""
         return self.core.named_thresholds()
+
+    def set_threshold(self, threshold: float) -> None:
+        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups; the noise follows, and ε stays.
+
+        As a learning rate, it may follow from the number of the step, and not from the data.
+
+        Raises:
+            UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
+        """
+        self._check_open()
+        thresholds = self.core.thresholds
+        if self.core.running or type(thresholds) is not FixedThresholds:
+            raise UserError("set_threshold is for fixed thresholds, between steps: make_private(clip='fixed_layer').")
+        groups = len(thresholds.clip_thresholds)
+        thresholds.load_state_dict({"thresholds": torch.full((groups,), threshold / groups**0.5, dtype=torch.float64)})
 
     def statement(self) -> str:
         """The plan in words, and what was spent."""
