@@ -71,6 +71,11 @@ def verify(
         compare = _Comparison(engine, runs, calms, tolerance, loss_tolerance)
         many = min(most, MANY) if calms and len(some) > 1 else 1  # copies may draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
+        if not norms.isfinite().any():
+            raise UserError(
+                f"No example of the {len(some)} that are checked before training has a finite loss and gradient, and "
+                "such examples are left out of training: look for NaN in the data, the weights or the loss."
+            )
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
         return max(worst, compare.batch(some[:fewer][::-1])[0])
@@ -160,12 +165,6 @@ class _Comparison:
         return self._check_sums(sums, truth, norms, off), truth.norms
 
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
-        if not alone.isfinite().any():
-            raise UserError(
-                f"The losses of all {len(set(examples))} examples that are checked before training are not finite "
-                f"({float(alone[0])}), and such examples are left out of training: look for NaN in the data, the "
-                "weights or the loss."
-            )
         for row in moved_losses(found, alone, self.loss_tolerance):
             i, n = examples[row], len(examples)
             seen = self.runs.first_difference([i], [i] * n, [0], calm=True)
