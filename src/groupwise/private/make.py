@@ -119,7 +119,7 @@ def make_private(
         warnings.warn(
             "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
             "fixed: call model.train() first if that is not meant.",
-            stacklevel=2,
+            stacklevel=3,
         )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
@@ -146,7 +146,7 @@ def make_private(
             accountant=accountant,
         )
         if not made.noise_multiplier:
-            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
+            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=3)
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = trainable[0].device

@@ -105,7 +105,7 @@ def resolve_plan(
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
     if batch_size < 1:
-        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=3)
+        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=4)
     if steps is None and not 0 < epochs < math.inf:  # type: ignore[operator]  # one of the two was given
         raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
     return plan_of(
