@@ -163,3 +163,10 @@ def test_a_dict_of_numbered_examples_is_a_dataset():
 def test_an_order_may_be_a_list_and_a_number_of_workers_of_numpy():
     use = Use(order=lambda drawn: [int(row) for row in drawn], num_workers=np.int64(0), microbatch=np.int32(7))
     assert torch.equal(use.train().weights, Use().train().weights)
+
+
+def test_a_table_is_answered_by_what_to_make_of_it():
+    import pandas as pd
+
+    with pytest.raises(UserError, match=r"data is a DataFrame, whose data\[0\] is no example"):
+        Use(data=pd.DataFrame({"a": [0.0, 1.0]}))
