@@ -13,26 +13,9 @@ from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
 from groupwise.training.arithmetic import arithmetic, arithmetic_settings, products
 from groupwise.training.from_config import autocast
 from groupwise.training.private_step import PrivateStep
-from tests.forks import Command
 
 CUDA = torch.device("cuda", 0)
 """Named, never used: settings need no GPU."""
-SCRIPT = """
-import torch
-
-print(torch.backends.cudnn.allow_tf32)
-from groupwise.training.arithmetic import arithmetic, arithmetic_settings, products
-
-cuda = torch.device("cuda", 0)
-places = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-for place in places:
-    place.fp32_precision = "tf32"
-with arithmetic(cuda):
-    print([place.fp32_precision for place in places], arithmetic_settings(cuda)["tf32"])
-    with products(tf32=True):
-        print([place.fp32_precision for place in places], arithmetic_settings(cuda)["tf32"])
-print([place.fp32_precision for place in places])
-"""
 
 
 def settings() -> tuple[bool, bool]:
@@ -47,16 +30,6 @@ def _as_torch_has_it() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What `SCRIPT` prints in a process of its own."""
-    script = tmp_path_factory.mktemp("arithmetic") / "script.py"
-    script.write_text(SCRIPT)
-    code, output, errors = Command(str(script), cwd=script.parent).finish()
-    assert code == 0, errors
-    return output.splitlines()
-
-
 @pytest.mark.parametrize("before", [(False, True), (True, True), (False, False), (True, False)])
 def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tuple[bool, bool]) -> None:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
@@ -69,10 +42,6 @@ def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tupl
         assert settings() == (False, False)
     assert settings() == before
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-
-
-def test_settings_of_the_new_kind_are_kept_too(told: list[str]) -> None:
-    assert told[1:] == ["['ieee', 'ieee'] False", "['tf32', 'tf32'] True", "['tf32', 'tf32']"]
 
 
 def clipped() -> PrivateStep:

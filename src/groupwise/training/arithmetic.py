@@ -20,33 +20,21 @@ FIXED_WORKSPACE = ":4096:8"
 """One of the two values with which cuBLAS adds up in one order."""
 
 
+PLACES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+
+
 @contextmanager
 def products(tf32: bool) -> Iterator[None]:
-    """Inside, float32 products and convolutions on a GPU are made of TF32, or not at all.
-
-    The process's own settings come back at the end, whichever of torch's two ways to set them they were made by.
-    """
-    places = _places()
-    before = [getattr(place, name) for place, name, _, _ in places]
+    """Inside, float32 products and convolutions on a GPU are made of TF32, or not at all; then as before."""
+    before = [place.allow_tf32 for place in PLACES]
     with kept_precisions():  # which setting `allow_tf32`, and setting it back, both change
-        for place, name, off, on in places:
-            setattr(place, name, on if tf32 else off)
+        for place in PLACES:
+            place.allow_tf32 = tf32
         try:
             yield
         finally:
-            for (place, name, _, _), value in zip(places, before, strict=True):
-                setattr(place, name, value)
-
-
-def _places() -> list[tuple[Any, str, Any, Any]]:
-    """(where, attribute, its value without TF32, with it). torch refuses to read what the other way has set."""
-    backends: Any = torch.backends
-    try:
-        _ = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-    except RuntimeError:
-        new = (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-        return [(place, "fp32_precision", "ieee", "tf32") for place in new]
-    return [(place, "allow_tf32", False, True) for place in (backends.cuda.matmul, backends.cudnn)]
+            for place, value in zip(PLACES, before, strict=True):
+                place.allow_tf32 = value
 
 
 @contextmanager
@@ -94,6 +82,6 @@ def arithmetic_settings(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {}
     return {
-        "tf32": any(getattr(place, name) == on for place, name, _, on in _places()),
+        "tf32": any(place.allow_tf32 for place in PLACES),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
