@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.audit.two_worlds import CountWorld, SearchWorld, TrainerWorld, distinguish
+from groupwise.audit.two_worlds import SearchWorld, TrainerWorld, distinguish
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.training.step import Trainer
 from tests.tiny_training import Trained, trainer_of
+from trust.planted_bugs.worst import CountWorld
 
 DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3
 ADAPTIVE = ClipConfig(grouping="flat", threshold=1.0, rescale=False, quantile_budget=0.5)

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from groupwise.sweeps.best import best, main, search_metric
+from groupwise.sweeps.best import candidates, main, search_metric
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),
@@ -25,13 +25,15 @@ def rows():
 
 
 def test_the_best_mean_of_each_mode_and_who_was_not_considered(rows):
-    chosen, left_out = best(rows, "valid/accuracy")
-    assert [(c.name, c.mean, c.seeds) for c in chosen] == [(ROWS[1][0], 87.0, 2), (ROWS[4][0], 60.5, 2)]
-    assert [c.name for c in left_out] == [ROWS[2][0], ROWS[3][0]]
+    found = candidates(rows, "valid/accuracy")
+    chosen = found[found["best"]][["cell", "mean", "seeds"]].itertuples(index=False, name=None)
+    assert list(chosen) == [(ROWS[1][0], 87.0, 2), (ROWS[4][0], 60.5, 2)]
+    assert list(found["cell"][~found["whole"]]) == [ROWS[2][0], ROWS[3][0]]
 
 
 def test_a_loss_is_better_when_lower(rows):
-    assert [c.name for c in best(rows, "valid/loss")[0]] == [ROWS[0][0], ROWS[4][0]]
+    found = candidates(rows, "valid/loss")
+    assert list(found["cell"][found["best"]]) == [ROWS[0][0], ROWS[4][0]]
 
 
 def test_the_command(tmp_path, rows, capsys):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.audit.two_worlds import CountWorld, Score, TrainerWorld, World
+from groupwise.audit.two_worlds import Score, TrainerWorld, World
 from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, PrivacyPlan, make_plan
@@ -66,6 +66,28 @@ class Given(Task):
     def describe_data(self) -> dict[str, object]:
         """Nothing to say."""
         return {}
+
+
+class CountWorld:
+    """Plays of one real `AdaptiveThresholds.update`, which test what the thresholds reveal of the counts.
+
+    Args:
+        thresholds: a policy at its start.
+        counts: how many examples are within each threshold, (K,).
+        examples: how many examples there are.
+        noise: a source of this world's own.
+    """
+
+    def __init__(self, thresholds: AdaptiveThresholds, counts: Tensor, examples: int, noise: NoiseSource) -> None:
+        self._policy, self._counts, self._examples, self._noise = thresholds, counts, examples, noise
+        self._start, self._done = thresholds.state_dict(), 0
+
+    def play(self) -> float:
+        """-Σ_k log C_k after one update: rises with the released counts, all K together."""
+        self._policy.load_state_dict(self._start)
+        self._policy.update(self._counts, self._examples, self._noise, self._done)
+        self._done += 1
+        return -float(self._policy.clip_thresholds.log().sum())
 
 
 class Handed(Exception):

@@ -4,6 +4,7 @@ python -m groupwise.analysis.searches
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from groupwise.analysis.tables import number
 from groupwise.atomic import write_text
 from groupwise.errors import command
 from groupwise.rows import markdown, read_table, table_path
-from groupwise.sweeps.best import HEADLINES, Candidate, best, candidates
+from groupwise.sweeps.best import HEADLINES, candidates
 
 PUBLISHED = {("scatter_cnn", "flat"): "69.3 (Tramèr and Boneh, 2021)"}
 """Results of others for the cells of a sweep with that mode."""
@@ -41,20 +42,16 @@ def page(sweeps: Path, measured: Path) -> str:
     for (name, scale), path in searches(sweeps, measured).items():
         rows = read_table(path).rows
         metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
-        chosen = {candidate.name for candidate in best(rows, metric)[0]} if name.startswith(SEARCH) else set()
         lines = []
-        for cell in candidates(rows, metric):
-            beside = PUBLISHED.get((name, settings_of(cell.name).get("clip", "")), "best" * (cell.name in chosen))
-            lines.append([f"`{cell.name}`", _mean(cell), str(cell.seeds), beside])
+        for cell in candidates(rows, metric).itertuples():
+            best = "best" * (name.startswith(SEARCH) and cell.best)
+            beside = PUBLISHED.get((name, settings_of(cell.cell).get("clip", "")), best)
+            spread = "" if math.isnan(cell.std) else f" ± {cell.std:.2f}"
+            lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), beside])
         last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "among its rivals"
         cost = f"{len(rows)} runs{cost_of(rows)}."
         parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]
     return "\n\n".join(parts) + "\n"
-
-
-def _mean(candidate: Candidate) -> str:
-    """With the standard deviation over seeds, where there are several."""
-    return number(candidate.mean) + ("" if candidate.std is None else f" ± {candidate.std:.2f}")
 
 
 @command

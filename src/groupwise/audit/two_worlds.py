@@ -16,7 +16,7 @@ from groupwise.audit.options import DESIGNS, Setting, set_rate
 from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
-from groupwise.privacy import AdaptiveThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.tuning import TruncatedNegativeBinomial, calibrate_search
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
@@ -103,28 +103,6 @@ class TrainerWorld:
                     parameter.copy_(start)
             if trainer.private.thresholds is not None and self._thresholds is not None:
                 trainer.private.thresholds.load_state_dict(self._thresholds)
-
-
-class CountWorld:
-    """Plays of one real `AdaptiveThresholds.update`, which test what the thresholds reveal of the counts.
-
-    Args:
-        thresholds: a policy at its start.
-        counts: how many examples are within each threshold, (K,).
-        examples: how many examples there are.
-        noise: a source of this world's own.
-    """
-
-    def __init__(self, thresholds: AdaptiveThresholds, counts: Tensor, examples: int, noise: NoiseSource) -> None:
-        self._policy, self._counts, self._examples, self._noise = thresholds, counts, examples, noise
-        self._start, self._done = thresholds.state_dict(), 0
-
-    def play(self) -> float:
-        """-Σ_k log C_k after one update: rises with the released counts, all K together."""
-        self._policy.load_state_dict(self._start)
-        self._policy.update(self._counts, self._examples, self._noise, self._done)
-        self._done += 1
-        return -float(self._policy.clip_thresholds.log().sum())
 
 
 class SearchWorld:

@@ -4,9 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 from groupwise.errors import UserError, command, did_you_mean
@@ -32,53 +30,31 @@ APART = ("task", "model", "model.trains", "clip", "privacy.epsilon")
 """Cells that differ in these keys are not compared."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A cell of the search."""
+def candidates(rows: list[Row], metric: str) -> Any:
+    """A data frame with a line for each cell of the search, in their order.
 
-    name: str
-    rivals: tuple[str, ...]
-    """Its settings among `APART`, which all cells that it is compared with share."""
-    mean: float
-    std: float | None
-    seeds: int
-
-
-def candidates(rows: list[Row], metric: str) -> list[Candidate]:
-    """One a cell, with the mean of `metric` over its seeds; a run that diverged makes the mean nan."""
-    values: dict[str, list[float]] = {}
-    for row in rows:
-        values.setdefault(row["cell"], []).append(float(row.get(metric) or math.nan))
-    return [
-        Candidate(
-            name,
-            tuple(part for part in name.split(" ") if part.split("=")[0] in APART),
-            mean(runs),
-            stdev(runs) if len(runs) > 1 and all(map(math.isfinite, runs)) else None,
-            len(runs),
-        )
-        for name, runs in values.items()
-    ]
-
-
-def best(rows: list[Row], metric: str) -> tuple[list[Candidate], list[Candidate]]:
-    """The best of each set of rivals; and those not considered: diverged, or of fewer seeds than others have.
+    Columns: ``cell``; ``mean`` and ``std`` of `metric` over ``seeds``, NaN after a run that diverged; ``rivals``, the
+    settings among `APART`; ``whole``: whether it is compared, with as many seeds as any and no run that diverged;
+    ``best``: whether it is the best of its rivals.
 
     Raises:
         UserError: no row has that metric.
     """
+    import pandas as pd
+
     if not any(row.get(metric) for row in rows):
         raise UserError(f"no row has {metric}: name a column of the rows with --metric.")
-    found = candidates(rows, metric)
-    seeds = max(candidate.seeds for candidate in found)
-    whole = [candidate for candidate in found if candidate.seeds == seeds and math.isfinite(candidate.mean)]
-    sign = -1 if lower_is_better(metric) else 1
-    chosen: dict[tuple[str, ...], Candidate] = {}
-    for candidate in whole:
-        held = chosen.get(candidate.rivals)
-        if held is None or sign * candidate.mean > sign * held.mean:
-            chosen[candidate.rivals] = candidate
-    return list(chosen.values()), [candidate for candidate in found if candidate not in whole]
+    values = pd.DataFrame({"cell": [row["cell"] for row in rows], "value": [row.get(metric) or "nan" for row in rows]})
+    values["value"] = values["value"].astype(float).where(lambda column: column.abs() < math.inf)
+    groups = values.groupby("cell", sort=False)["value"]
+    found = pd.DataFrame({"mean": groups.mean(skipna=False), "std": groups.std(skipna=False), "seeds": groups.size()})
+    found = found.reset_index()
+    words = found["cell"].str.split(" ")
+    found["rivals"] = [" ".join(part for part in own if part.split("=")[0] in APART) for own in words]
+    found["whole"] = (found["seeds"] == found["seeds"].max()) & found["mean"].notna()
+    order = found[found["whole"]].sort_values("mean", ascending=lower_is_better(metric), kind="stable")
+    found["best"] = found.index.isin(order.drop_duplicates("rivals").index)
+    return found
 
 
 @command
@@ -97,12 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
         again = f"python -m groupwise.sweeps.collect {given.sweep} {given.scale} first"
         raise UserError(f"{path} has no rows{hint}: {again}.")
     metric = given.metric or next((name for name in HEADLINES if rows[0].get(name)), HEADLINES[0])
-    chosen, left_out = best(rows, metric)
-    for candidate in chosen:
-        spread = "" if candidate.std is None else f" (standard deviation {candidate.std:.2f})"
-        print(f"{metric} {candidate.mean:.2f}{spread}, {candidate.seeds} seeds: {candidate.name}")
-    for candidate in left_out:
-        print(f"not considered, {candidate.seeds} seeds, mean {candidate.mean:.2f}: {candidate.name}", file=sys.stderr)
+    found = candidates(rows, metric)
+    for cell in found[found["best"]].itertuples():
+        spread = "" if math.isnan(cell.std) else f" (standard deviation {cell.std:.2f})"
+        print(f"{metric} {cell.mean:.2f}{spread}, {cell.seeds} seeds: {cell.cell}")
+    for cell in found[~found["whole"]].itertuples():
+        print(f"not considered, {cell.seeds} seeds, mean {cell.mean:.2f}: {cell.cell}", file=sys.stderr)
     return 0
 
 
