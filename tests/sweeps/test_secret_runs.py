@@ -227,15 +227,6 @@ def test_a_run_that_diverged_is_worst_and_is_no_reason_to_draw_another(search, d
     assert release_of(other)["setting"] == "optim.learning_rate=8"
 
 
-def test_the_others_are_kept_if_asked_for_and_for_the_owner_alone(search, drawn):
-    drawn(1, 2)
-    run_search(replace(search, keep=True), Trained())
-    unreleased = search.folder / "unreleased"
-    assert stat.S_IMODE(unreleased.stat().st_mode) == 0o700 and (unreleased / "1.log").is_file()
-    run_search(search, Trained())  # and deleted when they are no longer
-    assert not unreleased.exists()
-
-
 def test_two_processes_do_not_draw_at_once(search):
     search.folder.mkdir(parents=True)
     with open(search.folder / ".lock", "ab") as file:

@@ -27,7 +27,6 @@ VOLATILE = (
     "train.matmul",
     "clip.formula",
     "pipeline.timeout",
-    "tuning.keep",
 )
 """Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
 as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
@@ -55,6 +54,7 @@ LATER = {
     "tuning.runs": None,
     "tuning.target": "search",
     "tuning.outside": False,
+    "tuning.keep": False,
 }
 """Keys added after the first committed rows, with the value of those rows: at that value they are not in the hash.
 

@@ -192,8 +192,6 @@ class TuningConfig:
     and K varies more."""
     outside: bool = False
     """A task of your own: you declare that its validation examples are not among those that ε covers."""
-    keep: bool = False
-    """Keep the runs that are not released, in a folder that only the owner can read; false deletes them at the end."""
 
 
 @dataclass

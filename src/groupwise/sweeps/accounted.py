@@ -52,7 +52,6 @@ class Search:
 
     Args:
         key: the hash of the whole request, which names the folder. count: the law of K. examples: N.
-        keep: whether runs that are not released are kept.
     """
 
     folder: Path
@@ -62,7 +61,6 @@ class Search:
     cost: SearchCost
     examples: int
     delta: float
-    keep: bool = False
 
     def statement(self) -> str:
         """The search and its cost in words; independent of the draws."""
@@ -121,7 +119,7 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
         for cell, training in zip(cells, trainings, strict=True)
     )
     folder = Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}"
-    return Search(folder, key, settings, count, cost, examples, delta, tuning.keep)
+    return Search(folder, key, settings, count, cost, examples, delta)
 
 
 def _refused(config: RunConfig) -> Iterator[str]:

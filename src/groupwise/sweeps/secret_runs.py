@@ -62,8 +62,7 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
             notice = f"Running in secret; do not release {folder / UNRELEASED}."
             print(textwrap.fill(notice, WIDTH, subsequent_indent="  "), flush=True)
             _release(search, [(_score(row), setting, run) for row, setting, run in _runs(search, settings, train)])
-        if not search.keep:
-            shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
+        shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
         return _released(folder)
 
 
