@@ -7,9 +7,9 @@ last one sends the scores to all.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 from groupwise.config.schema import GenerateConfig
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
+from groupwise.tasks.text_generation import TextGeneration
 from groupwise.torchvision_import import mend_torchvision
-from groupwise.training.task import Feed, Microbatch, Split, eval_mode
+from groupwise.training.task import Microbatch, Split, eval_mode
 
 mend_torchvision()  # before transformers, whose import would fail
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel  # noqa: E402
@@ -75,21 +76,8 @@ class StageLink:
         return values[0]
 
 
-@runtime_checkable
-class Staged(Protocol):
-    """A task whose model can be split into stages: `tasks.TextGeneration`."""
-
-    def feed(self, split: Split, device: torch.device) -> Feed:
-        """Makes the microbatches of a split."""
-
-    def metrics(
-        self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Callable[..., list[str]] | None = None
-    ) -> dict[str, float]:
-        """Metrics from the losses of these rows (n,) of a split, (n,); a final evaluation writes texts."""
-
-
 def evaluate_pipeline(
-    task: Staged,
+    task: TextGeneration,
     stage: Stage,
     split: Split,
     batch_size: int,

@@ -19,9 +19,10 @@ from torch import Tensor
 from groupwise.errors import UserError
 from groupwise.models.trainable import MovedAdapters
 from groupwise.pipeline import checkpoint
-from groupwise.pipeline.evaluation import Staged, evaluate_pipeline
+from groupwise.pipeline.evaluation import evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
 from groupwise.privacy import AdaptiveThresholds, NoiseSource
+from groupwise.tasks.text_generation import TextGeneration
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.provenance import peak_memory_bytes
 from groupwise.training.step import Trainer
@@ -125,7 +126,7 @@ class PipelineTrainer(Trainer):
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
         """The task's own metrics, from forward passes of the pipeline; the same on every process."""
-        assert isinstance(self.task, Staged)
+        assert isinstance(self.task, TextGeneration)
         return evaluate_pipeline(
             self.task,
             self.runner.stage,
