@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +163,22 @@ class Weights:
     """
 
     def __init__(self, folder: Path, source: str) -> None:
-        self._folder, self._source = folder, source
-        self._open: dict[str, Any] = {}
-        try:
+        from safetensors import safe_open
+
+        self._source = source
+        self._open = cache(lambda file: safe_open(folder / file, framework="pt"))
+        with self._reading():
             if (folder / INDEX).is_file():
                 self._files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
                 if odd := [file for file in self._files.values() if Path(file).name != file]:
                     raise ValueError(f"{INDEX} names {odd[0]}, which is not of this folder")
-            elif (folder / SINGLE).is_file():
-                self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
-            else:
+                return
+            if not (folder / SINGLE).is_file():
                 raise UserError(
                     f"model.source={source} has neither {SINGLE} nor {INDEX}, from which a stage could read its part: "
                     "load the model with transformers and write it with save_pretrained."
                 )
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._unreadable(error) from error
+            self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
     def read(self, *names: str) -> Tensor:
         """The tensor under the first of these names that the files have, on the CPU.
@@ -191,24 +192,18 @@ class Weights:
                 f"model.source={self._source} has no weights for {names[0]!r}: give a folder whose weights and "
                 "config.json belong to a causal language model."
             )
+        with self._reading():
+            return self._open(self._files[name]).get_tensor(name)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         from safetensors import SafetensorError
 
         try:
-            return self._handle(self._files[name]).get_tensor(name)
-        except SafetensorError as error:
-            raise self._unreadable(error) from error
-
-    def _handle(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self._folder / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise self._unreadable(error) from error
-        return self._open[file]
-
-    def _unreadable(self, error: Exception) -> UserError:
-        return UserError(
-            f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder again."
-        )
+            yield
+        except UserError:
+            raise
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder again."
+            ) from error
