@@ -331,11 +331,3 @@ def test_a_training_that_is_resumed_keeps_its_source():
 
 def test_a_dataset_may_augment_the_items_that_it_reads_together():
     Use(data=Noised(X, Y)).train(1)
-
-
-def test_a_loop_that_is_left_in_the_middle_leaves_the_generators_alone():
-    model = network(nn.Dropout(0.5))
-    steps = iter(Use(model).private.steps())
-    before = torch.get_rng_state()
-    next(steps)
-    assert torch.equal(torch.get_rng_state(), before)

@@ -2,7 +2,6 @@
 
 import torch
 
-from groupwise.data import load_images
 from groupwise.data.image_sets import load_digits
 
 
@@ -23,9 +22,3 @@ def test_the_split_is_the_same_every_time():
     # The data and the split of every record: a change here makes old results incomparable.
     assert first.sha256["sklearn.datasets.load_digits"].startswith("0b7e9c3202d7bcd2")
     assert first.y_test[:5].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_no_folder_is_needed(tmp_path):
-    data = load_images("digits", tmp_path / "nowhere", download=False)
-    assert len(data.x_train) == 1433
-    assert not list(tmp_path.iterdir())

@@ -72,11 +72,6 @@ def test_a_file_without_any_dialogue_is_refused(tmp_path):
     assert "holds no row with a dialogue" in refused(write(tmp_path, "val.json", ROW | {"dialogue": ""}))
 
 
-def test_a_missing_file_says_what_belongs_there(tmp_path):
-    with pytest.raises(UserError, match=r"samsum/train.json is missing; put .*val.json.*paths.data=FOLDER"):
-        load_samsum(tmp_path)
-
-
 def test_the_real_samsum():
     if "GROUPWISE_DATA" not in os.environ:
         pytest.skip("GROUPWISE_DATA (a folder with samsum/) is not set")

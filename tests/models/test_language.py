@@ -281,9 +281,3 @@ def test_weights_that_are_missing_are_not_made_up(fresh, folders, tokenizer, tmp
     other = copy(folders["bert"], tmp_path / "other", model_type="roberta")
     with pytest.raises(UserError, match="no weights for 'roberta"):
         load_classifier(ModelConfig(source=str(other)), CLASSES, tokenizer)
-
-
-def test_a_name_that_is_nowhere(tokenizer, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"model\.source=roberta-base is not a folder, and the hub cannot be reached"):
-        load_classifier(ModelConfig(source="roberta-base"), CLASSES, tokenizer)

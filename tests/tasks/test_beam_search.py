@@ -85,25 +85,6 @@ def write(model, tokenizer, prompts, progress=False, single_line=True, **setting
     )
 
 
-def greedily(model, tokenizer, prompt, count):
-    """The likeliest token again and again, each time from scratch."""
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            logits = model(torch.tensor([tokens]), position_ids=torch.arange(len(tokens)).unsqueeze(0)).logits
-            if (token := int(logits[0, -1].argmax())) == END:
-                break
-            tokens.append(token)
-    return tokenizer.decode(tokens[len(prompt) :]).strip()
-
-
-def test_one_beam_takes_the_likeliest_token(tokenizer):
-    model, prompts = random_gpt2().eval(), encode(tokenizer)
-    texts = write(model, tokenizer, prompts, single_line=False)
-    assert texts == [greedily(model, tokenizer, prompt, 8) for prompt in prompts]
-    assert len(set(texts)) == len(texts)
-
-
 def test_beams_are_those_of_transformers(tokenizer):
     model = random_gpt2(initializer_range=0.2, tie_word_embeddings=False).eval()
     with torch.no_grad():
@@ -271,8 +252,3 @@ def test_a_bar_for_many_batches_on_a_terminal(tokenizer, monkeypatch, batches, p
     monkeypatch.setattr("sys.stderr", terminal)
     write(random_gpt2(), tokenizer, [[65]] * batches, batch_size=1, max_new_tokens=1, progress=progress)
     assert ("generate" in terminal.getvalue()) is shown
-
-
-def test_no_bar_elsewhere(tokenizer, capfd):
-    write(random_gpt2(), tokenizer, [[65]] * 9, batch_size=1, max_new_tokens=1, progress=True)
-    assert capfd.readouterr() == ("", "")

@@ -1,7 +1,6 @@
 """Text classification: exact clipped sums with padding, order by length, metrics by hand, what is cut, bad input."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -117,13 +116,6 @@ def test_another_encoder_gets_its_token_types(tmp_path):
         verify(engine, task.losses_of, EXAMPLES, 1e-3)
 
 
-def test_a_causal_model_classifies_too():
-    shape = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 64}
-    model = {"source": "pretrained/gpt2_mini", "architecture": "gpt2", "shape": shape}
-    task = make_task(config("qnli", model), CPU)
-    torch.testing.assert_close(torch.cat([task.losses_of([i]) for i in EXAMPLES]), task.losses_of(EXAMPLES))
-
-
 def test_long_texts_are_cut_and_counted():
     tokenizer = make_task(config(), CPU).tokenizer
     texts = [("so", None), ("a very long sentence that does not fit", None)]
@@ -200,13 +192,3 @@ def test_bad_input_is_one_sentence(changes, message, monkeypatch):
     with pytest.raises(UserError, match=message) as error:
         make_task(config(**changes), CPU)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.skipif("GROUPWISE_DATA" not in os.environ, reason="needs real SST-2: GROUPWISE_DATA is not set")
-def test_real_sst2():
-    task = make_task(config(data={"name": "files"}, paths=PathsConfig(data=os.environ["GROUPWISE_DATA"])), CPU)
-    found = task.describe_data()
-    assert (found["train_examples"], found["valid_examples"]) == (60, 872)
-    assert found["cut_examples_valid"] < 9, "hardly any of them has more than 64 tokens"
-    assert "generated" not in found
-    assert task.losses_of(EXAMPLES).shape == (5,)
