@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -41,6 +41,7 @@ class Workload:
         layers: transformer blocks; None where the depth is no option.
         channels_last: whether that memory format is an option.
         tokens: T of a language model.
+        data: the batch, the examples on the first axis of each.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Workload:
     layers: int | None
     channels_last: bool
     tokens: int | None = None
+    data: dict[str, Tensor] = field(default_factory=dict)
 
     def loss(self) -> Tensor:
         """Losses of the batch, (B,)."""
@@ -109,11 +111,13 @@ def build(
         data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
 
     def losses(rows: Sequence[int] | None) -> Tensor:
-        some = data if rows is None else {key: value[list(rows)] for key, value in data.items()}
+        whole = made.data
+        some = whole if rows is None else {key: value[list(rows)] for key, value in whole.items()}
         with torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else nullcontext():
             return built.losses(model, some)
 
-    return Workload(name, model, losses, size, depth, kind.channels_last, length)
+    made = Workload(name, model, losses, size, depth, kind.channels_last, length, data)
+    return made
 
 
 def check(

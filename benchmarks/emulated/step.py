@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
-from benchmarks.workloads import TINY_TOKENS, WORKLOADS, build
+from benchmarks.workloads import build
 from groupwise.clipping import ClipPlan, Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, philox_noise, release_gradients
@@ -125,27 +125,19 @@ def traced(name: str, layers: int | None, tiny: bool) -> ClipPlan:
 
 def _workload(case: Case, gpu: EmulatedGPU) -> tuple[torch.nn.Module, Any, int]:
     """The model on the device, its losses, and B."""
-    kind, batch = WORKLOADS[case.model], case.batch or (5 if case.tiny else BATCHES[case.model])
-    with torch.device("meta"):
-        if kind.layers is None:
-            built = kind.make(batch, case.tiny)
-        else:
-            tokens = TINY_TOKENS if case.tiny else kind.tokens
-            built = kind.make(batch, case.layers or (2 if case.tiny else kind.layers), tokens, case.tiny)
-    model, data = built.model.train(), built.batch
-    if case.layout == "channels_last":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
+    batch = case.batch or (5 if case.tiny else BATCHES[case.model])
+    sizes: dict[str, Any] = {"batch": batch, "layers": case.layers, "tiny": case.tiny}
+    workload = build(case.model, **sizes, device="meta", channels_last=case.layout == "channels_last")
     with gpu:
-        emulate(model)
-        data = {key: on_device(value) for key, value in data.items()}
+        emulate(workload.model)
+        workload.data = {key: on_device(value) for key, value in workload.data.items()}
 
     def loss() -> Tensor:
         lowered = torch.autocast("cuda", torch.bfloat16) if case.precision == "bfloat16" else nullcontext()
         with lowered:
-            return built.losses(model, data)
+            return workload.loss()
 
-    return model, loss, batch
+    return workload.model, loss, batch
 
 
 def _row(case: Case, batch: int, passed: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trust.models import __main__ as command
 from trust.models import check
 from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
-from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, as_csv, summary, tables
+from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, summary, tables
 from trust.models.truth import find_truth
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
@@ -160,8 +160,7 @@ def test_the_table_shows_each_mode_and_each_sentence_once():
         Row("torch.nn", "MLP", "ghost", REFUSED, note="No | and <no>."),
         Row("torch.nn", "MLP", "per_layer", EXACT, 2e-16, REFUSED, note="No | and <no>."),
     ]
-    read = list(csv.DictReader(as_csv(rows).splitlines()))
-    assert tuple(read[0]) == HEAD
+    read = [dict(zip(HEAD, row.line, strict=True)) for row in rows]
     text = tables(read)
     assert "| MLP | exact, 1.50 × | refused (1) | exact, dropout refused (1) |" in text
     assert text.count("1. No \\| and &lt;no>.") == 1

@@ -12,12 +12,12 @@ import gc
 import os
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from groupwise.atomic import write_text
-from groupwise.rows import csv_text, markdown
 from trust.bad_input.attempt import DEFECTS, ROOT, attempt_all, load_program
 from trust.bad_input.configs import config_attempts
 from trust.bad_input.files import file_attempts, make_templates
@@ -25,7 +25,7 @@ from trust.bad_input.surroundings import surrounding_attempts
 from trust.faults.process import warm as prepare
 
 RESULTS = ROOT / "results" / "trust" / "bad_input.csv"
-COLUMNS = ("kind", "tried", "ran", "accepted", "refused", "stopped", *DEFECTS)
+VERDICTS = ("ran", "accepted", "refused", "stopped", *DEFECTS)
 SECONDS = 40.0
 """Of a core, for one attempt; what has not ended then is `stopped`."""
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="at once (all cores)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
     given = parser.parse_args(arguments)
-    counts: Counter[tuple[str, str]] = Counter()
+    found: list[tuple[str, str]] = []
     defects = 0
     with tempfile.TemporaryDirectory(prefix="groupwise-templates-") as folder:
         warm(Path(folder) / "cache")
@@ -49,17 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             *file_attempts(given.seed, given.files, templates),
         ]
         for done, outcome in enumerate(attempt_all(attempts, SECONDS, given.workers), start=1):
-            counts[outcome.attempt.kind, outcome.verdict] += 1
+            found.append((outcome.attempt.kind, outcome.verdict))
             if outcome.verdict in DEFECTS:
                 defects += 1
                 told = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.said}"
                 print(f"\n{told}", file=sys.stderr)
             if done % 50 == 0 or done == len(attempts):
                 print(f"{done} of {len(attempts)} tried, {defects} defects", file=sys.stderr)
-    rows = table(counts)
+    table = pd.crosstab(*(pd.Series(each) for each in zip(*found, strict=True)), margins=True, margins_name="all")
+    table = table.reindex(columns=["all", *VERDICTS], fill_value=0).rename(columns={"all": "tried"})
+    table = table.rename_axis("kind").reset_index()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, csv_text(COLUMNS, rows))
-    print(markdown(COLUMNS, [*rows, total(rows)]))
+    write_text(given.out, table[:-1].to_csv(index=False, lineterminator="\n"))
+    print(table.to_string(index=False))
     return 1 if defects else 0
 
 
@@ -92,20 +94,6 @@ def warm(cache: Path) -> None:
     sys.argv = given
     gc.collect()
     gc.freeze()  # what is never looked at again is shared with the forks
-
-
-def table(counts: Counter[tuple[str, str]]) -> list[list[str]]:
-    """A row a kind, sorted: how many were tried, and what came of them."""
-    rows = []
-    for kind in sorted({kind for kind, _ in counts}):
-        found = [counts[kind, verdict] for verdict in COLUMNS[2:]]
-        rows.append([kind, *map(str, (sum(found), *found))])
-    return rows
-
-
-def total(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The sum of all rows."""
-    return ["all", *(str(sum(int(row[i]) for row in rows)) for i in range(1, len(COLUMNS)))]
 
 
 if __name__ == "__main__":

@@ -118,13 +118,11 @@ class Outcome:
             (not one sentence), silent (no run), partial (files left by a refused run, a folder without DONE),
             outside (a file was written elsewhere).
         said: stderr, or what is wrong.
-        seconds: of a core that it took.
     """
 
     attempt: Attempt
     verdict: str
     said: str
-    seconds: float
 
 
 DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
@@ -147,7 +145,7 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
             time.sleep(0.002)
             for pid, (attempt, folder, began) in list(running.items()):
                 seconds = time.monotonic() - began
-                ended, status, used = os.wait4(pid, os.WNOHANG)
+                ended, status = os.waitpid(pid, os.WNOHANG)
                 if not ended and seconds < WAIT * patience:
                     continue
                 if not ended:
@@ -158,7 +156,7 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
                 code = None if code == -signal.SIGXCPU else code
                 verdict, said = judge(attempt, folder, code)
                 shutil.rmtree(folder, ignore_errors=True)
-                yield Outcome(attempt, verdict, said, used.ru_utime + used.ru_stime if ended else seconds)
+                yield Outcome(attempt, verdict, said)
     finally:
         for pid, (_, folder, _) in running.items():
             os.killpg(pid, signal.SIGKILL)

@@ -6,6 +6,7 @@ private step is set beside a non-private one.
 """
 
 import argparse
+import csv
 import importlib.util
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from groupwise.atomic import write_text
+from groupwise.rows import csv_text
 from trust.models.architecture import Architecture
 from trust.models.check import attempt, check, know
 from trust.models.hugging_face import ADAPTERS, TEXT
@@ -26,7 +28,7 @@ from trust.models.plain_layers import LAYERS
 from trust.models.plain_mixing import MIXING
 from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
-from trust.models.rows import EXACT, MODES, TRACEBACK, Row, as_csv, read_csv
+from trust.models.rows import EXACT, HEAD, MODES, TRACEBACK, Row
 from trust.models.speed import with_speed
 from trust.models.torchvision_models import NETWORKS, VIDEO
 
@@ -72,15 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of other libraries; those of groupwise are counted
     rows: list[Row] = []
-    committed = read_csv(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else []
+    lines: list[list[str]] = []
+    committed = list(csv.reader(RESULT.read_text(encoding="utf-8").splitlines())) if RESULT.is_file() else []
     for architecture in ARCHITECTURES:
         if architecture.name in (options.only or names) and not _is_there(architecture.needs):
             print(f"{architecture.name}: skipped, {architecture.needs} is not installed; its committed rows stay")
-            rows += [row for row in committed if row.architecture == architecture.name]
+            lines += [line for line in committed if line[HEAD.index("architecture")] == architecture.name]
         elif architecture.name in (options.only or names):
             start = time.monotonic()
             found = measure(architecture, options.modes, not options.no_speed)
             rows += found
+            lines += [row.line for row in found]
             print(
                 f"{architecture.name} ({time.monotonic() - start:.1f} s): {', '.join(map(_words, found))}", flush=True
             )
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(rows)} rows, {len(faulty)} of them false alarms, wrong or a traceback")
     if not options.only and tuple(options.modes) == MODES:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
-        write_text(RESULT, as_csv(rows))
+        write_text(RESULT, csv_text(HEAD, lines))
     return 1 if faulty else 0
 
 

@@ -1,10 +1,9 @@
-"""The rows of the table: one for each architecture and mode, to CSV and to Markdown."""
+"""The rows of the table: one for each architecture and mode, and the table as Markdown."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from groupwise.rows import csv_text, markdown
+from groupwise.rows import markdown
 
 EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK = "exact", "refused", "false alarm", "wrong", "traceback"
 FAULTS = (FALSE_ALARM, WRONG, TRACEBACK)
@@ -39,33 +38,15 @@ class Row:
         """Nobody may see this: a wrong sum, a false alarm or a traceback, with dropout or without."""
         return self.status in FAULTS or self.dropout in FAULTS
 
+    @property
+    def line(self) -> list[str]:
+        """As it stands in the CSV, under `HEAD`."""
+        digits = {"error": ".0e", "plain_ms": ".2f", "private_ms": ".2f"}
+        told = asdict(self).items()
+        return ["" if value is None else format(value, digits.get(name, "")) for name, value in told]
+
 
 HEAD = tuple(field.name for field in fields(Row))
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """One header, one line a row, in the order of the list."""
-    return csv_text(HEAD, ([_written(name, value) for name, value in asdict(row).items()] for row in rows))
-
-
-def read_csv(text: str) -> list[Row]:
-    """The rows that `as_csv` wrote, with the digits that it kept."""
-    return [
-        Row(**{name: _read(name, value) for name, value in row.items() if value})  # type: ignore[arg-type]
-        for row in csv.DictReader(text.splitlines())
-    ]
-
-
-def _read(name: str, value: str) -> str | float:
-    return float(value) if name in ("error", "plain_ms", "private_ms") else value
-
-
-def _written(name: str, value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.0e}" if name == "error" else f"{value:.2f}"
-    return str(value)
 
 
 def summary(rows: Sequence[Mapping[str, str]]) -> str:
