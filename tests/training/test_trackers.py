@@ -89,3 +89,24 @@ def test_wandb_works_offline_in_the_runs_folder(tmp_path: Path) -> None:
     tracker.finish()
     assert list((record.folder / "wandb").glob("offline-run-*/*.wandb"))
     assert record.metrics() == [{"step": 1, "valid_accuracy": 0.1}]
+
+
+def test_mlflow_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    record = begun(tmp_path, "mlflow")
+    for step in (1, 2):
+        tracker = FilesTracker(record, step=step - 1)
+        tracker.log(step, {"threshold/blocks.0": step / 10})
+        tracker.finish()
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("groupwise").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "threshold/blocks.0")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2)]
+    assert run.data.params["clip.name"] == "adaptive_layer" and run.info.status == "FINISHED"
+
+
+def test_without_mlflow_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match="pip install mlflow"):
+        FilesTracker(begun(tmp_path, "mlflow"))

@@ -311,7 +311,7 @@ class ParallelConfig:
 class TrackerConfig:
     """A tracker for metrics, besides the run's own files, which are always written."""
 
-    name: str = one_of("files", "files", "wandb", "tensorboard")
+    name: str = one_of("files", "files", "wandb", "tensorboard", "mlflow")
     project: str = "groupwise"
     mode: str = one_of("offline", "offline", "online", "disabled")
     """wandb only."""

@@ -318,7 +318,7 @@ def _altered(path: Path) -> str:
 
 
 SUMS = "SHA256SUMS"
-UNSUMMED = (SUMS, "DONE", ".lock", "wandb", "tensorboard")
+UNSUMMED = (SUMS, "DONE", ".lock", "wandb", "tensorboard", "mlflow")
 """At the top of the folder, beside checkpoints and what a killed write left: not summed."""
 
 

@@ -40,7 +40,7 @@ class WandbTracker:
                 id=_wandb_id(record.folder),
                 resume="allow",
                 config=flat_config(config),
-                name=f"{config.task} {config.model.name} {config.clip.name} {_budget(config)} seed {config.seed}",
+                name=_run_name(config),
                 tags=[config.scale],
                 settings=wandb.Settings(console="off", init_timeout=30),
             )
@@ -89,11 +89,44 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+class MlflowTracker:
+    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server; a resumed run continues its run,
+    whose id lies in the folder of ours."""
+
+    def __init__(self, record: RunRecord, step: int) -> None:
+        config, path = record.config, record.folder / "mlflow" / "id"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(record.folder.parents[1] / 'mlflow.db').absolute()}"
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            import mlflow
+
+            mlflow.set_tracking_uri(uri)
+            mlflow.set_experiment(config.tracker.project)
+            known = path.read_text(encoding="utf-8") if path.is_file() else None
+            run = mlflow.start_run(run_id=known, run_name=_run_name(config), tags={"scale": config.scale})
+            if known is None:
+                path.parent.mkdir(exist_ok=True)
+                write_text(path, run.info.run_id)
+                mlflow.log_params(flat_config(config))
+        except Exception as error:  # mlflow passes on those of sqlalchemy and requests
+            raise UserError(
+                f"tracker=mlflow cannot start at {uri} ({reason(error)}): pip install mlflow, or use tracker=files."
+            ) from error
+        self._mlflow, self._uri = mlflow, uri
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+        print(f"To see the run in MLflow: mlflow ui --backend-store-uri {self._uri}")
+
+
 class FilesTracker:
     """metrics.jsonl in the run's folder, and `tracker` beside it; one that fails is dropped, with one warning.
 
-    The caller names metrics that are not private ``nonprivate/...``. wandb and tensorboard are imported only where they
-    are asked for.
+    The caller names metrics that are not private ``nonprivate/...``. Trackers are imported only where they are asked
+    for.
 
     Args:
         record: of the run, begun.
@@ -124,12 +157,17 @@ class FilesTracker:
             warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
 
 
-BESIDE: dict[str, Callable[[RunRecord, int], Any]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
+BESIDE: dict[str, Callable[[RunRecord, int], Any]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MlflowTracker,
+}
 
 
-def _budget(config: RunConfig) -> str:
+def _run_name(config: RunConfig) -> str:
     epsilon = config.privacy.epsilon
-    return f"sigma {config.privacy.noise_multiplier:g}" if epsilon is None else f"eps {epsilon:g}"
+    budget = f"sigma {config.privacy.noise_multiplier:g}" if epsilon is None else f"eps {epsilon:g}"
+    return f"{config.task} {config.model.name} {config.clip.name} {budget} seed {config.seed}"
 
 
 def result_lines(row: Mapping[str, Any]) -> list[str]:
