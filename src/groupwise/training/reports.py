@@ -95,7 +95,8 @@ class MlflowTracker:
 
     def __init__(self, record: RunRecord, step: int) -> None:
         config, path = record.config, record.folder / "mlflow" / "id"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(record.folder.parents[1] / 'mlflow.db').absolute()}"
+        shared = record.folder.parents[1].absolute() / "mlflow.db"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{shared}"
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
             import mlflow
