@@ -77,11 +77,11 @@ def test_all_that_the_library_imports_comes_with_it() -> None:
 
 
 def test_all_that_the_suite_imports_is_declared() -> None:
-    assert undeclared(imported(files_of("src")), declared("suite", "language", "secure")) == set()
+    assert undeclared(imported(files_of("src")), declared("suite", "language", "secure", "mlflow")) == set()
 
 
 def test_all_that_tests_and_commands_of_the_checkout_import_is_declared() -> None:
-    everything = declared("suite", "language", "secure", "dev")
+    everything = declared("suite", "language", "secure", "mlflow", "dev")
     files = [file for file in files_of("tests", "trust", "benchmarks", "examples", "notebooks") if file.name != FOREIGN]
     assert undeclared(imported(files), everything) == set()
 
