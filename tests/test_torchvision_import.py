@@ -1,13 +1,14 @@
 """torchvision imports beside this torch, whichever it is, and is left alone where it needs no help."""
 
 import importlib.util
+import sys
 import types
 
 import pytest
 import torch
 
 from groupwise import torchvision_import
-from groupwise.torchvision_import import import_torchvision
+from groupwise.torchvision_import import import_torchvision, mend_torchvision
 from tests.forks import Command
 
 FORK = """
@@ -47,5 +48,16 @@ def test_another_failure_is_not_hidden(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(type(error), match=str(error)) as caught:
         import_torchvision()
+    assert isinstance(error, ImportError) or "install a pair of one build" in str(caught.value)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_before_transformers_it_is_imported_where_it_is_installed(monkeypatch, there):
+    imported = []
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    mend_torchvision()
+    assert imported == ["torchvision"] * there

@@ -27,7 +27,10 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
-            raise
+            raise RuntimeError(
+                f"torchvision does not import beside torch {torch.__version__} ({error}): install a pair of one build, "
+                "such as pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu."
+            ) from error
     for name in [name for name in sys.modules if name == "torchvision" or name.startswith("torchvision.")]:
         del sys.modules[name]
     library = torch.library.Library("torchvision", "FRAGMENT")

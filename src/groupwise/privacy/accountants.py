@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,23 +146,35 @@ MESH²ε²/4 to it, or FINEST²/4 of what it has: that moves ε by some 1e-4 of 
 
 def epsilon_pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return an upper bound on ε at ``delta`` by privacy loss distributions, rounded pessimistically (Doroshenko et al.
-    2022), or by RDP where that is less.
+    2022).
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; both directions (one example added,
     one removed) are composed and the worse is taken.
     """
+    check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    return releases_epsilon([(noise_multiplier, sample_rate, steps)], delta)
+
+
+def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float) -> float:
+    """Return the bound of `epsilon_pld` on several mechanisms (σ, ρ, T) together, or that by RDP where it is less."""
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
-    check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    sigma, steps = min(noise_multiplier, MOST_NOISE), int(steps)
-    finest = FINEST * min(central_limit_mu(sigma, sample_rate, 1), 1.0 / sigma)
-    rare = math.log(1e-4 * delta / steps)  # so unlikely losses of a step count as infinite
-    before, bound = math.inf, curve_epsilon(rdp_of_steps(sigma, sample_rate, steps), delta)
+    releases = [(min(sigma, MOST_NOISE), rate, int(steps)) for sigma, rate, steps in releases]
+    total = sum(steps for *_, steps in releases)
+    finest = FINEST * min(min(central_limit_mu(sigma, rate, 1), 1.0 / sigma) for sigma, rate, _ in releases)
+    rare = math.log(1e-4 * delta / total)  # so unlikely losses of a step count as infinite
+    before, bound = math.inf, curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
     while 0.0 < bound < 0.5 * before:  # where the first bound is far above, its mesh is too coarse
-        before, mesh = bound, max(MESH * bound / math.sqrt(steps), finest)
-        step = from_gaussian_mechanism(
-            sigma, sampling_prob=sample_rate, value_discretization_interval=mesh, log_mass_truncation_bound=rare
+        before, mesh = bound, max(MESH * bound / math.sqrt(total), finest)
+        composed = functools.reduce(
+            lambda one, other: one.compose(other),
+            (
+                from_gaussian_mechanism(
+                    sigma, sampling_prob=rate, value_discretization_interval=mesh, log_mass_truncation_bound=rare
+                ).self_compose(steps)
+                for sigma, rate, steps in releases
+            ),
         )
         with np.errstate(over="ignore"):  # to inf, of an ε of a million
-            bound = min(bound, float(step.self_compose(steps).get_epsilon_for_delta(delta)))
+            bound = min(bound, float(composed.get_epsilon_for_delta(delta)))
     return bound
