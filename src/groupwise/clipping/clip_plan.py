@@ -36,10 +36,6 @@ class Layout:
         """Whether the tensor is the same for all examples."""
         return self.order is Order.SHARED
 
-    def moved(self, by: int) -> "Layout":
-        """The same with that many axes in front."""
-        return replace(self, axis=self.axis + by) if by else self
-
     def examples_first(self, t: Tensor) -> Tensor:
         """(B, …) where an example has one row, else (B, k, …); the batch is on axis 0, or on another with k = 1."""
         if self.axis:

@@ -13,6 +13,7 @@ The same holds for what a layer makes of an input without a batch axis, such as 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -156,7 +157,8 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
     ranks = [leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]
     if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2):
         rank = max(ranks)
-        place = next(p.moved(rank - leaf.dim()) for leaf, p in zip(leaves, places, strict=True) if p is not None)
+        leaf, found = next((leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None)
+        place = replace(found, axis=found.axis + rank - leaf.dim())
         aligned = [_align(leaf, rank, place, name) if isinstance(leaf, PerExample) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(aligned, spec)
         return func(*args, **kwargs)

@@ -19,11 +19,6 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
-    def out(self, space: Sequence[int]) -> list[int]:
-        """Sizes of the output."""
-        axes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return [(size + 2 * pad - dilation * (taps - 1) - 1) // step + 1 for size, taps, step, pad, dilation in axes]
-
     def windows(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """What each position sees of inputs x (B, c, *space), padding included: a copy (B, K, T), K as in a filter."""
         padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
