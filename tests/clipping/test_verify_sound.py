@@ -167,6 +167,26 @@ def check(name: str, mode: str, rows: int) -> None:
             assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
 
 
+class Attended(nn.Module):
+    """Attention from queries of their own layer, over keys and values that are the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(width, width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(self.query(x), x, x).mean(1))
+
+
+def test_a_query_to_equal_positions_has_no_gradient_but_rounding():
+    torch.manual_seed(0)
+    model, x = Attended(32), torch.randn(8, 1, 1).expand(8, 10, 32)
+    labels = torch.zeros(8, dtype=torch.long)
+    with attach(model, per_layer(model), 0.3) as engine:
+        rows = list(range(5))
+        assert verify(engine, lambda some: F.cross_entropy(model(x[some]), labels[some], reduction="none"), rows) < 0.05
+
+
 def test_padding_is_what_the_texts_differ_in():
     _, losses = on_text("gpt2_tied", dropout=0.0, attention_dropout=0.0)
     assert PADDING not in EXAMPLES[:1] and len({LENGTHS[i] for i in EXAMPLES}) > 3

@@ -21,6 +21,10 @@ SMALL = 1e-3
 NEGLIGIBLE = 1e-5
 """Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
 normalisation, say), and is not compared."""
+CONSTANT = (
+    "if the examples are constant (all zeros, say), normalisations magnify rounding, so give others; if they are not, "
+    "please report this for built-in layers"
+)
 MANY = 64
 """Rows of the larger batch that is compared, at most."""
 
@@ -184,27 +188,28 @@ class _Comparison:
             raise UserError(
                 f"The gradient norm of example {examples[row]} in group {group.name!r} (of {layers}) is "
                 f"{float(found[k, row]):.6g}, but {float(norms[k, row]):.6g} by a loop over single examples: a layer "
-                "there does not take the batch as first axis, in the order of the losses, or its rule is wrong (please "
-                "report a built-in one)."
+                f"there does not take the batch as first axis, in the order of the losses, or its rule is wrong; "
+                f"{CONSTANT}."
             )
 
     def _check_sums(self, sums: dict[str, Tensor | None], truth: Reference, norms: Tensor, off: Tensor) -> float:
         """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in
-        a large group a small layer's own error would not show."""
+        a large group a small layer's own error would not show. What rounding leaves of nothing is no error."""
         names = {id(p): name for name, p in self.engine.model.named_parameters()}
         worst = 0.0
         for k, group in enumerate(self.engine.groups):
             finite = norms[k].isfinite()
             factors = self.engine.factors(norms[k].to(group.threshold).square(), k).to(norms)
             whole = float((factors * off[k])[finite].sum().clamp_min(1e-12)) / self.tolerance
+            nothing = NEGLIGIBLE * float(factors[finite] @ norms.nan_to_num(0, 0, 0).norm(dim=0)[finite])
             for parameter in group.parameters:
                 name = names[id(parameter)]
-                scale = truth.sizes[name] + SMALL * whole
+                scale = truth.sizes[name] + SMALL * whole + nothing / self.tolerance
                 error = float((sums[name] - truth.sums[name]).norm()) / scale  # type: ignore[operator]
                 worst = max(worst, error)
                 if not error <= self.tolerance:
                     raise UserError(
                         f"The clipped sum of parameter {name!r} is off by {error:.1e} (relative) from a loop over "
-                        "single examples: please report this."
+                        f"single examples: {CONSTANT}."
                     )
         return worst
