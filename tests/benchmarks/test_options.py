@@ -49,7 +49,6 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (growth, "network=transformed", "did you mean transformer?"),
         (growth, "dtype=int8", "float32"),
         (pipeline, "shape=weights_3", "did you mean weights_2?"),
-        (pipeline, "cores=0", "cores=0 was given"),
     ],
 )
 def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(

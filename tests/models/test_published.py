@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.data import image_features
 from groupwise.data.images import ImageData
 from groupwise.errors import UserError
-from groupwise.models import efficientnet, published
+from groupwise.models import efficientnet, image_features, published
 from groupwise.models.efficientnet import Lite0Features
 
 

@@ -85,7 +85,10 @@ def test_so_small_a_grid_says_that_running_it_whole_costs_less():
         (["tracker=tensorboard"], "tracker=tensorboard would show every run"),
         (["explain=true"], "explain is of a single run"),
         (["hydra/launcher=joblib"], "leave hydra/launcher out"),
-        (["clip=per_device", "pipeline.stages=2"], "pipeline.stages=2 is not for a search"),
+        (
+            ["task=samsum", "scale=smoke", "clip=per_device", "pipeline.stages=2"],
+            "pipeline.stages=2 is not for a search",
+        ),
         (["privacy.epsilon=3,8"], "privacy.epsilon is 3.0, 8.0 in its cells"),
         (["data.train_limit=100,200"], "data.train_limit is 100, 200 in its cells"),
         (["tuning.eta=0,1"], "tuning is"),

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
-from groupwise.data.image_features import FEATURES_OF
 from groupwise.data.images import augment
 from groupwise.errors import UserError
 from groupwise.models import scatter_cnn, wide_resnet
 from groupwise.models.efficientnet import SOURCE, lite0_head
+from groupwise.models.image_features import FEATURES_OF
 from groupwise.models.published import provenance_of
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Split, Task, eval_mode, row_numbers

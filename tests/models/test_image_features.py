@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data import image_features, load_images
+from groupwise.data import load_images
 from groupwise.data.images import ImageData
 from groupwise.errors import UserError
+from groupwise.models import image_features
 
 
 def images(count=3, side=8) -> ImageData:
