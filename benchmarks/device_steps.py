@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.device_table import AGAIN, LEFT, SIZES
@@ -88,9 +89,10 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
     (Path(options.out) / name).write_text(found.table(sort_by=order, row_limit=40, max_name_column_width=70))
     seconds = statistics.median(taken)
     started = (each.count for each in found if (each.key in KERNELS if on_gpu else each.key.startswith("aten::")))
+    kernels = sum(each.self_device_time_total for each in found if each.device_type == DeviceType.CUDA)
     return row | {
         "seconds": seconds,
-        "device_seconds": sum(each.self_device_time_total for each in found) / 1e6 if on_gpu else None,
+        "device_seconds": kernels / 1e6 if on_gpu else None,
         "examples_per_second": (job.batch or 0) / seconds,
         "peak_bytes": peak,
         "launches": sum(started),

@@ -1,10 +1,11 @@
 """Measures whole private trainings of eight small models:  python -m benchmarks.small_models model=logistic,tabular
 
-Milliseconds of processor time a step. Each method runs its own loop as its documentation writes it: sampling, reading,
-forward and backward passes, clipping, noise, optimiser.
+Milliseconds of processor time a step, on a GPU of wall time. Each method runs its own loop as its documentation writes
+it: sampling, reading, forward and backward passes, clipping, noise, optimiser.
 
-Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18.
-Methods: none (a plain loop), adaptive_layer and flat (make_private), opacus_hooks, opacus_ghost.
+Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18; with device=cuda roberta too.
+Methods: none (a plain loop), adaptive_layer and flat (make_private), on a GPU with cuda_graph=True too (…_graph),
+opacus_hooks, opacus_ghost.
 """
 
 import copy
@@ -43,6 +44,8 @@ class SmallModelOptions:
 
     model: str = option("all", "several by commas")
     method: str = option("all", "several by commas; none always runs")
+    device: str = option("cpu", "or cuda")
+    dtype: str = option("float32", "bfloat16: by autocast")
     rounds: int = option(7, "how often each method has its turn")
     steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
     jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
@@ -75,6 +78,35 @@ class TinyTransformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> logits (B, 2)."""
         return self.head(self.blocks(self.embed(tokens)).mean(1))
+
+
+class Roberta(nn.Module):
+    """RoBERTa-base's shape, 2 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import RobertaConfig, RobertaForSequenceClassification
+
+        sizes: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+        quiet: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.network = RobertaForSequenceClassification(RobertaConfig(**sizes, **quiet))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> logits (B, 2)."""
+        return self.network(tokens).logits
+
+
+class Lowered(nn.Module):
+    """A model under autocast to bfloat16."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits in float32."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.network(x).float()
 
 
 def _resnet18() -> nn.Module:
@@ -135,7 +167,10 @@ MODELS = {
     "lstm": SmallModel(LSTMClassifier, (32,), 2, 64, tokens=True),
     "transformer": SmallModel(TinyTransformer, (32,), 2, 64, tokens=True),
     "resnet18": SmallModel(_resnet18, (3, 32, 32), 10, 16, 1_000),
+    "roberta": SmallModel(Roberta, (64,), 2, 64, 1_000, tokens=True),
 }
+ON_A_GPU = {"roberta"}
+"""Models that are too large for the others' processor."""
 
 # -- the loops ---------------------------------------------------------------------------------------------------------
 
@@ -143,32 +178,38 @@ Loop = Iterator[Any]
 """Takes a step each time that it is advanced."""
 
 
-def _again(loader: DataLoader[Any]) -> Iterator[Any]:
+def _again(loader: DataLoader[Any], model: nn.Module) -> Iterator[Any]:
+    device = _device(model)
     while True:
-        yield from loader
+        for batch in loader:
+            yield [tensor.to(device) for tensor in batch]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def plain(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
     """A loop of PyTorch, without privacy."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for inputs, labels in _again(DataLoader(data, batch_size=batch, shuffle=True)):
+    for inputs, labels in _again(DataLoader(data, batch_size=batch, shuffle=True), model):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         yield None
 
 
-def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop:
+def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int, graph: bool = False) -> Loop:
     """`make_private`, with microbatches that hold a whole batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer, device = torch.optim.SGD(model.parameters(), lr=0.01), _device(model)
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
-        inputs, labels = batch
+        inputs, labels = (tensor.to(device) for tensor in batch)
         return F.cross_entropy(model(inputs), labels, reduction="none")
 
     budget: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 10**5, "delta": 1e-5}
     private = groupwise.make_private(
-        model, optimizer, data, losses, batch_size=batch, microbatch=2 * batch, clip=clip, **budget
+        model, optimizer, data, losses, batch_size=batch, microbatch=2 * batch, clip=clip, cuda_graph=graph, **budget
     )
     return iter(private.steps())
 
@@ -180,7 +221,7 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
     if isinstance(model, LSTMClassifier):
         from opacus.layers import DPLSTM
 
-        model = LSTMClassifier(DPLSTM)
+        model = LSTMClassifier(DPLSTM).to(_device(model))
     for layer in model.modules():
         if isinstance(layer, nn.ReLU):
             layer.inplace = False  # refused by its hooks
@@ -197,7 +238,7 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
     )
     module, optimizer, *more, loader = made
     criterion = more[0] if more else criterion
-    for inputs, labels in _again(loader):
+    for inputs, labels in _again(loader, module):
         optimizer.zero_grad()
         criterion(module(inputs), labels).backward()
         optimizer.step()
@@ -207,7 +248,9 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
 METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
     "none": plain,
     "adaptive_layer": partial(ours, "adaptive_layer"),
+    "adaptive_layer_graph": partial(ours, "adaptive_layer", graph=True),
     "flat": partial(ours, "flat"),
+    "flat_graph": partial(ours, "flat", graph=True),
     "opacus_hooks": partial(opacus, "hooks"),
     "opacus_ghost": partial(opacus, "ghost"),
 }
@@ -215,15 +258,16 @@ METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
 # -- the clock ---------------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, methods: Sequence[str], rounds: int, steps: int | None) -> list[dict[str, Any]]:
+def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> list[dict[str, Any]]:
     """Time the methods in turn; returns a row for each.
 
     Args:
-        name: of `MODELS`. methods: of `METHODS`, `none` first. steps: of a turn; None fills half a second.
+        name: of `MODELS`. methods: of `METHODS`, `none` first.
     """
-    kind = MODELS[name]
+    kind, rounds, steps = MODELS[name], options.rounds, options.steps
     torch.manual_seed(0)
-    model, data = kind.make(), kind.data()
+    model, data = kind.make().to(options.device), kind.data()
+    model = Lowered(model) if options.dtype == "bfloat16" else model
     loops, turn, rows = {}, {}, {}
     for method in methods:
         rows[method] = {
@@ -231,14 +275,16 @@ def measure(name: str, methods: Sequence[str], rounds: int, steps: int | None) -
             "method": method,
             "parameters": sum(p.numel() for p in model.parameters()),
             "batch": kind.batch,
-            "device": "cpu",
+            "device": options.device,
             "threads": torch.get_num_threads(),
-            "dtype": "float32",
+            "dtype": options.dtype,
             "status": "ok",
         }
         try:
             loop = METHODS[method](copy.deepcopy(model), data, kind.batch)
-            turn[method] = steps or max(3, round(0.5 / _time(loop, 5)))
+            if method.endswith("_graph"):
+                _time(loop, 60, options.device)  # until the usual sizes of a batch are recorded
+            turn[method] = steps or max(3, round(0.5 / _time(loop, 5, options.device)))
         except Exception as error:  # a peer's refusal is a result
             if not method.startswith("opacus"):
                 raise
@@ -248,7 +294,7 @@ def measure(name: str, methods: Sequence[str], rounds: int, steps: int | None) -
     seconds: dict[str, list[float]] = {method: [] for method in loops}
     for _ in range(rounds):
         for method, loop in loops.items():
-            seconds[method].append(_time(loop, turn[method]))
+            seconds[method].append(_time(loop, turn[method], options.device))
     for method, times in seconds.items():
         rows[method] |= {
             "rounds": rounds,
@@ -275,22 +321,32 @@ def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
     return row | {"ratio": plain["milliseconds"] / found["milliseconds"], "peer": f"jax-privacy {found['version']}"}
 
 
-def _time(loop: Loop, steps: int) -> float:
-    """Processor seconds a step; one step before the clock starts."""
+def _time(loop: Loop, steps: int, device: str) -> float:
+    """Processor seconds a step, on a GPU wall seconds; one step before the clock starts."""
     next(loop)
-    began = time.process_time()
+    began = _clock(device)
     for _ in range(steps):
         next(loop)
-    return (time.process_time() - began) / steps
+    return (_clock(device) - began) / steps
+
+
+def _clock(device: str) -> float:
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def run(options: SmallModelOptions) -> None:
     """Measure, write the rows and print them."""
-    models, methods = names("model", options.model, MODELS), names("method", options.method, METHODS, first="none")
+    on_a_gpu = options.device == "cuda"
+    models = names("model", options.model, [name for name in MODELS if on_a_gpu or name not in ON_A_GPU])
+    known = [method for method in METHODS if on_a_gpu or not method.endswith("_graph")]
+    methods = names("method", options.method, known, first="none")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")
     for name in models:
-        rows = measure(name, methods, options.rounds, options.steps)
+        rows = measure(name, methods, options)
         if options.jax and name != "resnet18":
             rows.append(by_jax(options.jax, rows[0], options.rounds))
         TABLE.add(options.out, rows)

@@ -24,7 +24,7 @@ from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
-from groupwise.training.graphs import GraphSums, recorder_of
+from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.memory import choose_microbatch, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
@@ -73,7 +73,7 @@ def build_trainer(
             engine = shard(task.model, engine, config.clip, device)
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     size = microbatch or 1
-    sums = GraphSums(task, size, recorder_of(device)) if config.train.cuda_graph else TaskSums(task, size)
+    sums = TaskSums(task, size, Graphs(recorder_of(device), task.model) if config.train.cuda_graph else None)
     private = _private_step(config, task.model, engine, plan, noise, optimizer, device, ranks, sums)
     return Trainer(
         task=task,

@@ -14,7 +14,7 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.graphs import WARM_UP, GraphSums, recorder_of
+from groupwise.training.graphs import WARM_UP, Graphs, recorder_of
 from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
@@ -185,13 +185,14 @@ def test_memory_that_runs_out_halves_and_changes_nothing(
 def recorded(made: Trainer) -> Trainer:
     if made.private.device.type != "cuda":
         pytest.skip("CUDA graphs are of a GPU")
-    made.private.sums = GraphSums(made.task, made.private.sums.size, recorder_of(made.private.device))
+    graphs = Graphs(recorder_of(made.private.device), made.task.model)
+    made.private.sums = TaskSums(made.task, made.private.sums.size, graphs)
     return made
 
 
-def graphs_of(made: Trainer) -> GraphSums:
-    assert isinstance(made.private.sums, GraphSums)
-    return made.private.sums
+def graphs_of(made: Trainer) -> Graphs:
+    assert isinstance(made.private.sums, TaskSums) and made.private.sums.graphs is not None
+    return made.private.sums.graphs
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -212,11 +213,12 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
     made.task.model[4] = nn.Dropout(0.5)  # type: ignore[index]  # in the place of a ReLU
     made = recorded(made)
     private, examples = made.private, made.private.sampler.indices(0)[:8]
+    present = torch.ones(8, dtype=torch.bool, device=device)
 
     def sums(start: int) -> Tensor:
         private.clear()
         with private.microbatch(0, start):
-            graphs.run(private, 0, start, examples, False)
+            made.private.sums.run(private, 0, start, examples, present)  # type: ignore[attr-defined]
         return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
 
     graphs = graphs_of(made)

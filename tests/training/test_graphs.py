@@ -5,16 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.utils import import_utils
 
 from groupwise.build import build_trainer
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
+from groupwise.privacy import NoiseSource
+from groupwise.private import make, make_private
 from groupwise.run import plan_run
 from groupwise.tasks import make_task
+from groupwise.training import microbatches
 from groupwise.training.from_config import make_engine
-from groupwise.training.graphs import GraphSums, recorder_of
+from groupwise.training.graphs import Graphs, recorder_of
+from groupwise.training.microbatches import TaskSums
 from groupwise.training.ranks import Alone
 from tests.checked import only_traced
 from tests.tapes import Tape
@@ -26,7 +31,14 @@ CPU = torch.device("cpu")
 
 def recorded(trainer, tape=None):
     """The same trainer, whose microbatches a tape holds."""
-    trainer.private.sums = GraphSums(trainer.task, trainer.private.sums.size, tape or Tape())
+    graphs = Graphs(tape or Tape(), trainer.task.model)
+    trainer.private.sums = TaskSums(trainer.task, trainer.private.sums.size, graphs)
+    return trainer
+
+
+def eagerly(trainer):
+    """The same trainer, whose eager microbatches are filled up as those that are recorded."""
+    trainer.private.sums.rounds = True
     return trainer
 
 
@@ -43,7 +55,7 @@ def scaled(trainer, factor):
 
 
 def graphs_of(trainer):
-    return trainer.private.sums
+    return trainer.private.sums.graphs
 
 
 def state(trainer):
@@ -57,15 +69,50 @@ def state(trainer):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("clip", [NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_FLAT], ids=lambda clip: clip.name)
-def test_a_recorded_run_has_the_bits_of_the_eager_one(clip):
+def test_a_recorded_run_has_the_bits_of_the_eager_one(clip, monkeypatch):
+    monkeypatch.setattr(microbatches, "ROUNDED", 2)  # so that there are fillers
     tape = Tape()
-    eager = state(with_dropout(make_trainer(clip, microbatch=6)))
+    eager = state(eagerly(with_dropout(make_trainer(clip, microbatch=6))))
     graphs = recorded(with_dropout(make_trainer(clip, microbatch=6)), tape)
     found = state(graphs)
     assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
     assert (
         len(graphs_of(graphs)) >= 1 and tape.launches >= 5
     )  # microbatches of six, of about five in each of three steps
+
+
+@pytest.mark.parametrize("clip", [FLAT, GHOST, ADAPTIVE_LAYER], ids=lambda clip: clip.name)
+def test_fillers_change_neither_sums_nor_counts(clip, monkeypatch):
+    monkeypatch.setattr(microbatches, "ROUNDED", 1)
+    usual, filled = state(make_trainer(clip, microbatch=6)), state(eagerly(make_trainer(clip, microbatch=6)))
+    torch.testing.assert_close(filled[0], usual[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(filled[1], usual[1], rtol=1e-6, atol=0)
+    assert filled[2][:-1] == pytest.approx(usual[2][:-1]) and filled[2][-1] > usual[2][-1], "there are fillers"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_make_private_records_batches_of_any_structure(workers, monkeypatch):
+    tape, taken = Tape(), []
+    monkeypatch.setattr(make, "recorder_of", lambda device: tape)
+    monkeypatch.setattr(microbatches, "ROUNDED", 4)
+    rows = [{"x": torch.randn(3), "more": {"y": i % 2}} for i in range(64)]
+
+    def losses(model, batch):
+        return F.cross_entropy(model(batch.pop("x")), batch["more"]["y"], reduction="none")
+
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        private = make_private(
+            model, torch.optim.SGD(model.parameters(), 0.1), rows, losses, noise_multiplier=1.0, steps=20, batch_size=16,
+            noise_source=NoiseSource.from_seed(1), num_workers=workers, cuda_graph=graphs,
+        )  # fmt: skip
+        private.core.sums.rounds = True
+        for _ in private.steps():
+            pass
+        taken.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*taken) and tape.launches >= 2
 
 
 def whole(task, clip, *more):
@@ -85,7 +132,7 @@ def evenly(trainer):
     """Microbatches that run eagerly, padded as those that are recorded."""
     task = trainer.task
     task.losses_of = lambda rows: task.losses(task.model, task.read(rows, even=True))
-    return trainer
+    return eagerly(trainer)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -111,7 +158,7 @@ def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
 def test_what_waits_for_the_device_is_refused_in_one_sentence():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     scaled(trainer, lambda read: 1.0 + 0.0 * float(read["x"].sum()))
-    with pytest.raises(UserError, match=r"inside of a microbatch.*capturing.*leave the option out\.$"):
+    with pytest.raises(UserError, match=r"inside of a microbatch.*capturing.*leave cuda_graph out\.$"):
         state(recorded(trainer))
 
 
@@ -144,19 +191,16 @@ def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(chan
     read, task = trainer.task.read, trainer.task
     task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
     scaled(trainer, lambda _: task.weight)
-    with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Return it from read"):
+    with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Put it into the batch"):
         state(recorded(trainer))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(
-    "wrap", [lambda x: {"x": x}, lambda x: [x], lambda x: x.to("meta")], ids=["dict", "list", "away"]
-)
-def test_inputs_that_would_stand_still_are_refused(wrap):
+def test_inputs_that_would_stand_still_are_refused():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     read = trainer.task.read
-    trainer.task.read = lambda rows, even=False: read(rows) | {"more": wrap(read(rows)["x"])}
-    with pytest.raises(UserError, match=r"read gives 'more' as a .* that is not on cpu"):
+    trainer.task.read = lambda rows, even=False: read(rows) | {"more": read(rows)["x"].to("meta")}
+    with pytest.raises(UserError, match=r"the batch holds a Tensor that is not on cpu"):
         state(recorded(trainer))
 
 
@@ -169,7 +213,7 @@ def test_plain_arguments_have_graphs_of_their_own():
         return state(wrap(scaled(trainer, lambda read: read["weight"])))
 
     tape = Tape()
-    found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
+    found, eager = made(lambda trainer: recorded(trainer, tape)), made(eagerly)
     assert torch.equal(found[0], eager[0]) and found[2] == eager[2] and tape.launches >= 3
 
 
@@ -189,7 +233,7 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
                 model.train(step == 1)
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    assert torch.equal(made(recorded), made(lambda trainer: trainer))
+    assert torch.equal(made(recorded), made(eagerly))
 
 
 def test_another_device_and_what_cannot_be_recorded_are_refused():
@@ -213,7 +257,7 @@ def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
         return state(wrap(trainer))
 
     tape = Tape()
-    found, eager = made(lambda trainer: recorded(trainer, tape)), made(lambda trainer: trainer)
+    found, eager = made(lambda trainer: recorded(trainer, tape)), made(eagerly)
     assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
     assert tape.launches
 
@@ -225,10 +269,11 @@ def test_a_shape_warms_up_and_what_is_forgotten_warms_up_again():
 
     def after(*counts):
         for count in counts:
-            trainer.private.sums.run(trainer.private, 0, 0, range(count), False)
+            present = torch.ones(count, dtype=torch.bool)
+            trainer.private.sums.run(trainer.private, 0, 0, range(count), present)
         return len(graphs_of(trainer))
 
     assert after(5) == 0  # which makes the gradients
     assert after(4, 4, 3) == 0 and after(4) == 1 and after(3) == 1 and after(3, 4) == 2
-    trainer.private.sums.forget()
+    graphs_of(trainer).forget()
     assert after(4, 4) == 0 and after(4) == 1

@@ -192,10 +192,10 @@ def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
     """Counts begin again with each microbatch."""
     real = PrivateStep.clip
 
-    def clip(self: PrivateStep, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
+    def clip(self: PrivateStep, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
         if self.engine is not None:
             self.engine.reset()
-        return real(self, losses_of, rows, filler)
+        return real(self, losses_of, rows, present)
 
     return patch.object(PrivateStep, "clip", clip)
 

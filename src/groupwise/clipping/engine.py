@@ -200,11 +200,12 @@ class ClippingEngine(ThresholdsAndCounts):
         with self._patches.installed(), self._passes.forward(examples, microbatch):
             yield
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, losses: Tensor, present: Tensor | None = None) -> None:
         """Add the clipped sums of one microbatch to the parameters' .grad, and its counts to `counts`.
 
         Args:
             losses: one loss per example, (B,), of the last `forward`; they are summed, never averaged.
+            present: (B,), False at fillers, whose losses were multiplied by 0 and whose norms are not counted.
 
         Raises:
             UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
@@ -220,7 +221,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 running.begin_sums(squares, clip_factors_of(self.groups, [squares])[0])
             run_backward(losses, self._into)
             self._check_reached(running)
-            self._count(running.squared_norms, running.examples)
+            self._count(running.squared_norms, running.examples, present)
 
     def _ghost_norms(self, running: Pass, losses: Tensor) -> Tensor:
         """First pass: only squared norms; the graph stays for the second."""

@@ -48,7 +48,7 @@ class ThresholdsAndCounts:
         self._read: Tensor | None = None
         self._unmasked = False
         self.examples = 0
-        """Examples since `reset`."""
+        """Examples since `reset`, fillers among them."""
 
     @property
     def thresholds(self) -> Tensor:
@@ -169,13 +169,17 @@ class ThresholdsAndCounts:
         self._unmasked |= not self.masks_rows and is_async_device(self._totals)
         self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
 
-    def _count(self, squared_norms: dict[int, Tensor], examples: int) -> None:
-        """Count the squared norms (examples,) of all K groups at once, on the device, so that nothing waits."""
+    def _count(self, squared_norms: dict[int, Tensor], examples: int, present: Tensor | None = None) -> None:
+        """Count the squared norms (examples,) of all K groups at once, on the device, so that nothing waits.
+
+        A filler's is never within the thresholds; one that is not finite counts, as the sums hold it.
+        """
         self.squared_norms = squared_norms
         squares = torch.stack([squared_norms[k] for k in range(len(self.groups))])
         norms = squares.clamp_min(0).sqrt_()
         self._read = None
-        self._totals[0] += (norms <= self._count_at.to(norms.dtype).unsqueeze(1)).sum(1)
+        within = norms <= self._count_at.to(norms.dtype).unsqueeze(1)
+        self._totals[0] += (within if present is None else within & present).sum(1)
         self._totals[1] += (~(squares.to(self._count_at.dtype).abs() < math.inf)).sum(1)  # as `keep_finite` has it
         self.examples += examples
 

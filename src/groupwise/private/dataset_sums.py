@@ -16,9 +16,11 @@ from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.private.data import Loading
+from groupwise.training.graphs import Graphs
 from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import LossesOf, PrivateStep
 from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.task import to_device
 
 Place = tuple[int, int, Sequence[int]]
 """A microbatch: its step, where it begins in this process's share of the batch, and its examples."""
@@ -36,7 +38,7 @@ class DatasetSums(Microbatches):
         losses: (model, batch) -> one loss for each of the batch's examples, (b,).
         loading: how examples become a batch.
         order: sorts the examples of this process's share before it is cut into microbatches; None leaves them.
-        size: examples at once, at most.
+        size, graphs: as `Microbatches` has them.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class DatasetSums(Microbatches):
         loading: Loading,
         order: Order | None,
         size: int,
+        graphs: Graphs | None = None,
     ) -> None:
-        super().__init__(size)
+        super().__init__(size, graphs)
         self.data, self.losses, self.loading, self.order = data, losses, loading, order
         self._model = model
         self._at_once = _rows_of(data) if loading.collate_fn is default_collate else None
@@ -103,18 +106,26 @@ class DatasetSums(Microbatches):
             self.forget()
             raise
 
-    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`; a microbatch that has to be traced is read once more."""
         batch = self._batch(private, step, start, rows)
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
-        def losses_of(some: Any) -> Tensor:
-            return self.losses(self._model, _own(batch)) if some is rows else again(some)
+        def losses(batch: Any) -> Tensor:
+            return self.losses(self._model, _own(batch))
 
-        return private.clip(losses_of, rows, filler)  # type: ignore[arg-type]
+        def losses_of(some: Any) -> Tensor:
+            return losses(batch) if some is rows else again(some)
+
+        if self.graphs is None or present is None:
+            return private.clip(losses_of, rows, present)  # type: ignore[arg-type]
+        device = private.device
+        batch = tree_map(lambda leaf: to_device(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
+        return self.graphs.clip(private, rows, present, batch, losses, again)
 
     def forget(self) -> None:
         """End the worker processes."""
+        super().forget()
         self._batches = None
 
     def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:

@@ -2,16 +2,22 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
+from groupwise.training.graphs import Graphs
 from groupwise.training.memory import halve_on_oom, is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.task import Task
+from groupwise.training.task import Task, to_device
+
+ROUNDED = 16
+"""With CUDA graphs, a microbatch has a multiple of a sixteenth of the usual number of rows: each number has a graph."""
 
 
 class Microbatches(ABC):
@@ -19,23 +25,33 @@ class Microbatches(ABC):
 
     Args:
         size: examples at once, at most. It changes the update by rounding and dropout masks only.
+        graphs: runs microbatches as CUDA graphs; None runs them eagerly.
     """
 
-    keeps_gradients = False
+    def __init__(self, size: int, graphs: Graphs | None = None) -> None:
+        self.size, self.graphs = size, graphs
+        self.rounds = graphs is not None
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    @property
+    def keeps_gradients(self) -> bool:
+        """See `groupwise.training.private_step.BatchSums`."""
+        return self.graphs is not None
 
     @abstractmethod
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
         """This process's examples of a batch, (n,), in the order in which they share microbatches."""
 
     @abstractmethod
-    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
-        """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,)."""
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
+        """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,).
 
-    def forget(self) -> None:  # noqa: B027 (most keep nothing)
+        `present`, (b,), is False at rows that are fillers; None has none.
+        """
+
+    def forget(self) -> None:
         """Release what is kept for microbatches of this size."""
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """See `groupwise.training.private_step.BatchSums`.
@@ -58,10 +74,11 @@ class Microbatches(ABC):
         if engine is not None:
             engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
         try:
-            loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
-            if engine is not None and engine.has_nonfinite:
-                engine.masks_rows = True
+            with nullcontext() if self.graphs is None else self.graphs.running():
                 loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+                if engine is not None and engine.has_nonfinite:
+                    engine.masks_rows = True
+                    loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
                 raise
@@ -72,24 +89,31 @@ class Microbatches(ABC):
 
     def split(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, bool]]:
-        """The microbatches of a share: where each begins, its examples, and whether it is a filler.
+    ) -> Iterator[tuple[int, np.ndarray, int]]:
+        """The microbatches of a share: where each begins, its rows, and how many of them, at the end, are fillers.
 
         In shards all processes run equally many, as each needs the parameters of the others; a process that has no more
-        examples takes the first of the batch as a filler.
+        examples takes the first of the batch as a filler. Where sizes are rounded, the last example fills up.
         """
-        most = -(-len(drawn) // private.ranks.replicas) if private.in_shards else len(share)
+        replicas = private.ranks.replicas
+        most = -(-len(drawn) // replicas) if private.in_shards else len(share)
+        usual = min(self.size, private.plan.expected_batch_size / replicas)
         for start in range(0, most, self.size):
             rows = share[start : start + self.size]
-            yield start, rows if len(rows) else drawn[:1], not len(rows)
+            if not len(rows):
+                yield start, drawn[:1], 1
+                continue
+            fillers = -len(rows) % max(1, round(usual / ROUNDED)) if self.rounds else 0
+            fillers = min(fillers, self.size - len(rows))
+            yield start, np.append(rows, rows[-1:].repeat(fillers)), fillers
 
     def _run_all(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=private.device)
-        for start, rows, filler in self.split(private, share, drawn):
+        for start, rows, fillers in self.split(private, share, drawn):
+            present = np.arange(len(rows)) < len(rows) - fillers if self.rounds or fillers else None
             with private.microbatch(step, start):
-                losses = self.run(private, step, start, rows, filler)
-            if not filler:
-                total += losses.sum()
+                on_device = None if present is None else to_device(present, private.device)
+                total += self.run(private, step, start, rows, on_device).sum()
         return total
 
 
@@ -98,20 +122,23 @@ class TaskSums(Microbatches):
 
     Args:
         task: whose examples are read and whose losses are computed.
-        size: examples at once, at most.
+        size, graphs: as `Microbatches` has them.
     """
 
-    def __init__(self, task: Task, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, task: Task, size: int, graphs: Graphs | None = None) -> None:
+        super().__init__(size, graphs)
         self.task = task
 
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
         """This process's part of the batch in the task's order, so that all replicas have equally long examples."""
         return ranks.share(self.task.order(drawn))
 
-    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, filler: bool) -> Tensor:
+    def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`."""
-        return private.clip(self.task.losses_of, rows, filler)  # type: ignore[arg-type]  # rows are numbers
+        if self.graphs is None or present is None:
+            return private.clip(self.task.losses_of, rows, present)  # type: ignore[arg-type]  # rows are numbers
+        losses, read = partial(self.task.losses, self.task.model), partial(self.task.read, even=True)
+        return self.graphs.clip(private, rows, present, read(rows), losses, lambda some: losses(read(some)))
 
 
 CHECKED = 5

@@ -48,8 +48,10 @@ class BatchSums(Protocol):
 
     size: int
     """Examples at once, at most."""
-    keeps_gradients: bool
-    """Whether gradients are set to zero between batches, and not to None: CUDA graphs write to their memory."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are set to zero between batches, and not to None: CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
         """Set the parameters' .grad to the clipped sums of this process's share of a batch, after `PrivateStep.clear`.
@@ -190,30 +192,30 @@ class PrivateStep:
             yield
         self._rewind = None
 
-    def clip(self, losses_of: LossesOf, rows: Sequence[int], filler: bool = False) -> Tensor:
+    def clip(self, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
         """Add the clipped sums of a microbatch to the gradients; on a GPU without TF32.
 
         Args:
             losses_of: the losses (b,) of the microbatch, or of some of its examples.
             rows: the microbatch, (b,).
-            filler: the examples are not in the batch, and the pass only keeps the processes in step: their losses are
-                multiplied by 0 and they are not counted.
+            present: (b,), False at fillers, which are not in the batch: their losses are multiplied by 0, and their
+                norms are not counted. None has none.
 
         Returns:
-            The losses, without their graph.
+            The losses, 0 at fillers, without their graph.
 
         Raises:
             UserError: what `StepGuard.losses` and `ClippingEngine.clip` refuse.
         """
         if self.engine is None:
-            losses = losses_of(rows)
-            (losses * 0 if filler else losses).sum().backward()
+            losses = losses_of(rows) if present is None else losses_of(rows) * present
+            losses.sum().backward()
             return losses.detach()
         with self._guard.losses():
             losses = self.engine.losses(losses_of, rows, self._rewind)
-        exact = products(tf32=False) if self.device.type == "cuda" else nullcontext()
-        with exact, self.engine.uncounted() if filler else nullcontext():
-            self.engine.backward(losses * 0 if filler else losses)
+            losses = losses if present is None else losses * present
+        with products(tf32=False) if self.device.type == "cuda" else nullcontext():
+            self.engine.backward(losses, present)
         return losses.detach()
 
     def _sum_over_replicas(self) -> Tensor:

@@ -151,11 +151,11 @@ class ConvRule(LayerRule):
         return weights if wanted[0] else None, bias if wanted[1] else None
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        x, rows = map(upcast, self.sides(saved, g))
+        x, rows = self.sides(saved, g)
         weight = None
         if wanted[0]:
             if x.device.type == "cpu" or self.geometry.groups > 1:
-                weight = self._by_groups(x, rows)
+                weight = self._by_groups(upcast(x), upcast(rows))
             else:
                 windows = self.geometry.windows(x, rows.shape[2:])
                 weight = batched_product(rows.flatten(2), windows.mT).view(len(x), -1, *self._filter())
