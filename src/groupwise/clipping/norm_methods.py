@@ -39,8 +39,10 @@ class Rates:
 RATES = {
     "cpu": Rates(product=9e10, gram=8e10, outer=7e10, bytes=1e10, starts=5e5),
     "cuda": Rates(product=2e13, gram=8e12, outer=8e12, bytes=1e12, starts=2e5),
+    "cuda bfloat16": Rates(product=2e13, gram=8e12, outer=8e13, bytes=1e12, starts=2e5),
 }
-"""Of usual machines, the same on all of them, so that a run makes the same choices wherever it is resumed."""
+"""Of usual machines, the same on all of them, so that a run makes the same choices wherever it is resumed. With inputs
+and output gradients in bfloat16 a convolution forms gradients in tensor cores, and the rest in float32."""
 
 
 SMALL = 1 << 14
@@ -108,7 +110,7 @@ class NormMethods(dict[tuple[Any, ...], str]):
 
         Args:
             key: shape of the input, shape of the output, and what else the sizes depend on.
-            device: its kind.
+            device: its kind, as in `RATES`.
             sizes: says them, where the key is new.
         """
         self.last = key

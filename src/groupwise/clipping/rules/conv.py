@@ -18,6 +18,7 @@ from groupwise.clipping.precision import (
     LONGEST_SUM,
     batched_product,
     inflate_norms,
+    keeps_half,
     second_product_slack,
     squared_row_norms,
     upcast,
@@ -114,7 +115,8 @@ class ConvRule(LayerRule):
             return True
         x, g = self.sides(saved, g)
         key, sizes = (x.shape, g.shape, context.own_group), partial(self._sizes, x.shape, g.shape, context)
-        return context.methods.choose(key, x.device.type, sizes) == "materialize"
+        kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
+        return context.methods.choose(key, kind, sizes) == "materialize"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
         if not wanted[0]:
