@@ -7,6 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -177,8 +178,9 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
     return markdown(head, lines)
 
 
-def small_models_table(rows: pd.DataFrame) -> str:
-    """One line a model: milliseconds a step of each method, and the share of the plain loop's speed."""
+def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
+    """One line a model: milliseconds a step of each method on a device, and the share of the plain loop's speed."""
+    rows = rows[rows["device"] == device]
     methods, lines = in_order(rows["method"].unique()), []
     for model, own in rows.groupby("model", sort=False):
         by_method, first = own.set_index("method"), own.iloc[0]
@@ -198,6 +200,7 @@ def fill(text: str, page: Path, measured: Path) -> str:
     parts: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
         "summary": ("throughput", throughput_summary),
         "small_models": ("small_models", small_models_table),
+        "small_models_gpu": ("small_models", partial(small_models_table, device="cuda")),
         "side_by_side": ("opacus_side_by_side", side_by_side_table),
     }
     for name, (rows, table) in parts.items():
