@@ -19,7 +19,7 @@ from groupwise.analysis.benchmark_tables import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("summary", "small_models", "side_by_side")
+NAMES = ("summary", "small_models", "small_models_gpu", "side_by_side")
 
 
 def blank(path: Path) -> Path:
@@ -86,7 +86,7 @@ def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(besid
 @pytest.fixture
 def small() -> pd.DataFrame:
     """One model, of which a peer is refused."""
-    cell = {"model": "lstm", "parameters": 1234, "batch": 64}
+    cell = {"model": "lstm", "parameters": 1234, "batch": 64, "device": "cpu", "dtype": "float32"}
     timed = (("opacus_hooks", None, None), ("none", 5.0, 1.0), ("flat", 8.0, 0.625))
     return pd.DataFrame([{**cell, "method": name, "milliseconds": time, "ratio": ratio} for name, time, ratio in timed])
 
@@ -104,7 +104,7 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop
     command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured)]
     assert main(command) == 0
     text = page.read_text()
-    assert text.count("Not measured yet.") == text.count("kept") == 3 and "old" not in text
+    assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 3
     parts = {"throughput": throughput, "growth": growth, "loop": loop, "opacus_side_by_side": beside}
     for name, rows in (parts | {"small_models": small}).items():

@@ -182,9 +182,10 @@ def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
     """One line a model: milliseconds a step of each method on a device, and the share of the plain loop's speed."""
     rows = rows[rows["device"] == device]
     methods, lines = in_order(rows["method"].unique()), []
-    for model, own in rows.groupby("model", sort=False):
+    for (model, dtype), own in rows.groupby(["model", "dtype"], sort=False):
         by_method, first = own.set_index("method"), own.iloc[0]
-        parts = [f"{model}, {first['parameters']:,} parameters, batch {first['batch']}"]
+        lowered = "" if dtype == "float32" else f", {dtype}"
+        parts = [f"{model}, {first['parameters']:,} parameters, batch {first['batch']}{lowered}"]
         for method in methods:
             if method not in by_method.index or pd.isna(by_method["milliseconds"][method]):
                 parts.append("–" if method not in by_method.index else "refused")
