@@ -229,3 +229,32 @@ def test_freed_blocks_are_filled_with_zeros_once(tmp_path: Path):
     assert faults("kept") == ("True", pytest.approx(0, abs=pages // 100))
     kept, count = faults("as it is")
     assert kept == "False" and count > pages // 100, "else there is nothing to keep, and the call can go"
+
+
+GROWTH = """
+import torch
+from groupwise.training.memory import keep_freed_blocks, return_freed_memory
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1])
+
+keep_freed_blocks()
+before, small = held(), []
+for size in range(40):  # what is small lies behind each, so nothing is at the heap's end
+    block = torch.ones((4 << 20) + (size << 16))
+    small.append(bytes(100_000))
+    del block
+grown = held() - before
+return_freed_memory()
+print(grown, held() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is told by glibc's mallopt")
+def test_what_is_free_between_blocks_returns(tmp_path: Path):
+    script = tmp_path / "growth.py"
+    script.write_text(GROWTH)
+    code, printed, errors = Command(str(script), cwd=tmp_path).finish()
+    assert code == 0, errors
+    grown, left = map(int, printed.split())
+    assert grown > 4 * max(left, 1)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -91,12 +92,33 @@ def keep_freed_blocks() -> bool:
     private step of a small network on a CPU. Blocks of 2 GiB and more still return. It cannot be undone, so it is for
     processes that do nothing but a run.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # musl has none, and macOS and Windows other allocators
+    if (library := _glibc()) is None:
         return False
-    mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_INT)) and bool(mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
+    return bool(library.mallopt(_MMAP_THRESHOLD, _LARGEST_INT)) and bool(library.mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+TRIMMED = 100
+"""Steps on a CPU after which freed memory returns to the system."""
+
+
+def return_freed_memory() -> None:
+    """Return to the system what is free between the blocks in use, where the C library is glibc.
+
+    The batches of a run have as many sizes as steps, so freed blocks seldom fit again: without this a process grows for
+    thousands of steps, to several times what it needs.
+    """
+    if (library := _glibc()) is not None:
+        library.malloc_trim(ctypes.c_size_t(0))
+
+
+@cache
+def _glibc() -> Any:
+    """The C library, or None: musl has no such functions, and macOS and Windows other allocators."""
+    try:
+        library = ctypes.CDLL(None)
+        return library if library.mallopt and library.malloc_trim else None
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 OOM_MESSAGES = (

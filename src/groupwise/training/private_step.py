@@ -30,6 +30,7 @@ from groupwise.privacy import (
 from groupwise.privacy.secure_noise import SecurePoissonSampler
 from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
+from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Alone, Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
@@ -173,6 +174,8 @@ class PrivateStep:
         self.optimizer.step()  # line 14
         if self.thresholds is not None:
             self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
+        if self.device.type == "cpu" and self.executed % TRIMMED == 0:
+            return_freed_memory()
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
         if nonfinite:
             warnings.warn(NONFINITE, stacklevel=4)  # one text from one line, so Python tells it once
