@@ -51,7 +51,7 @@ def test_a_broken_layout_is_not_passed_over(tmp_path, npz_arrays):
     """Falling through to another copy would train on other data than the user thinks."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     np.savez(tmp_path / "cifar10.npz", **npz_arrays)
-    assert "data_batch_1 is missing" in refused(tmp_path)
+    assert "cifar-10-batches-py is not whole" in refused(tmp_path)
     (tmp_path / "other" / "cifar10").mkdir(parents=True)
     (tmp_path / "other" / "cifar10" / "train_shard2.webp").touch()
     assert "train_shard0.webp is missing" in refused(tmp_path / "other")

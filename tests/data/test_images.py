@@ -49,16 +49,6 @@ def test_an_image_is_normalised_alone():
     assert torch.equal(normalize(images, *statistics)[:2], normalize(images[:2], *statistics))
 
 
-def test_mistakes_are_named():
-    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    with pytest.raises(UserError, match="float32"):
-        normalize(images.float(), (0.5,) * 3, (0.5,) * 3)
-    with pytest.raises(UserError, match="1 means"):
-        normalize(images, (0.5,), (0.5,))
-    with pytest.raises(UserError, match=r"mnist.*cifar10"):
-        channel_statistics("mnist")
-
-
 def test_a_share_is_held_out_and_takes_the_place_of_the_test_set(tmp_path):
     data = load_images("digits", tmp_path)
     held = hold_out(data, 0.2)

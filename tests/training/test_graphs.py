@@ -105,8 +105,8 @@ def test_make_private_records_batches_of_any_structure(workers, monkeypatch):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
         private = make_private(
-            model, torch.optim.SGD(model.parameters(), 0.1), rows, losses, noise_multiplier=1.0, steps=20, batch_size=16,
-            noise_source=NoiseSource.from_seed(1), num_workers=workers, cuda_graph=graphs,
+            model, torch.optim.SGD(model.parameters(), 0.1), rows, losses, noise_multiplier=1.0, steps=20,
+            batch_size=16, noise_source=NoiseSource.from_seed(1), num_workers=workers, cuda_graph=graphs,
         )  # fmt: skip
         private.core.sums.rounds = True
         for _ in private.steps():

@@ -1,15 +1,11 @@
 """Finds CIFAR-10 under a folder in any of three layouts, or downloads it there by torchvision."""
 
-import hashlib
 import http.client
-import io
-import pickle
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -117,42 +113,24 @@ MOSAIC_TILE = 32
 
 
 def read_batches(root: Path) -> ImageData:
-    """Read the standard folder `root`/cifar-10-batches-py, each file checked by its MD5 before it is opened.
+    """Read the standard folder `root`/cifar-10-batches-py by torchvision, which opens a file only if its MD5 is right.
 
     Raises:
         UserError: a file is missing, or is not the published one to the bit.
     """
-    published = import_torchvision().datasets.CIFAR10
-    folder = root / BATCHES_FOLDER
-    train, test = ([name for name, _ in batches] for batches in (published.train_list, published.test_list))
-    sums = dict([*published.train_list, *published.test_list, (published.meta["filename"], published.meta["md5"])])
-    content = {name: _read_published(folder / name, md5) for name, md5 in sums.items()}
-    arrays = {}
-    for split, names in (("train", train), ("test", test)):
-        try:
-            batches = [load_arrays(content[name]) for name in names]
-            rows = np.concatenate([batch["data"] for batch in batches])
-            arrays[f"x_{split}"] = rows.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-            arrays[f"y_{split}"] = np.concatenate([batch["labels"] for batch in batches])
-        except Exception as error:  # an unpickler may raise anything
-            raise UserError(f"{folder} cannot be read ({reason(error)}); replace it by the published one.") from error
-    return _image_data(arrays, folder, [folder / name for name in sums], root, "the standard folder")
-
-
-def _read_published(path: Path, md5: str) -> bytes:
-    """The content, if it is the published one."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing; complete the folder, or remove it to have CIFAR-10 downloaded again.")
+    cifar, folder = import_torchvision().datasets.CIFAR10, root / BATCHES_FOLDER
+    arrays: dict[str, np.ndarray] = {}
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({reason(error)}); make it readable.") from error
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
+        for split in ("train", "test"):
+            read = cifar(root, train=split == "train")
+            arrays |= {f"x_{split}": read.data, f"y_{split}": np.array(read.targets)}
+    except Exception as error:  # of an unpickler too
         raise UserError(
-            f"{path} is truncated or altered (its MD5 is not the published {md5}); replace it, or "
-            "remove the folder to have CIFAR-10 downloaded again."
-        )
-    return content
+            f"{folder} is not whole, or not as published ({reason(error)}): replace it, or remove it to have CIFAR-10 "
+            "downloaded again."
+        ) from error
+    names = [name for name, _ in (*cifar.train_list, *cifar.test_list)] + [cifar.meta["filename"]]
+    return _image_data(arrays, folder, [folder / name for name in names], root, "the standard folder")
 
 
 def read_npz(path: Path) -> ImageData:
@@ -246,32 +224,3 @@ def _image_data(arrays: dict[str, np.ndarray], path: Path, files: list[Path], ro
     return ImageData(
         **tensors, num_classes=NUM_CLASSES, source=f"CIFAR-10, {layout}", sha256=sha256_of_files(files, root)
     )
-
-
-ALLOWED = {
-    (module, name)
-    for module, names in {
-        "numpy": ("dtype", "ndarray"),
-        "numpy.core.multiarray": ("_reconstruct",),
-        "numpy._core.multiarray": ("_reconstruct",),
-        "numpy._core.numeric": ("_frombuffer",),
-    }.items()
-    for name in names
-}
-"""Globals that pickles of NumPy arrays look up, of old and new versions."""
-
-
-def load_arrays(content: bytes) -> Any:
-    """Load a pickle of lists, dicts, text, numbers and NumPy arrays (text of Python 2 as latin-1).
-
-    Raises:
-        pickle.UnpicklingError: it looks up anything else, none of which is run; other errors as in `pickle`.
-    """
-    return _Arrays(io.BytesIO(content), encoding="latin1").load()
-
-
-class _Arrays(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"it looks up {module}.{name}, which no array needs")
-        return super().find_class(module, name)

@@ -176,28 +176,12 @@ def channel_statistics(name: str) -> ChannelStatistics:
     mean and standard deviation of its training images, which others computed from those images without
     noise. Like De et al. (2022) we treat them as public; no epsilon covers them. A mean and deviation of 0.5,
     as for the digits, depends on no data.
-
-    Raises:
-        UserError: the name is not a data set's.
     """
-    if name not in _STATISTICS:
-        raise UserError(f"data set {name!r} has no channel statistics; choose one of {', '.join(_STATISTICS)}.")
     return _STATISTICS[name]
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Scale images (N, C, H, W) of uint8 to float32: (x/255 - mean)/std, channel by channel.
-
-    Raises:
-        UserError: the images are not uint8, or mean and std do not have one value for each channel.
-    """
-    if images.dtype != torch.uint8:
-        raise UserError(f"images of {images.dtype} were given to normalize, which takes the stored uint8.")
-    if images.dim() != 4 or len(mean) != images.shape[1] or len(std) != images.shape[1]:
-        raise UserError(
-            f"images of shape {tuple(images.shape)} were given with {len(mean)} means and {len(std)} "
-            "deviations; normalize takes (N, C, H, W) and one of each for every channel."
-        )
+    """Scale images (N, C, H, W) of uint8 to float32: (x/255 - mean)/std, channel by channel."""
     centre, spread = _scales(mean, std, images.device)
     return (images - centre) / spread
 
