@@ -188,7 +188,8 @@ class Private:
         self._check_data()
         began, core = time.monotonic(), self.core
         for module, training in self._modes.items():
-            module.training = training
+            if module.training != training:
+                module.training = training
         released = core.step()
         seconds = max(time.monotonic() - began, 1e-9)
         parts = core.ranks.gather((released.loss, released.nonfinite))

@@ -105,7 +105,7 @@ class Microbatches(ABC):
                 continue
             fillers = -len(rows) % max(1, round(usual / ROUNDED)) if self.rounds else 0
             fillers = min(fillers, self.size - len(rows))
-            yield start, np.append(rows, rows[-1:].repeat(fillers)), fillers
+            yield start, np.append(rows, rows[-1:].repeat(fillers)) if fillers else rows, fillers
 
     def _run_all(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=private.device)
