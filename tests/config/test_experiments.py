@@ -42,4 +42,4 @@ def test_the_command_line_comes_before_it() -> None:
 def test_one_without_its_plus_is_answered() -> None:
     with pytest.raises(ConfigCompositionException) as error:
         compose_run(["experiment=cifar"], CONF)
-    assert in_one_sentence(error.value).endswith("add one with a plus: +experiment=cifar.")
+    assert in_one_sentence(error.value).endswith("To append to your default list use +experiment=cifar")

@@ -21,7 +21,7 @@ from groupwise.config.compose import check_typed, register, to_run_config
 from groupwise.config.idle import refuse_idle
 from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
-from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence, too_long
+from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
@@ -191,12 +191,10 @@ def _remove(folder: Path) -> None:
 
 
 def _is_mistake(error: Exception, began: bool) -> bool:
-    """Before a run starts, any error is a mistake on the command line, even if Hydra itself fails on it: privacy=3 is a
-    bare ValueError there, scale=[null] a TypeError, a number of 400 digits an OverflowError."""
-    if isinstance(error, COMPOSITION_ERRORS) or (too_long(error) and not began):
-        return True
-    *_, last = walk_tb(error.__traceback__)
-    return not began and last[0].f_globals["__name__"].partition(".")[0] in ("hydra", "omegaconf", "antlr4")
+    """Before a run starts, any error inside of Hydra is a mistake on the command line, even if Hydra itself fails on
+    it: privacy=3 is a bare ValueError there, a number of 400 digits an OverflowError."""
+    modules = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    return isinstance(error, COMPOSITION_ERRORS) or (not began and bool(modules & {"hydra", "omegaconf", "antlr4"}))
 
 
 def _refuse(message: str) -> NoReturn:

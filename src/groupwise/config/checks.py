@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.atomic import why_unwritable
 from groupwise.config.keys import CHOICES, LIMITS, expected, fits, key_types
-from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, ModelConfig, RunConfig
+from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, DataConfig, ModelConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
@@ -30,8 +30,8 @@ IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first problem in ``config``."""
     checks = (
-        _texts, _choices, _ranges, _places, _resume, _own_task, _batch, _precision, _weights, _public,
-        _augmentation, _texts_alone, _evaluation, _privacy, _clipping, _pipeline, _recorded, _parallel,
+        _texts, _choices, _ranges, _places, _together, _texts_alone, _evaluation, _privacy, _clipping, _pipeline,
+        _recorded, _parallel,
     )  # fmt: skip
     for check in checks:
         for problem in check(config):
@@ -96,19 +96,14 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             continue
         if says["within"] == POSITIVE and not value > 0:
             yield f"{key}={value} must be greater than zero."
-        if says["within"] == POSITIVE and not math.isfinite(value) and not says["infinite"]:
-            yield f"{key}={value} must be finite."
-        if says["within"] == NOT_NEGATIVE and not 0 <= value < math.inf:
-            yield f"{key}={value} must be zero or more, and finite."
+        if says["within"] == NOT_NEGATIVE and not value >= 0:
+            yield f"{key}={value} must be zero or more."
         if says["within"] == BELOW_ONE and not 0 <= value < 1:
             yield f"{key}={value} must lie in [0, 1)."
+        if not math.isfinite(value) and not says["infinite"]:
+            yield f"{key}={value} must be finite."
         if says["most"] is not None and value > says["most"]:
             yield f"{key}={value} is more than {says['most']}: give less."
-
-
-def _own_task(config: RunConfig) -> Iterator[str]:
-    if config.own_task and not isinstance(config.own_task.get("_target_"), str):
-        yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
 
 
 def _places(config: RunConfig) -> Iterator[str]:
@@ -135,41 +130,40 @@ def _places(config: RunConfig) -> Iterator[str]:
         yield f"data.train_file={name} leaves the folder of the data set: give the name of a file in it."
 
 
-def _resume(config: RunConfig) -> Iterator[str]:
+def _together(config: RunConfig) -> Iterator[str]:
+    """Settings that do not go together."""
+    data, model, train = config.data, config.model, config.train
+    if config.own_task and not isinstance(config.own_task.get("_target_"), str):
+        yield "own_task has no _target_: name the function that makes the task, own_task: {_target_: module.function}."
     if config.resume is not None and config.overwrite:
-        yield (f"resume={config.resume} with overwrite=true would throw away what is to be resumed: drop one of them.")
-
-
-def _batch(config: RunConfig) -> Iterator[str]:
-    train = config.train
+        yield f"resume={config.resume} with overwrite=true would throw away what is to be resumed: drop one of them."
     if (train.batch_size is None) == (train.sample_rate is None):
         both = "null" if train.batch_size is None else "given"
         yield f"train.batch_size and train.sample_rate are both {both}: give one, the other null."
     if train.sample_rate is not None and train.sample_rate > 1:
         yield f"train.sample_rate={train.sample_rate} is a probability: give at most 1."
-
-
-def _precision(config: RunConfig) -> Iterator[str]:
-    if config.model.frozen_dtype == "bfloat16" and config.train.precision != "bfloat16":
+    if any(not 0 <= epoch < math.inf for epoch in train.keep):
+        yield f"train.keep={train.keep} are epochs: give numbers of zero or more."
+    if model.frozen_dtype == "bfloat16" and train.precision != "bfloat16":
         yield "model.frozen_dtype=bfloat16 needs train.precision=bfloat16, as float32 layers meet frozen ones."
-
-
-def _weights(config: RunConfig) -> Iterator[str]:
-    if any(not 0 <= epoch < math.inf for epoch in config.train.keep):
-        yield f"train.keep={config.train.keep} are epochs: give numbers of zero or more."
-    if config.model.pool == "mean":
-        if config.model.trains == "lora":
-            yield "model.pool=mean is not for model.trains=lora: choose one of the two."
-        if config.export is not None:
-            yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
+    if model.pool == "mean" and model.trains == "lora":
+        yield "model.pool=mean is not for model.trains=lora: choose one of the two."
+    if model.pool == "mean" and config.export is not None:
+        yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
+    if data.public and config.debug.noise_seed is not None:
+        yield "data.public=true takes the key of the noise from seed: leave debug.noise_seed out."
+    asked = [f"data.{key}={getattr(data, key)}" for key in ("flip", "crop", "views")
+             if getattr(data, key) != getattr(DataConfig, key)]  # fmt: skip
+    if asked and model.name != "wide_resnet":
+        yield f"{asked[0]} is of images, and model.name={model.name} sees none: leave it out."
+    if asked == [f"data.views={data.views}"]:
+        yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
 
 def _texts_alone(config: RunConfig) -> Iterator[str]:
-    if config.model.rematerialize and config.model.name in IMAGE_MODELS:
-        yield f"model.rematerialize=true is of text, and model.name={config.model.name} reads none: leave it out."
-    usual = ModelConfig()
-    for key in ("trains", "dropout", "attention_dropout", "untie"):
-        if config.model.name in IMAGE_MODELS and (value := getattr(config.model, key)) != getattr(usual, key):
+    for key in ("trains", "dropout", "attention_dropout", "untie", "rematerialize"):
+        value = getattr(config.model, key)
+        if config.model.name in IMAGE_MODELS and value != getattr(ModelConfig, key):
             yield f"model.{key}={value} is of language models: leave it out with model.name={config.model.name}."
     if config.data.chat and config.task not in GENERATION:
         yield f"data.chat=true is not for task={config.task}: choose one of {', '.join(GENERATION)}, or leave it out."
@@ -255,21 +249,6 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
             f"clip.rescale=true with clip.grouping={clip.grouping} pins the one threshold to clip.threshold, so "
             "nothing adapts: use clip.rescale=false, or clip=flat."
         )
-
-
-def _public(config: RunConfig) -> Iterator[str]:
-    if config.data.public and config.debug.noise_seed is not None:
-        yield "data.public=true takes the key of the noise from seed: leave debug.noise_seed out."
-
-
-def _augmentation(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    asked = [f"data.{key}={getattr(data, key)}" for key, off in (("flip", False), ("crop", 0), ("views", 1))
-             if getattr(data, key) != off]  # fmt: skip
-    if asked and config.model.name != "wide_resnet":
-        yield f"{asked[0]} is of images, and model.name={config.model.name} sees none: leave it out."
-    if asked == [f"data.views={data.views}"]:
-        yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:

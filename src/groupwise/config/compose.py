@@ -152,29 +152,19 @@ OF_HYDRA = {
 
 
 def check_typed(overrides: Sequence[str]) -> None:
-    """Refuse words on a command line that are not ``key=value``, and keys that are given twice or deleted.
+    """Refuse words on a command line that are not ``key=value``, and settings of Hydra that are not for runs.
 
     Raises:
         UserError: naming one.
     """
-    given: dict[str, str] = {}
     for place, override in enumerate(overrides):
         key, equals, _ = override.lstrip("+").partition("=")
-        deleted = key.removeprefix("~")
         if refused := OF_HYDRA.get(key) or OF_HYDRA.get(override):
             raise UserError(f"{override}: {refused}.")
-        if key.startswith("~"):
-            if deleted in key_types() and "." in deleted:
-                raise UserError(f"{override}: a key always has a value, so give one, such as {deleted}=null.")
-            if "." not in deleted and not deleted.startswith("hydra"):
-                raise UserError(f"{override}: a group always has an option, so give another in place of it.")
-        elif not equals:
+        if not equals and not key.startswith("~"):
             follows = "".join(overrides[place + 1 : place + 2])
             shown = f"{key}={follows}" if follows and "=" not in follows else "clip=flat"
             raise UserError(f"'{override}' cannot be read as key=value: write it in one word, such as {shown}.")
-        if key in given and not key.startswith("hydra"):
-            raise UserError(f"{given[key]} and {override} are both given: leave one out.")
-        given[key] = override
     refuse_both(overrides)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationResolutionError,
-    MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -32,21 +29,13 @@ EXAMPLES = {
 """Mappings of the user's own, and how an entry is given."""
 
 
-def too_long(error: BaseException) -> bool:
-    """Whether the error is about a key or option too long for a file name, as Hydra looks for such a file."""
-    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-
-
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     """The sentence for a key that the schema lacks, with the key that was probably meant."""
     for mapping, example in EXAMPLES.items():
         if key.startswith(f"{mapping}."):
-            shown = f"`--cfg job --package {mapping}` shows"
-            return f"{key} is no entry of {mapping} here, which {shown}; new ones take a plus: {example}."
+            return f"{key} is no entry of {mapping} here; new ones take a plus: {example}."
     if key.startswith("hydra.launcher."):
         return f"there is no key {key}; `hydra/launcher=slurm --cfg hydra -p hydra.launcher` lists those of a launcher."
-    if key in ("dry_run", "dryrun"):
-        return f"there is no key {key}: `--cfg job` shows a run's configuration, or with -m the cells of a sweep."
     known = key_types()
     section, _, last = key.rpartition(".")
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
@@ -61,7 +50,7 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
 
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
-    """``error``, one of `COMPOSITION_ERRORS` or `too_long`, as one sentence; it may suggest one of ``groups``."""
+    """An error of composition as one sentence; it may suggest one of ``groups``."""
     return message(UserError(_sentence(error, groups)))
 
 
@@ -69,44 +58,20 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = str(getattr(cause, "full_key", None) or "")
     given = str(error).removeprefix(MERGING) if str(error).startswith(MERGING) else key  # as it was typed, if known
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OverflowError):
-        key = next(iter(str(error).partition("full_key: ")[2].split()), "a key")  # OmegaConf has it in the text alone
-        return f"{key} takes no number that large."
-    if too_long(error):
-        return "an argument begins with more characters than any key has, or chooses an option of such a name."
-    if isinstance(error, RecursionError):
-        return "the configuration refers to itself: write the value out."
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)
-    if isinstance(cause, ValidationError) and key.startswith("hydra."):
-        return f"{given} does not fit: {_first_line(str(cause))}."
     if isinstance(cause, ValidationError) and key:
-        return f"{given} does not fit: {expected(key)} was expected."
-    if isinstance(cause, MissingMandatoryValue) and key:
-        return f"{key} has no value: {expected(key)} was expected."
+        wanted = _first_line(cause) if key.startswith("hydra.") else f"{expected(key)} was expected"
+        return f"{given} does not fit: {wanted}."
     if isinstance(cause, InterpolationResolutionError) and OWN_ERROR in str(cause):
-        return _first_line(str(cause)).removeprefix(OWN_ERROR)
+        return _first_line(cause).removeprefix(OWN_ERROR)
     if isinstance(cause, InterpolationResolutionError) and key:
-        return f"{key} cannot be worked out: {_first_line(str(cause))}."
-    if given != key:
-        return f"{given} does not fit: {expected(given.lstrip('+').partition('=')[0])} was expected."
-    if "To append to your default list use " in str(error):
-        return f"this group has no option to replace; add one with a plus: {str(error).split()[-1]}."
-    if str(error).startswith("Multiple values for "):
-        name = str(error).split()[3].rstrip(".")
-        return f"{name} has an option already: replace it by {name}=NAME, without a plus."
-    if str(error).startswith("Config group override must be a string"):
-        return "a group takes the name of an option: `python run.py --help` lists them."
-    if "add --multirun" in str(error):
-        override = _first_line(str(error)).removeprefix("Ambiguous value for argument ")
-        return f"{override} gives several values: add -m to run them all."
-    return f"{_first_line(str(error))}."
+        return f"{key} cannot be worked out: {_first_line(cause)}."
+    return f"{_first_line(cause)}." if isinstance(cause, OmegaConfBaseException) else str(error)
 
 
 def _missing_config(error: MissingConfigException) -> str:
@@ -130,6 +95,5 @@ def _unreadable(override: str) -> str:
     )
 
 
-def _first_line(message: str | None) -> str:
-    lines = [line.strip() for line in (message or "").splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else "no reason was given"
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".:")
