@@ -108,9 +108,7 @@ def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
 
 
 def test_settings_of_adapters_are_refused_where_none_train() -> None:
-    with pytest.raises(
-        UserError, match=r"lora\.rank=4 changes nothing: .* choose model\.trains=lora"
-    ):
+    with pytest.raises(UserError, match=r"lora\.rank=4 changes nothing: .* choose model\.trains=lora"):
         compose_run(["task=e2e", "model.lora.rank=4"], CONF)
     for adapters in (["task=e2e", "model.trains=lora"], ["task=samsum"]):
         assert compose_run([*adapters, "model.lora.rank=4"], CONF).model.lora.rank == 4

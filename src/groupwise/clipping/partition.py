@@ -87,7 +87,7 @@ def _refuse_mixing(model: nn.Module) -> None:
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
                 f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
-                "bounded: replace it by one without running statistics (groupwise.fix_model does)."
+                "bounded: replace it by one without running statistics (track_running_stats=False)."
             )
         if isinstance(module, _BatchNorm):
             refuse_batch_statistics(name, module)

@@ -70,28 +70,25 @@ def resolve_plan(
     clip: ClipConfig,
     dataset_size: int,
     num_groups: int,
-    *,
-    epsilon: float | None,
-    noise_multiplier: float | None,
     plan: PrivacyPlan | None,
-    delta: float | None,
-    epochs: float | None,
-    steps: int | None,
-    batch_size: float | None,
     accountant: str,
+    budget: Mapping[str, float | None],
+    length: Mapping[str, Any],
 ) -> PrivacyPlan:
     """The plan of N examples and K groups: a new one, or the given one if it fits.
+
+    Args:
+        budget: epsilon and noise_multiplier. length: batch_size, epochs, steps and delta; None where not given.
 
     Raises:
         UserError: too few or too many of the arguments; values out of range; a plan for something else.
     """
-    given = [epsilon is not None, noise_multiplier is not None, plan is not None]
-    if sum(given) != 1:
-        raise UserError(
-            f"{sum(given)} of epsilon, noise_multiplier and plan were given: give exactly one of the three."
-        )
+    given = sum(value is not None for value in (*budget.values(), plan))
+    if given != 1:
+        raise UserError(f"{given} of epsilon, noise_multiplier and plan were given: give exactly one of the three.")
+    batch_size, epochs, steps = length["batch_size"], length["epochs"], length["steps"]
     if plan is not None:
-        if any(value is not None for value in (delta, epochs, steps, batch_size)):
+        if any(value is not None for value in length.values()):
             raise UserError(
                 "plan says delta, steps and batch_size already: leave delta, epochs, steps, batch_size out."
             )
@@ -105,21 +102,10 @@ def resolve_plan(
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
     if batch_size < 1:
-        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=4)
-    if steps is None and not 0 < epochs < math.inf:  # type: ignore[operator]  # one of the two was given
+        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=3)
+    if steps is None and not 0 < epochs < math.inf:
         raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
-    return plan_of(
-        clip,
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        epochs=epochs,
-        steps=steps,
-        delta=delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        num_groups=num_groups,
-        accountant=accountant,
-    )
+    return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
 
 
 def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive: bool) -> None:
