@@ -129,7 +129,7 @@ def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments.split()])
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back what the command sets
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back what the command sets
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     code = run.main()
     out, err = capfd.readouterr()

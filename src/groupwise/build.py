@@ -1,13 +1,11 @@
 """Builds the trainer of a run: alone, as a replica, in shards, or one stage of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +30,6 @@ from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer, WeightAverage
 from groupwise.training.task import Microbatch, Task
 
-if TYPE_CHECKING:
-    from groupwise.pipeline.trainer import PipelineTrainer
-
 
 def build_trainer(
     config: RunConfig,
@@ -47,17 +42,51 @@ def build_trainer(
 ) -> Trainer:
     """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
 
-    With replicas every process calls it: the model becomes the first one's, and the noise key the main one's.
-    `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`.
+    With several processes each calls it: the models of replicas become the first one's, and the noise key the main
+    one's. `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`. `task.model`
+    may be a stage of a pipeline (`build_stage_task`).
 
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
     """
     check_plan(plan, state)
     noise = make_noise(config, plan, ranks, state)
+    sums: Any
+    if isinstance(task.model, Stage):
+        sums = _stage_sums(config, task, engine, plan, device, ranks, state is None)
+    else:
+        sums, engine = _task_sums(config, task, engine, device, ranks, state is None)
+    optimizer = make_optimizer(task.model.parameters(), config.optim)
+    private = PrivateStep(
+        model=task.model,
+        engine=engine,
+        thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
+        plan=plan,
+        noise=noise,
+        allocation=config.noise.allocation,
+        optimizer=optimizer,
+        device=device,
+        sums=sums,
+        ranks=ranks,
+    )
+    schedule = make_schedule(optimizer, config.optim, plan.steps)
+    if isinstance(task.model, Stage):
+        from groupwise.pipeline.trainer import PipelineTrainer
+
+        return PipelineTrainer(
+            task=task, private=private, schedule=schedule, runner=sums.runner, one_group=sums.one_group
+        )
+    average = WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None
+    return Trainer(task=task, private=private, schedule=schedule, average=average)
+
+
+def _task_sums(
+    config: RunConfig, task: Task, engine: ClippingEngine | None, device: torch.device, ranks: Alone | Ranks, new: bool
+) -> tuple[BatchSums, ClippingEngine | None]:
+    """The sums of a whole model, after its engine was verified, and the engine, another where the model is sharded."""
     microbatch = config.train.microbatch
     examples = task.order(np.arange(task.train_size))
-    if microbatch is None and state is None:
+    if microbatch is None and new:
         microbatch = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
     if engine is not None:
         some = examples_to_trace(examples, CHECKED)
@@ -71,42 +100,47 @@ def build_trainer(
             from groupwise.training.shards import shard
 
             engine = shard(task.model, engine, config.clip, device)
-    optimizer = make_optimizer(task.model.parameters(), config.optim)
     size = microbatch or 1
-    sums = TaskSums(task, size, Graphs(recorder_of(device), task.model) if config.train.cuda_graph else None)
-    private = _private_step(config, task.model, engine, plan, noise, optimizer, device, ranks, sums)
-    return Trainer(
-        task=task,
-        private=private,
-        schedule=make_schedule(optimizer, config.optim, plan.steps),
-        average=WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None,
-    )
+    graphs = Graphs(recorder_of(device), task.model) if config.train.cuda_graph else None
+    return TaskSums(task, size, graphs), engine
 
 
-def _private_step(
+MICROBATCHES_PER_STAGE = 4
+"""At least so many keep stages waiting for a fifth of the time at most (Huang et al., 2019)."""
+
+
+def _stage_sums(
     config: RunConfig,
-    model: nn.Module,
+    task: Any,
     engine: ClippingEngine | None,
     plan: PrivacyPlan,
-    noise: NoiseSource,
-    optimizer: torch.optim.Optimizer,
     device: torch.device,
-    ranks: Alone | Ranks,
-    sums: BatchSums,
-) -> PrivateStep:
-    """The private step of this process: of the whole model, of a replica or of a stage."""
-    return PrivateStep(
-        model=model,
-        engine=engine,
-        thresholds=None if engine is None else make_thresholds(config.clip, plan, here=len(engine.groups)),
-        plan=plan,
-        noise=noise,
-        allocation=config.noise.allocation,
-        optimizer=optimizer,
-        device=device,
-        sums=sums,
-        ranks=ranks,
-    )
+    ranks: Any,
+    new: bool,
+) -> BatchSums:
+    """The sums of a stage of a pipeline, after its engine was verified."""
+    # Only here: they bring transformers and torch's pipelining, seconds that a run in one process does not pay.
+    from groupwise.pipeline.runner import StageRunner
+    from groupwise.pipeline.trainer import StageSums
+
+    stage, feed, microbatch = task.model, task.feed("train", device), config.train.microbatch
+    examples = feed.order(np.arange(len(feed)))
+    if engine is not None:
+        coarse: dict[str, Any] = tolerances(config.train.precision)
+        chosen = np.array(examples_to_trace(examples))
+        some = feed.microbatches(chosen, len(chosen))[0]
+        rows = min(CHECKED, max(2, microbatch or CHECKED))
+        losses = losses_of_stage(stage, some, device)
+        engine.trace(losses, range(some.examples))
+        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
+    if microbatch is None and new:
+        two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
+        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))
+        keeps_busy = int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
+        microbatch = min(*ranks.gather(fits // stage.count), keeps_busy)
+    ranks.copy_([*stage.parameters(), *stage.buffers()])
+    runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
+    return StageSums(runner, feed, max(1, microbatch or 1), config.clip.grouping == "flat")
 
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
@@ -136,10 +170,6 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     else:
         noise = NoiseSource.from_seed(config.seed if seed is None else seed, secure)
     return agreed_noise(noise, ranks)
-
-
-MICROBATCHES_PER_STAGE = 4
-"""At least so many keep stages waiting for a fifth of the time at most (Huang et al., 2019)."""
 
 
 def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
@@ -196,61 +226,6 @@ def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, An
         if id(parameter) not in kept:
             parameter.data = parameter.new_empty(0)
     return stage
-
-
-def build_pipeline_trainer(
-    config: RunConfig,
-    task: Task,
-    engine: ClippingEngine | None,
-    plan: PrivacyPlan,
-    device: torch.device,
-    ranks: Alone | Ranks,
-    state: dict[str, Any] | None,
-) -> PipelineTrainer:
-    """The trainer of this process's stage, `task.model`, with a verified engine; as `build_trainer` otherwise.
-
-    Raises:
-        UserError: the checkpoint belongs to another plan; the stage cannot be clipped.
-    """
-    # Only here: they bring transformers and torch's pipelining, seconds that a run in one process does not pay.
-    from groupwise.pipeline.runner import StageRunner
-    from groupwise.pipeline.trainer import PipelineTrainer, StageSums
-
-    check_plan(plan, state)
-    stage: Any = task.model
-    assert isinstance(stage, Stage) and isinstance(ranks, Ranks)
-    noise = make_noise(config, plan, ranks, state)
-    feed = task.feed("train", device)  # type: ignore[attr-defined]
-    examples = feed.order(np.arange(len(feed)))
-    if engine is not None:
-        coarse = tolerances(config.train.precision)
-        chosen = np.array(examples_to_trace(examples))
-        some = feed.microbatches(chosen, len(chosen))[0]
-        rows = min(CHECKED, max(2, config.train.microbatch or CHECKED))
-        losses = losses_of_stage(stage, some, device)
-        engine.trace(losses, range(some.examples))
-        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
-    microbatch = config.train.microbatch
-    if microbatch is None and state is None:
-        two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
-        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))
-        microbatch = min(ranks.gather(fits // stage.count))
-        microbatch = min(
-            microbatch, int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
-        )
-    ranks.copy_([*stage.parameters(), *stage.buffers()])
-    optimizer = make_optimizer(stage.parameters(), config.optim)
-    runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
-    one_group = config.clip.grouping == "flat"
-    sums = StageSums(runner, feed, max(1, microbatch or 1), one_group)
-    private = _private_step(config, stage, engine, plan, noise, optimizer, device, ranks, sums)
-    return PipelineTrainer(
-        task=task,
-        private=private,
-        schedule=make_schedule(optimizer, config.optim, plan.steps),
-        runner=runner,
-        one_group=one_group,
-    )
 
 
 def losses_of_stage(

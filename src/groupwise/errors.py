@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from errno import ENOSPC
 from functools import wraps
-from typing import ParamSpec, TextIO
+from typing import ParamSpec
 
 
 class UserError(ValueError):
@@ -115,23 +115,8 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
 
 
 def tell_warnings() -> None:
-    """From now on what a user is warned of is one sentence on stderr, without the line of code that it came from."""
-    usual = warnings.showwarning
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if category is UserWarning:
-            print(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr)
-        else:
-            usual(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show
+    """From now on a warning is one sentence on stderr, without the line of code that it came from."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
 
 
 def exit_code(kinds: Iterable[str]) -> int:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from groupwise.build import build_trainer
+from groupwise.build import build_stage_task, build_trainer
 from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError, environment_errors
+from groupwise.errors import UserError, environment_errors, message
 from groupwise.models.hub import find_source
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
@@ -78,16 +78,10 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
 def _run(
     config: RunConfig, record: RunRecord, device: torch.device, ranks: Alone | Ranks, resumable: bool
 ) -> dict[str, Any]:
-    pipelined = ranks.stages > 1
     matmul.use(config.train.matmul)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    if pipelined:
-        from groupwise.build import build_pipeline_trainer, build_stage_task
-
-        task = build_stage_task(config, ranks, device)
-    else:
-        task = make_task(config, device)
+    task = build_stage_task(config, ranks, device) if ranks.stages > 1 else make_task(config, device)
     if config.model.weights is not None:
         start_from(task.model, config.model.weights)
     described = task.describe_data()
@@ -114,8 +108,7 @@ def _run(
     if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
         print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is\n  for tests only.")
     checkpoint, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
-    make = build_pipeline_trainer if pipelined else build_trainer
-    trainer = make(config, task, engine, plan, device, ranks, state)
+    trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
     start = 0 if state is None else int(state["step"])
@@ -287,19 +280,16 @@ def start_from(model: nn.Module, given: str) -> None:
     path = path / "model.pt" if path.is_dir() else path
     if not path.is_file() and not list(path.parent.glob(escape(f"{path.stem}-") + "*" + escape(path.suffix))):
         raise UserError(f"model.weights={given} holds no model.pt: name a finished run's folder.")
-    own = model.state_dict()
-    weights = read_weights(path, model.names() if isinstance(model, Stage) else {name: name for name in own})
-    for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype != own[name].dtype:
-            raise UserError(
-                f"model.weights={given} has a {name} that is no {own[name].dtype} tensor: give a run's model.pt."
-            )
-        if tensor.shape != own[name].shape:
-            raise UserError(
-                f"model.weights={given} has {name} of shape {tuple(tensor.shape)} and the model wants "
-                f"{tuple(own[name].shape)}: give the weights of the same model."
-            )
+    weights = read_weights(
+        path, model.names() if isinstance(model, Stage) else {name: name for name in model.state_dict()}
+    )
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"model.weights={given} fits another model ({message(error)}): give a run's model.pt."
+        ) from error
+    for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
             raise UserError(f"model.weights={given} has a {name} that is not finite: give other weights.")
-    model.load_state_dict(weights)
     print(f"Weights: {path}")

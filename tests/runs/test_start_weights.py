@@ -52,16 +52,13 @@ def test_what_is_no_run_or_another_model_is_refused(tmp_path):
     save_checkpoint(tmp_path / "model.pt", {name: t for name, t in weights.items() if not name.startswith("stem")})
     with pytest.raises(UserError, match=r"has no stem.*: give the weights of the same model"):
         start_from(made(0), str(tmp_path))
-    for broken in (
-        weights["stem.weight"] * torch.nan,
-        weights["stem.weight"].to_sparse(),
-        "text",
-        torch.zeros(3).half(),
+    nan, sparse, short = (weights["stem.weight"] * torch.nan, weights["stem.weight"].to_sparse(), torch.zeros(3))
+    for broken, words in (
+        (nan, "not finite"),
+        (sparse, "fits another"),
+        ("text", "fits another"),
+        (short, "size mismatch"),
     ):
         save_checkpoint(tmp_path / "model.pt", {**weights, "stem.weight": broken})
-        with pytest.raises(UserError, match=r"has a stem\.weight that is (not finite|no torch\.float32 tensor)"):
+        with pytest.raises(UserError, match=words):
             start_from(made(0), str(tmp_path))
-    weights["stem.weight"] = weights["stem.weight"][:1]
-    save_checkpoint(tmp_path / "model.pt", weights)
-    with pytest.raises(UserError, match=r"has stem\.weight of shape"):
-        start_from(made(0), str(tmp_path))

@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None:
     clock, stream = Clock(), io.StringIO()
-    with Progress(100, stream=stream, clock=clock, seconds_between_lines=15) as progress:
+    with Progress(100, stream=stream, clock=clock) as progress:
         for step in range(1, 101):
             clock.now += 1
             progress.update(step, examples=32)
@@ -39,13 +39,11 @@ def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None
 
 def test_a_line_tells_epsilon_throughput_and_the_last_note() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(
-        2, epsilon=lambda step: step * 1.5, target_epsilon=3, stream=stream, clock=clock, seconds_between_lines=0
-    )
-    clock.now += 2
-    progress.update(1, examples=64, note="valid 61.0 %")
-    clock.now += 2
-    progress.update(2, examples=64)
+    progress = Progress(2, epsilon=lambda step: step * 1.5, target_epsilon=3, stream=stream, clock=clock)
+    clock.now += 20
+    progress.update(1, examples=640, note="valid 61.0 %")
+    clock.now += 20
+    progress.update(2, examples=640)
     first, last = stream.getvalue().splitlines()
     assert "ε 1.50 of 3" in first and "ε 3.00 of 3" in last
     assert "32 examples/s" in last
@@ -55,15 +53,18 @@ def test_a_line_tells_epsilon_throughput_and_the_last_note() -> None:
 
 def test_a_resumed_run_reckons_with_the_steps_of_this_process_only() -> None:
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(1000, start=990, stream=stream, clock=clock, seconds_between_lines=0)
-    clock.now += 10
+    progress = Progress(1000, start=990, stream=stream, clock=clock)
+    clock.now += 20
     progress.update(991, examples=0)
-    assert stream.getvalue().endswith("1:30 left\n")
+    assert stream.getvalue().endswith("3:00 left\n")
 
 
-def test_on_a_terminal_there_is_a_bar() -> None:
-    stream = Terminal()
-    with Progress(3, stream=stream, epsilon=lambda step: 0.5, target_epsilon=8) as progress:
-        progress.update(1, examples=1)
-        progress.update(3, examples=1)
-    assert "3/3" in stream.getvalue() and "ε 0.50 of 8" in stream.getvalue()
+def test_on_a_terminal_the_line_is_renewed() -> None:
+    clock, stream = Clock(), Terminal()
+    with Progress(3, stream=stream, epsilon=lambda step: 0.5, target_epsilon=8, clock=clock) as progress:
+        clock.now += 1
+        for step in (1, 2, 3):
+            progress.update(step, examples=1)
+    first, last = stream.getvalue().removeprefix("\r").split("\r")
+    assert first.startswith("step 1/3  ε 0.50 of 8  1 examples/s") and last.startswith("step 3/3")
+    assert stream.getvalue().endswith("\n")

@@ -24,8 +24,8 @@ def config(tmp_path: Path) -> RunConfig:
     return RunConfig(paths=PathsConfig(results=str(tmp_path / "results")))
 
 
-def begun(config: RunConfig, resume: str | None = None) -> RunRecord:
-    record = RunRecord.open(config, resume=resume)
+def begun(config: RunConfig) -> RunRecord:
+    record = RunRecord.open(config)
     record.begin()
     return record
 
@@ -116,9 +116,9 @@ def test_another_process_with_the_same_configuration_is_refused(config: RunConfi
 
 def test_resume_with_another_configuration_names_what_differs(config: RunConfig) -> None:
     folder = begun(config).folder
-    other = RunConfig(seed=1, clip=ClipConfig(threshold=0.5), paths=config.paths)
+    other = RunConfig(seed=1, clip=ClipConfig(threshold=0.5), paths=config.paths, resume=str(folder))
     with pytest.raises(UserError) as refused:
-        RunRecord.open(other, resume=str(folder))
+        RunRecord.open(other)
     assert "seed is 0 there and 1 here" in str(refused.value)
     assert "clip.threshold is 1.0 there and 0.5 here" in str(refused.value)
 
@@ -138,8 +138,9 @@ def test_resume_takes_the_folder_it_is_given(config: RunConfig, tmp_path: Path) 
 @pytest.mark.parametrize("what", ["absent", "empty"])
 def test_resume_from_what_is_no_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
+    config.resume = str(tmp_path / what)
     with pytest.raises(UserError, match=r"is no folder|not a run's config"):
-        RunRecord.open(config, resume=str(tmp_path / what))
+        RunRecord.open(config)
 
 
 def test_other_data_on_resume_are_refused(config: RunConfig) -> None:

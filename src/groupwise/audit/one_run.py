@@ -16,7 +16,7 @@ from groupwise.audit.attacker import Attacker, Evidence, log_ratio
 from groupwise.audit.bounds import one_run_epsilon
 from groupwise.audit.canaries import LOUD, CanaryTask, Picked, Present, make_canaries
 from groupwise.audit.options import Setting
-from groupwise.build import build_pipeline_trainer, build_trainer
+from groupwise.build import build_trainer
 from groupwise.config.schema import RunConfig
 from groupwise.pipeline.split import Stage
 from groupwise.privacy import PrivacyPlan
@@ -153,7 +153,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     assert engine is not None
     here = len(engine.groups)
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
-    trainer = build_pipeline_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
+    trainer = build_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
     trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
     attacker = Attacker(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
     by_stage = ranks.gather(follow(setting, attacker, plan))

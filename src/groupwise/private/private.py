@@ -51,7 +51,7 @@ class Step:
 
 
 class Steps:
-    """The next steps of a private training, as an iterable that takes them; on a terminal with a progress bar."""
+    """The next steps of a private training, as an iterable that takes them; on a terminal with a line of progress."""
 
     def __init__(self, private: "Private", count: int) -> None:
         self._private, self._end = private, private.executed + count

@@ -1,4 +1,4 @@
-"""Shows how far a training is: a bar on a terminal, and elsewhere a line now and then."""
+"""Shows how far a training is: a line that is renewed on a terminal, and elsewhere a new one now and then."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TextIO
+
+ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
+"""Seconds between two lines."""
 
 
 class Progress:
-    """A bar on a terminal, and elsewhere (a log file, a cluster) a line now and then.
+    """Steps, ε and speed in a line. Use it as a context manager.
 
     ``epsilon`` maps executed steps to the budget spent so far (``PrivacyPlan.progress``); None shows none.
-    ``start`` is the step after which a resumed run begins. Use it as a context manager.
+    ``start`` is the step after which a resumed run begins.
     """
 
     def __init__(
@@ -23,67 +26,43 @@ class Progress:
         start: int = 0,
         epsilon: Callable[[int], float] | None = None,
         target_epsilon: float = float("inf"),
-        seconds_between_lines: float = 15.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.steps = steps
-        self._start = self._step = start
-        self._epsilon = epsilon
-        self._target = target_epsilon
-        self._between = seconds_between_lines
+        self.steps, self._start = steps, start
+        self._epsilon, self._target = epsilon, target_epsilon
         self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
         self._clock = clock
         self._began = self._last_line = clock()
         self._examples = 0
         self._note = ""
-        self._bar = _bar(steps, start, self._stream) if self._stream.isatty() else None
 
     def update(self, step: int, examples: int, note: str = "") -> None:
-        """``step`` steps are done, the last of them on ``examples`` examples; ``note`` (accuracy, say) stays
-        on view."""
+        """``step`` steps are done, the last of them on ``examples`` examples; ``note`` (accuracy, say) stays on view.
+
+        A line is written if the last one was long ago, or if this is the last step.
+        """
         self._examples += examples
         self._note = note or self._note
-        advanced, self._step = step - self._step, step
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._state(), refresh=False)
-            self._bar.update(advanced)
-        elif step >= self.steps or self._clock() - self._last_line >= self._between:
-            self._last_line = self._clock()
-            seconds = self._seconds() / max(step - self._start, 1) * (self.steps - step)
-            left = timedelta(seconds=round(seconds))
-            print(f"step {step}/{self.steps}  {self._state()}  {left} left", file=self._stream, flush=True)
+        now = self._clock()
+        if step < self.steps and now - self._last_line < (ON_A_TERMINAL if self._terminal else ELSEWHERE):
+            return
+        self._last_line = now
+        left = timedelta(seconds=round((now - self._began) / max(step - self._start, 1) * (self.steps - step)))
+        spent = "" if self._epsilon is None else f"ε {self._epsilon(step):.2f} of {self._target:g}"
+        speed = f"{self.examples_per_second:.0f} examples/s"
+        line = "  ".join(filter(None, (f"step {step}/{self.steps}", spent, speed, self._note, f"{left} left")))
+        print(f"\r{line}\x1b[K" if self._terminal else f"{line}\n", end="", file=self._stream, flush=True)
 
     @property
     def examples_per_second(self) -> float:
         """Throughput of this process since it began."""
-        return self._examples / max(self._seconds(), 1e-9)
-
-    def close(self) -> None:
-        """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
+        return self._examples / max(self._clock() - self._began, 1e-9)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _seconds(self) -> float:
-        return self._clock() - self._began
-
-    def _state(self) -> str:
-        parts = [f"{self.examples_per_second:.0f} examples/s"]
-        if self._epsilon is not None:
-            parts.insert(0, f"ε {self._epsilon(self._step):.2f} of {self._target:g}")
-        return "  ".join([*parts, self._note] if self._note else parts)
-
-
-def _bar(steps: int, start: int, stream: TextIO) -> Any:
-    """None where tqdm is not installed, as it is of an extra: then there are lines."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=steps, initial=start, file=stream, unit="step", dynamic_ncols=True)
+        if self._terminal:
+            print(file=self._stream)

@@ -42,22 +42,21 @@ class RunRecord:
         self._found = self._state()
 
     @classmethod
-    def open(cls, config: RunConfig, resume: str | None = None) -> RunRecord:
-        """The record of ``config``, or that in the folder ``resume`` (default: ``config.resume``).
+    def open(cls, config: RunConfig) -> RunRecord:
+        """The record of ``config``, or that in the folder ``config.resume``.
 
-        Writes nothing. Raises `UserError` when ``resume`` is no run or was made with another configuration
-        (naming the keys that differ), or when nothing can be written there.
+        Writes nothing. Raises `UserError` when that is no run or was made with another configuration (naming the keys
+        that differ), or when nothing can be written there.
         """
-        resume = resume or config.resume
-        if resume is None:
+        if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
         else:
-            folder = Path(resume).expanduser()
+            folder = Path(config.resume).expanduser()
             if not folder.is_dir():
-                raise UserError(f"resume={resume} is no folder: name one of {config.paths.results}/runs.")
+                raise UserError(f"resume={config.resume} is no folder: name one of {config.paths.results}/runs.")
             if differing := differences(load_config(folder / "config.yaml"), config):
                 raise UserError(
-                    f"resume={resume} was made with another configuration: {'; '.join(differing)}. "
+                    f"resume={config.resume} was made with another configuration: {'; '.join(differing)}. "
                     "Give the same values, or leave resume out."
                 )
         if why := why_unwritable(folder):
@@ -103,7 +102,12 @@ class RunRecord:
         """
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = self._lock or lock(self.folder / ".lock")
+            if self._lock is None:
+                raise UserError(
+                    f"another process is writing to {self.folder}, which is this very configuration: wait for it "
+                    "to end, or change something, such as the seed."
+                )
             if self._state() != self._found:
                 self.close()
                 raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
@@ -187,14 +191,12 @@ class RunRecord:
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
         asked = ("resume", "overwrite", "explain", "export")
-        row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
         git = {key: value for key, value in self.read("git").items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self.read("environment")}
         parts["seeds"] = self._read_if_there("seeds")
-        data = row_of_data(self._read_if_there("data"))
-        for key, value in flatten({**parts, **data}).items():
-            row.setdefault(key, value)
-        row |= metrics
+        found = flatten({**parts, **row_of_data(self._read_if_there("data"))})
+        row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
+        row |= {key: value for key, value in found.items() if key not in row} | dict(metrics)
         self.write("result", row)
         with self._writing():
             write_sums(self.folder)
@@ -235,14 +237,6 @@ class RunRecord:
             yield
         except OSError as error:
             raise UserError(_unwritable(self.folder, error.strerror or str(error))) from error
-
-    def _take_lock(self) -> None:
-        self._lock = self._lock or lock(self.folder / ".lock")
-        if self._lock is None:
-            raise UserError(
-                f"another process is writing to {self.folder}, which is this very configuration: wait for it "
-                "to end, or change something, such as the seed."
-            )
 
     def _clear(self) -> None:
         (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a half-cleared run is not done
@@ -323,22 +317,11 @@ UNSUMMED = (SUMS, "DONE", ".lock", "wandb", "tensorboard", "mlflow")
 
 
 def write_sums(folder: Path) -> None:
-    """Write the sums of all files in `folder` that stay, sorted by name."""
-    write_text(folder / SUMS, "".join(f"{sha256_of(folder / name)}  {name}\n" for name in summed_files(folder)))
-
-
-def summed_files(folder: Path) -> list[str]:
-    """Relative names of the files that belong into the sums, sorted."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    return sorted(name.as_posix() for name in found if _stays(name))
-
-
-def sha256_of(path: Path) -> str:
-    """The sum of a file's content, 64 hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stays(name: Path) -> bool:
-    top = name.parts[0]
-    return top not in UNSUMMED and not top.startswith("checkpoint") and not name.name.endswith(".partial")
+    """Write the SHA-256 sums of all files in `folder` that stay, sorted by name."""
+    lines = []
+    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()):
+        passing = name.startswith("checkpoint") or name.endswith(".partial")
+        if not passing and name.partition("/")[0] not in UNSUMMED:
+            with open(folder / name, "rb") as file:
+                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    write_text(folder / SUMS, "".join(lines))

@@ -28,27 +28,23 @@ class WandbTracker:
     """
 
     def __init__(self, record: RunRecord, step: int) -> None:
-        config = record.config
         os.environ.setdefault("WANDB_SILENT", "true")
-        try:
-            import wandb
+        import wandb
 
-            self._run = wandb.init(
-                project=config.tracker.project,
-                mode=config.tracker.mode,  # type: ignore[arg-type]
-                dir=str(record.folder),
-                id=_wandb_id(record.folder),
-                resume="allow",
-                config=flat_config(config),
-                name=_run_name(config),
-                tags=[config.scale],
-                settings=wandb.Settings(console="off", init_timeout=30),
-            )
-        except Exception as error:  # wandb raises of its own, of requests and of the service's kinds
-            raise UserError(
-                f"tracker=wandb cannot start in mode {config.tracker.mode} ({reason(error)}): "
-                "use tracker.mode=offline, or tracker=files."
-            ) from error
+        config, path = record.config, record.folder / "wandb" / "id"
+        if not path.is_file():
+            _write_id(path, secrets.token_hex(6))
+        self._run = wandb.init(
+            project=config.tracker.project,
+            mode=config.tracker.mode,  # type: ignore[arg-type]
+            dir=str(record.folder),
+            id=path.read_text(encoding="utf-8"),
+            resume="allow",
+            config=flat_config(config),
+            name=_run_name(config),
+            tags=[config.scale],
+            settings=wandb.Settings(console="off", init_timeout=30),
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -60,25 +56,12 @@ class WandbTracker:
             print(f"To send the run to Weights & Biases: wandb sync {folder}")
 
 
-def _wandb_id(folder: Path) -> str:
-    path = folder / "wandb" / "id"
-    if not path.is_file():
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, secrets.token_hex(6))
-    return path.read_text(encoding="utf-8")
-
-
 class TensorBoardTracker:
     """TensorBoard's event files in the run's folder; a resumed run hides what came after its checkpoint."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                f"tracker=tensorboard is not installed ({reason(error)}): pip install tensorboard, or "
-                "use tracker=files."
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -94,26 +77,19 @@ class MlflowTracker:
     whose id lies in the folder of ours."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow
+
         config, path = record.config, record.folder / "mlflow" / "id"
         shared = record.folder.parents[1].absolute() / "mlflow.db"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{shared}"
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        try:
-            import mlflow
-
-            mlflow.set_tracking_uri(uri)
-            mlflow.set_experiment(config.tracker.project)
-            known = path.read_text(encoding="utf-8") if path.is_file() else None
-            run = mlflow.start_run(run_id=known, run_name=_run_name(config), tags={"scale": config.scale})
-            if known is None:
-                path.parent.mkdir(exist_ok=True)
-                write_text(path, run.info.run_id)
-                mlflow.log_params(flat_config(config))
-        except Exception as error:  # mlflow passes on those of sqlalchemy and requests
-            raise UserError(
-                f"tracker=mlflow cannot start at {uri} ({reason(error)}): pip install mlflow, or use tracker=files."
-            ) from error
-        self._mlflow, self._uri = mlflow, uri
+        self._mlflow, self._uri = mlflow, os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{shared}"
+        mlflow.set_tracking_uri(self._uri)
+        mlflow.set_experiment(config.tracker.project)
+        known = path.read_text(encoding="utf-8") if path.is_file() else None
+        run = mlflow.start_run(run_id=known, run_name=_run_name(config), tags={"scale": config.scale})
+        if known is None:
+            _write_id(path, run.info.run_id)
+            mlflow.log_params(flat_config(config))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
@@ -121,6 +97,11 @@ class MlflowTracker:
     def finish(self) -> None:
         self._mlflow.end_run()
         print(f"To see the run in MLflow: mlflow ui --backend-store-uri {self._uri}")
+
+
+def _write_id(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, text)
 
 
 class FilesTracker:
@@ -138,8 +119,18 @@ class FilesTracker:
     """
 
     def __init__(self, record: RunRecord, step: int = 0) -> None:
-        make = BESIDE.get(record.config.tracker.name)
-        self._record, self._beside = record, make and make(record, step)
+        name = record.config.tracker.name
+        self._record = record
+        self._beside: Any = None
+        if name not in BESIDE:
+            return
+        try:
+            self._beside = BESIDE[name](record, step)
+        except Exception as error:  # they raise of their own kinds, and of those of requests and sqlalchemy
+            raise UserError(
+                f"tracker={name} cannot start ({reason(error)}): pip install {name} where it is missing, "
+                f"{'use tracker.mode=offline, ' if name == 'wandb' else ''}or use tracker=files."
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._record.log(step, metrics)
