@@ -90,12 +90,10 @@ def measure(config: RunConfig, rounds: int, steps: int) -> list[dict[str, Any]]:
         raise UserError("train.compile=true cannot be compared with the bare step: leave it out.")
     found: list[Rounds] = []
 
-    def session(
-        config: RunConfig, record: Any, trainer: Trainer, start: int, state: dict[str, Any], *more: Any
-    ) -> dict[str, Any]:
+    def session(config: RunConfig, record: Any, trainer: Trainer, state: dict[str, Any], *more: Any) -> dict[str, Any]:
         found.append(Rounds(trainer, config, rounds, steps))
         trainer.step = found[0].step  # type: ignore[method-assign]
-        return train(config, record, trainer, start, state, *more)
+        return train(config, record, trainer, state, *more)
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -111,17 +111,16 @@ def _run(
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
-    start = 0 if state is None else int(state["step"])
     if state is not None and checkpoint is not None:
         trainer.load_state_dict(state)
         state = {name: state[name] for name in state.keys() - {"model", "optimizer", "average"}}  # the trainer's now
-        print(f"Resuming after step {start} of {plan.steps}, from {checkpoint.name}.")
+        print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {checkpoint.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
         record.begin(checkpoint)
     ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
     try:
-        return train(config, record, trainer, start, state or {}, earlier)
+        return train(config, record, trainer, state or {}, earlier)
     finally:
         record.close()
         if trainer.private.engine is not None:

@@ -41,7 +41,7 @@ def session(folder, ranks, stops=False, resumes=False):
     if ranks.main:
         record.begin()
     try:
-        return train(config, record, trainer, state.get("step", 0), state)
+        return train(config, record, trainer, state)
     except KeyboardInterrupt:
         return "stopped"
     finally:

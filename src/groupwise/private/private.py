@@ -197,8 +197,7 @@ class Private:
     def _progress(self, end: int) -> AbstractContextManager[Progress | None]:
         if not (self.core.ranks.main and sys.stderr.isatty()):
             return nullcontext()
-        epsilon = self.plan.progress if self.plan.noise_multiplier > 0 else None
-        return Progress(end, start=self.executed, epsilon=epsilon, target_epsilon=self.plan.epsilon)
+        return Progress(end, self.executed, self.plan)
 
     def _check_data(self) -> None:
         self._check_agreed()

@@ -8,29 +8,29 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TextIO
 
+from groupwise.privacy import PrivacyPlan
+
 ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
 """Seconds between two lines."""
 
 
 class Progress:
-    """Steps, ε and speed in a line. Use it as a context manager.
+    """Steps, the ε spent so far and speed, in a line. Use it as a context manager.
 
-    ``epsilon`` maps executed steps to the budget spent so far (``PrivacyPlan.progress``); None shows none.
-    ``start`` is the step after which a resumed run begins.
+    Args:
+        steps: after which the last line is written. start: the steps taken before. plan: of the training.
+        stream: stderr by default. clock: in seconds.
     """
 
     def __init__(
         self,
         steps: int,
-        *,
-        start: int = 0,
-        epsilon: Callable[[int], float] | None = None,
-        target_epsilon: float = float("inf"),
+        start: int,
+        plan: PrivacyPlan,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.steps, self._start = steps, start
-        self._epsilon, self._target = epsilon, target_epsilon
+        self.steps, self._start, self._plan = steps, start, plan
         self._stream = stream or sys.stderr
         self._terminal = self._stream.isatty()
         self._clock = clock
@@ -50,7 +50,8 @@ class Progress:
             return
         self._last_line = now
         left = timedelta(seconds=round((now - self._began) / max(step - self._start, 1) * (self.steps - step)))
-        spent = "" if self._epsilon is None else f"ε {self._epsilon(step):.2f} of {self._target:g}"
+        plan = self._plan
+        spent = f"ε {plan.progress(step):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""
         speed = f"{self.examples_per_second:.0f} examples/s"
         line = "  ".join(filter(None, (f"step {step}/{self.steps}", spent, speed, self._note, f"{left} left")))
         print(f"\r{line}\x1b[K" if self._terminal else f"{line}\n", end="", file=self._stream, flush=True)

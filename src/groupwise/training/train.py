@@ -36,11 +36,10 @@ def train(
     config: RunConfig,
     record: RunRecord,
     trainer: Trainer,
-    start: int,
     state: dict[str, Any],
     earlier: Sequence[Entry] = (),
 ) -> dict[str, Any]:
-    """Train from step `start` to the end, write the record as it goes, evaluate, account and close it.
+    """Train from where the trainer is to the end, write the record as it goes, evaluate, account and close it.
 
     Args:
         record: begun on the main process; the others only read where it is.
@@ -56,6 +55,7 @@ def train(
             evaluation at once, as the last step has its checkpoint.
     """
     plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
+    start = trainer.private.executed
     privacy = _begin(record, trainer, start, state, earlier) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
     elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
@@ -80,7 +80,7 @@ def train(
 
     stream = None if ranks.main else io.StringIO()
     with (
-        Progress(plan.steps, start=start, epsilon=_spent(plan), target_epsilon=plan.epsilon, stream=stream) as bar,
+        Progress(plan.steps, start, plan, stream) as bar,
         _stop_flag() as stop,
     ):
         if start == 0:
@@ -108,8 +108,8 @@ def train(
                 saved = time.monotonic()
             if stopping:
                 raise KeyboardInterrupt
-        throughput = bar.examples_per_second if start < plan.steps else examples / max(elapsed, 1e-9)
     seconds = elapsed + time.monotonic() - began
+    throughput = examples / max(seconds - evaluating, 1e-9)
     with _signals_to(_interrupt):
         final = measure(final=True)
     for tracker in trackers:
@@ -154,10 +154,6 @@ def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
 def kept_name(step: int) -> str:
     """The file of the weights after `step` steps."""
     return f"weights-{step}.pt"
-
-
-def _spent(plan: PrivacyPlan) -> Any:
-    return plan.progress if plan.noise_multiplier > 0 else None
 
 
 def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
@@ -213,7 +209,15 @@ def _close(
     row = record.finish(
         final,
         plan={**plan.to_dict(), "spent_epsilon": report.to_dict()["epsilon"], **said},
-        system={**_system(trainer, seconds, throughput), **machine},
+        system={
+            **resources(trainer.private.device, seconds),
+            **arithmetic_settings(trainer.private.device),
+            "cores": usable_cores(),
+            "threads": torch.get_num_threads(),
+            "microbatch": trainer.private.sums.size,
+            "examples_per_second": throughput,
+            **machine,
+        },
     )
     print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
@@ -231,17 +235,6 @@ def export(
     folder = Path(str(record.config.export)).expanduser()
     write(folder, provenance_of(record, task.describe_data(), metrics))
     print(f"Exported: {folder}")
-
-
-def _system(trainer: Trainer, seconds: float, throughput: float) -> dict[str, Any]:
-    return {
-        **resources(trainer.private.device, seconds),
-        **arithmetic_settings(trainer.private.device),
-        "cores": usable_cores(),
-        "threads": torch.get_num_threads(),
-        "microbatch": trainer.private.sums.size,
-        "examples_per_second": throughput,
-    }
 
 
 @contextmanager
