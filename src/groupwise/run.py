@@ -86,10 +86,9 @@ def _run(
         start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
-        text = f"Data: {described['source']}; {described['generated']}."
-        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+        _say(f"Data: {described['source']}; {described['generated']}.")
     if "public_text" in described:
-        print(textwrap.fill(f"Public in-domain text: {described['public_text']}.", WIDTH, subsequent_indent="  "))
+        _say(f"Public in-domain text: {described['public_text']}.")
     _check_exports(config, task)
     if config.eval.shots is not None:
         return evaluate_in_context(config, record, task, device)
@@ -97,16 +96,15 @@ def _run(
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
     earlier = earlier_runs_of(config)
-    if plan.noise_multiplier > 0 and earlier:
-        text = sentence(counted(earlier, config.task, described))
-        print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  "))
-    if plan.noise_multiplier > 0 and (config.data.train_limit or config.data.holdout):
-        text = f"  Neighbouring data sets differ by {neighbours_of(config)}."
-        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    if config.data.public and plan.noise_multiplier > 0:
-        print("  Public data: the key follows from the seed, so the run can be made again. Not a\n  private release.")
-    if config.debug.noise_seed is not None and plan.noise_multiplier > 0:
-        print("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is\n  for tests only.")
+    if plan.noise_multiplier > 0:
+        if earlier:
+            _say(f"  {sentence(counted(earlier, config.task, described))}")
+        if config.data.train_limit or config.data.holdout:
+            _say(f"  Neighbouring data sets differ by {neighbours_of(config)}.")
+        if config.data.public:
+            _say("  Public data: the key follows from the seed, so the run can be made again. Not a private release.")
+        if config.debug.noise_seed is not None:
+            _say("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
     checkpoint, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
@@ -125,6 +123,10 @@ def _run(
         record.close()
         if trainer.private.engine is not None:
             trainer.private.engine.detach()
+
+
+def _say(text: str) -> None:
+    print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
 
 
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:

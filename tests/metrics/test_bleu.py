@@ -63,12 +63,6 @@ def test_nothing_is_smoothed():
 def test_what_has_no_score_is_refused():
     with pytest.raises(UserError, match="No texts"):
         corpus_bleu([], [])
-    with pytest.raises(ValueError, match=r"2 hypotheses .* for 1"):
-        corpus_bleu(["a", "b"], [["a"]])
-    with pytest.raises(ValueError, match="Hypothesis 1 must have a non-empty list"):
-        corpus_bleu(["a", "b"], [["a"], []])
-    with pytest.raises(ValueError, match="'a b' was given"):
-        corpus_bleu(["a"], ["a b"])
 
 
 def test_no_word_about_texts_that_end_in_a_spaced_full_stop(capfd):

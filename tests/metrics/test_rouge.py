@@ -65,10 +65,6 @@ def test_e2e_rouge_l_leaves_case_and_punctuation_out_and_brackets_in():
 def test_what_has_no_score_is_refused(score):
     with pytest.raises(UserError, match="No texts"):
         score([], [])
-    with pytest.raises(ValueError, match=r"1 hypotheses .* for 2"):
-        score(["a"], [["a"], ["b"]])
-    with pytest.raises(ValueError, match="Hypothesis 0 must have a non-empty list"):
-        score(["a"], [[]])
 
 
 def test_real_texts(e2e_dev):

@@ -213,10 +213,10 @@ class CanaryFeed:
         """See `Feed`."""
         if not len(examples):
             return []
-        filling = fill(examples, size, least)
+        filled = [(torch.from_numpy(rows), absent) for rows, absent in fill(examples, size, least)]
         return [
             Microbatch(who.unsqueeze(1), {"labels": who, "weights": row_weights(len(who), absent)}, absent)
-            for who, absent in zip(torch.from_numpy(filling.rows), filling.absent.tolist(), strict=True)
+            for who, absent in filled
         ]
 
 

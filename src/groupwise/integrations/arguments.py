@@ -110,18 +110,10 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 SETTINGS = (
-    *(
-        "learning_rate",
-        "label_smoothing_factor",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "optim",
-        "optim_args",
-    ),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy"),
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs"),
-)
+    "learning_rate", "label_smoothing_factor", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
+    "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
+)  # fmt: skip
 """Fields of `TrainingArguments` that change the weights."""
 
 

@@ -123,12 +123,9 @@ def find_losses(
 
 def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str, Any]]) -> float:
     """The largest difference between the model's loss and ours; an example without a target has none."""
-    largest = math.inf
+    found = []
     for inputs in examples:
-        ours = float(losses_of(model, inputs).mean())
-        own = model(**inputs)
-        loss = own.get("loss")
-        if loss is not None and math.isfinite(float(loss)):
-            difference = abs(float(loss) - ours) / max(1.0, abs(ours))
-            largest = difference if largest == math.inf else max(largest, difference)
-    return largest
+        ours, own = float(losses_of(model, inputs).mean()), model(**inputs).get("loss")
+        if own is not None and math.isfinite(own):
+            found.append(abs(float(own) - ours) / max(1.0, abs(ours)))
+    return max(found, default=math.inf)

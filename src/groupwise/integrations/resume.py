@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from groupwise.atomic import remove, why_unwritable
+from groupwise.atomic import why_unwritable
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
@@ -40,12 +40,6 @@ def keep_key(folder: Path, noise: NoiseSource) -> None:
     save_checkpoint(path, {"noise_key": noise.key, "noise_is_secret": noise.is_secret})
 
 
-def forget_key(folder: Path) -> None:
-    """Remove the key of a run that is done."""
-    if (path := key_path(folder)).exists():
-        remove(path)
-
-
 def check_new(folder: Path) -> None:
     """Refuse to begin where another run can be resumed.
 
@@ -70,7 +64,7 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
         if (home := candidates[0].absolute().parent).resolve() != folder.resolve():
             raise UserError(f"{asked} lies outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")
     else:
-        candidates = sorted(folder.glob("checkpoint-*"), key=_number, reverse=True)
+        candidates = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name), reverse=True)
     for candidate in candidates:
         if _is_whole(candidate):
             return candidate
@@ -80,11 +74,6 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
         f"{folder if isinstance(asked, bool) else asked} has no whole checkpoint of a private training with its "
         "optimiser: give one that PrivateTrainer wrote without save_only_model, or start a new training."
     )
-
-
-def _number(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -179,7 +179,7 @@ class PrivateTrainer(Trainer):
         try:
             output = super().train(checkpoint, *args, **others)
             if self.private is not None and self.private.executed == self.private.plan.steps:
-                resume.forget_key(self._folder)
+                resume.key_path(self._folder).unlink(missing_ok=True)
             return output
         finally:
             self.is_in_train = False

@@ -129,9 +129,10 @@ def make_private(
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:
         if sharded:
-            from groupwise.training.shards import reshard, use_shards
+            from groupwise.training.shards import reshard, sum_gradients, use_shards
 
-            undo.callback(use_shards(model, ranks))
+            use_shards(model, ranks)
+            undo.callback(sum_gradients, model, average=True)
         partition = None if isinstance(clip, str | ClipConfig) else clip
         engine = make_engine(model, config, sharded, partition=partition)
         assert engine is not None

@@ -221,11 +221,8 @@ class TextFeed:
             return []
         length = rounded(int(self._samples.tokens.lengths[examples].max()), self._most)
         places = rounded(int(self._samples.target_lengths[examples].max()), self._most)
-        filling = fill(examples, size, least)
-        return [
-            self._microbatch(rows, absent, length, places)
-            for rows, absent in zip(filling.rows, filling.absent.tolist(), strict=True)
-        ]
+        filled = fill(examples, size, least)
+        return [self._microbatch(rows, absent, length, places) for rows, absent in filled]
 
     def _microbatch(self, rows: np.ndarray, absent: int, length: int, most: int) -> Microbatch:
         tokens = [self._samples.tokens[i] for i in rows]

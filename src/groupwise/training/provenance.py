@@ -40,13 +40,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def device_name(device: torch.device) -> str:
-    """The device in words: a GPU's model, or the processor's architecture."""
-    import torch  # not above: a sweep is checked without it
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that was held at once: by torch on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
@@ -59,8 +52,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def resources(device: torch.device, seconds: float) -> dict[str, Any]:
     """Columns of every row about the machine: device, seconds of the run, memory."""
+    import torch  # not above: a sweep is checked without it
+
     return {
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "device_type": device.type,
         "wall_seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(device),

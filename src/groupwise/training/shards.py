@@ -5,7 +5,7 @@ into shards; the clipped sums are added up over the replicas on their way there.
 from a stream of its own, so that together they add one noise to the whole gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,8 @@ def shard(
     return sharded_engine
 
 
-def use_shards(model: nn.Module, ranks: Alone | Ranks) -> Callable[[], None]:
-    """Check a model that a user has sharded, and have its gradients summed; returns what undoes that.
+def use_shards(model: nn.Module, ranks: Alone | Ranks) -> None:
+    """Check a model that a user has sharded, and have its gradients summed.
 
     Raises:
         UserError: shards whose sums are not those of all processes in the parameters' own precision.
@@ -80,30 +80,17 @@ def use_shards(model: nn.Module, ranks: Alone | Ranks) -> Callable[[], None]:
                 "The shards have a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy out, and use "
                 "torch.autocast for speed."
             )
-    return sum_gradients(model)
+    sum_gradients(model)
 
 
-def sum_gradients(model: nn.Module) -> Callable[[], None]:
-    """Have FSDP2 sum gradients over the processes, not average: the private step divides by the expected batch size.
+def sum_gradients(model: nn.Module, average: bool = False) -> None:
+    """Have FSDP2 sum gradients over the processes: the private step divides by the expected batch size.
 
-    Returns:
-        What restores the settings.
+    `average` has it divide by the number of processes again, as it does by itself.
     """
-    names = ("gradient_divide_factor", "force_sum_reduction_for_comms")
-    states: list[Any] = [module._get_fsdp_state() for module in sharded(model)]
-    held = [getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]) for state in states]
-    groups = [group for some in held for group in some if group is not None]
-    before = [[getattr(group, name) for name in names] for group in groups]
     for module in sharded(model):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-
-    def undo() -> None:
-        for group, values in zip(groups, before, strict=True):
-            for name, value in zip(names, values, strict=True):
-                setattr(group, name, value)
-
-    return undo
+        module.set_gradient_divide_factor(float(torch.distributed.get_world_size()) if average else 1.0)
+        module.set_force_sum_reduction_for_comms(not average)
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

@@ -130,26 +130,18 @@ class Feed(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Filling:
-    """Which examples fill the rows of a logical batch's microbatches, and which rows are fillers.
+def fill(examples: np.ndarray, size: int, least: int = 1) -> list[tuple[np.ndarray, int]]:
+    """Share out (n,) examples, in their order, to max(⌈n / size⌉, least) microbatches of `size` rows; n > 0.
 
-    Args:
-        rows: numbers of examples, (count, size); fillers are copies of the last example.
-        absent: fillers at the end of each microbatch, (count,).
+    Returns:
+        Of each microbatch the numbers of its examples, (size,), and how many at its end are fillers, copies of the last
+        example.
     """
-
-    rows: np.ndarray
-    absent: np.ndarray
-
-
-def fill(examples: np.ndarray, size: int, least: int = 1) -> Filling:
-    """Share out (n,) examples, in their order, to max(⌈n / size⌉, least) microbatches of `size` rows; n > 0."""
     count = max(-(-len(examples) // size), least)
     rows = np.full(count * size, examples[-1])
     rows[: len(examples)] = examples
-    present = np.clip(len(examples) - size * np.arange(count), 0, size)
-    return Filling(rows.reshape(count, size), size - present)
+    absent = size - np.clip(len(examples) - size * np.arange(count), 0, size)
+    return list(zip(rows.reshape(count, size), absent.tolist(), strict=True))
 
 
 def row_weights(size: int, absent: int) -> Tensor:
