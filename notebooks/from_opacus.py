@@ -169,3 +169,7 @@ try:
     groupwise.make_private(again, None, data, losses, target_epsilon=8, max_grad_norm=1.0)
 except ValueError as error:
     print(error)
+try:
+    groupwise.PrivacyEngine()
+except ImportError as error:
+    print(error)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import groupwise
 from groupwise.__main__ import COMMANDS, main
 from groupwise.errors import UserError
+from groupwise.private.arguments import INSTEAD
 
 
 def make(**given):
@@ -31,7 +32,9 @@ def make(**given):
         ("max_grad_norm", "threshold"),
         ("target_epsilon", "epsilon"),
         ("target_delta", "delta"),
-        ("loss_fn", "losses"),
+        ("module", "model"),
+        ("data_loader", "data"),
+        ("criterion", "losses"),
         ("clipping", "clip"),
         ("grad_sample_mode", "clip"),
         ("total_steps", "steps"),
@@ -42,6 +45,29 @@ def make(**given):
 def test_opacus_arguments_are_answered_with_the_name_here(theirs, ours):
     with pytest.raises(UserError, match=rf"no setting '{theirs}' \(did you mean {ours}\?\)"):
         make(**{theirs: 1})
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_has_no_name_here_is_answered_too(name):
+    with pytest.raises(UserError, match=f"no setting '{name}': "):
+        make(**{name: True})
+
+
+def test_opacus_whole_call_is_answered_before_python_misses_arguments():
+    answer = r"'module' \(did you mean model\?\); nor 'data_loader' \(did you mean data\?\); nor 'max_grad_norm' \("
+    with pytest.raises(UserError, match=answer):
+        groupwise.make_private(module=1, optimizer=2, data_loader=3, noise_multiplier=1, max_grad_norm=1)
+
+
+@pytest.mark.parametrize("name", groupwise._INSTEAD)
+def test_opacus_classes_are_answered(name):
+    with pytest.raises(ImportError, match=f"no attribute '{name}': use groupwise"):
+        exec(f"from groupwise import {name}")
+
+
+def test_opacus_get_epsilon_is_answered():
+    with pytest.raises(AttributeError, match=r"no attribute 'get_epsilon': use private.epsilon_at\(delta\)"):
+        make().get_epsilon(1e-5)
 
 
 def test_a_private_training_says_what_it_is():

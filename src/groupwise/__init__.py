@@ -35,12 +35,20 @@ _OWNERS = {
     "gradient_norms": "groupwise.clipping",
     "make_private": "groupwise.private",
 }
+_INSTEAD = {
+    **dict.fromkeys(("PrivacyEngine", "make_private_with_epsilon"), "groupwise.make_private(model, ..., epsilon=8)"),
+    "ModuleValidator": "groupwise.fix_model(model)",
+    "BatchMemoryManager": "groupwise.make_private(..., microbatch=64)",
+}
+"""Opacus' names -> what to call here."""
 
 
 def __getattr__(name: str) -> Any:
     """The public names, when they are asked for: the package alone imports no torch."""
     if name in _OWNERS:
         return getattr(import_module(_OWNERS[name]), name)
+    if name in _INSTEAD:  # Python would replace an AttributeError of `from groupwise import` by a text of its own
+        raise ImportError(f"module 'groupwise' has no attribute {name!r}: use {_INSTEAD[name]}")
     raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
 
 

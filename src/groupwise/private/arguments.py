@@ -1,8 +1,10 @@
 """Checks the arguments of `make_private` that need no other: their types, the model, the optimiser, unknown names."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +20,17 @@ PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules that are in a private training."""
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """Optimizers that took private steps alone, as far as is known."""
+
+
+INSTEAD = {
+    **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
+    "sample_rate": "give batch_size, which is sample_rate times the number of examples",
+    "poisson_sampling": "leave it out, as batches are always Poisson samples",
+    "loss_reduction": "leave it out, as losses(model, batch) gives one loss for each example",
+    "batch_first": "leave it out, as the trace finds the batch axis",
+    **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source, NoiseSource.fresh(secure=True) say"),
+}
+"""Names that are no arguments -> what to do."""
 
 
 def check_kinds(model: Any, optimizer: Any, losses: Any, microbatch: int | None) -> None:
@@ -62,13 +75,45 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             )
 
 
-def check_settings(given: Iterable[str]) -> None:
-    """Refuse settings that are no fields of `ClipConfig`, with a `UserError` that says what was probably meant."""
+Given = ParamSpec("Given")
+T = TypeVar("T")
+
+
+def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
+    """`make_private`, which refuses names that are neither arguments of it nor fields of `ClipConfig`.
+
+    First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
+    would miss ``model`` and ``data``.
+    """
+    arguments = inspect.signature(make).parameters
+
+    @wraps(make)
+    def call(*values: Given.args, **named: Given.kwargs) -> T:
+        check_settings([name for name in named if name not in arguments], arguments)
+        return make(*values, **named)
+
+    return call
+
+
+def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:
+    """Refuse settings that are no fields of `ClipConfig`.
+
+    Args:
+        given: names of settings.
+        arguments: of `make_private`, which may have been meant.
+
+    Raises:
+        UserError: naming all of them, and what was probably meant.
+    """
     known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
+    answers = []
     for name in given:
         if name not in known:
-            hint = did_you_mean(OURS.get(name, name), {*known, *OURS.values()})
-            raise UserError(f"make_private knows no setting {name!r}{hint}.")
+            ours = OURS.get(name, name)
+            hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, (*arguments, *known))
+            answers.append(f"{name!r}{hint}")
+    if answers:
+        raise UserError(f"make_private knows no setting {'; nor '.join(answers)}.")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

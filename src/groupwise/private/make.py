@@ -21,7 +21,7 @@ from groupwise.private.arguments import (
     check_model,
     check_optimizer,
     check_parameters,
-    check_settings,
+    knows_names,
 )
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums, Order
@@ -37,6 +37,7 @@ from groupwise.training.private_step import PrivateStep, agreed_noise, are_shard
 from groupwise.training.ranks import Alone, Ranks
 
 
+@knows_names
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -103,7 +104,6 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
-    check_settings(settings)
     check_kinds(model, optimizer, losses, microbatch)
     check_optimizer(optimizer)
     ranks = ranks or Alone()
@@ -123,7 +123,7 @@ def make_private(
         warnings.warn(
             "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
             "fixed: call model.train() first if that is not meant.",
-            stacklevel=2,
+            stacklevel=3,
         )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
@@ -141,7 +141,7 @@ def make_private(
         length = {"delta": delta, "epochs": epochs, "steps": steps, "batch_size": batch_size}
         made = resolve_plan(config, dataset_size, len(engine.groups), plan, accountant, budget, length)
         if not made.noise_multiplier:
-            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=2)
+            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=3)
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = trainable[0].device

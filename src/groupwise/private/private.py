@@ -101,6 +101,11 @@ class Private:
             f"({plan.epsilon:.4g}, {plan.delta:g})-DP after all of them>"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Answer Opacus' name of a method by the one here."""
+        hint = ": use private.epsilon_at(delta)" if name == "get_epsilon" else ""
+        raise AttributeError(f"'Private' object has no attribute {name!r}{hint}", name=name, obj=self)
+
     # -- what was promised and spent -----------------------------------------------------------------------------------
 
     @property

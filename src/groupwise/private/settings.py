@@ -72,7 +72,7 @@ def resolve_plan(
     num_groups: int,
     plan: PrivacyPlan | None,
     accountant: str,
-    budget: Mapping[str, float | None],
+    budget: Mapping[str, Any],
     length: Mapping[str, Any],
 ) -> PrivacyPlan:
     """The plan of N examples and K groups: a new one, or the given one if it fits.
@@ -102,7 +102,7 @@ def resolve_plan(
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
     if batch_size < 1:
-        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=3)
+        warnings.warn(f"batch_size={batch_size} is a number of examples, not a rate.", stacklevel=4)
     if steps is None and not 0 < epochs < math.inf:
         raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
     return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
