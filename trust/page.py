@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import between_markers
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
-from groupwise.rows import markdown
+from groupwise.rows import between_markers, markdown
 from trust.models.rows import summary, tables
 
 PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,3 +125,11 @@ def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def between_markers(text: str, name: str, content: str, page: Path) -> str:
+    """`text` with what stands between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced by `content`."""
+    pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise UserError(f"{page} must have one pair of markers <!-- begin {name} --> and <!-- end {name} -->.")
+    return pattern.sub(lambda match: f"{match[1]}\n{content}\n\n{match[2]}", text)

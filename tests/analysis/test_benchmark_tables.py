@@ -7,16 +7,17 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS as KINDS
 from groupwise.analysis.benchmark_tables import (
-    fill,
-    full,
     growth_tables,
     loop_table,
-    main,
+    page,
     side_by_side_table,
     small_models_table,
     throughput_summary,
     throughput_tables,
 )
+from groupwise.analysis.results import Folders
+from groupwise.analysis.tables import main
+from groupwise.rows import between_markers
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("summary", "small_models", "small_models_gpu", "side_by_side")
@@ -28,11 +29,10 @@ def blank(path: Path) -> Path:
 
 
 def test_the_committed_page_shows_the_committed_rows():
-    page, results = ROOT / "docs" / "benchmarks.md", ROOT / "results"
-    shown = fill(page.read_text(), page, results / "measured" / "benchmarks")
-    assert page.read_text() == shown, "run python -m groupwise.analysis.benchmark_tables"
-    tables = full(results / "measured" / "benchmarks")
-    assert (results / "tables" / "benchmarks.md").read_text() == tables, "run the same"
+    made, prose, again = page(Folders.of_checkout()), ROOT / "docs" / "benchmarks.md", "run make bench-page"
+    for name, part in made.parts.items():
+        assert between_markers(prose.read_text(), name, part, prose) == prose.read_text(), again
+    assert made.text == (ROOT / "results" / "tables" / "benchmarks.md").read_text(), again
 
 
 def test_a_throughput_table(throughput):
@@ -98,29 +98,28 @@ def test_small_models_have_a_line_each_and_refusals_are_said(small):
 
 
 def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside, small):
-    page, measured = blank(tmp_path / "page.md"), tmp_path / "measured"
+    prose, measured = blank(tmp_path / "benchmarks.md"), tmp_path / "benchmarks"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
-    command = ["--page", str(page), "--out", str(tables.parent), "--measured", str(measured)]
+    places = {"docs": tmp_path, "out": tables.parent, "measured": tmp_path}
+    command = ["benchmarks", *(part for name, path in places.items() for part in (f"--{name}", str(path)))]
     assert main(command) == 0
-    text = page.read_text()
+    text = prose.read_text()
     assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 3
     parts = {"throughput": throughput, "growth": growth, "loop": loop, "opacus_side_by_side": beside}
     for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
     assert main(command) == 0
-    text = page.read_text()
+    text = prose.read_text()
     assert "Not measured yet." not in text + tables.read_text()
     assert throughput_summary(pd.read_csv(measured / "throughput.csv")) in text
     assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in tables.read_text()
-    assert main(command) == 0 and page.read_text() == text
+    assert main(command) == 0 and prose.read_text() == text
 
 
-def test_mistakes_are_one_sentence(tmp_path, capsys):
-    assert main(["--page", str(tmp_path / "none.md")]) == 2
-    (tmp_path / "bare.md").write_text("no markers")
-    assert main(["--page", str(tmp_path / "bare.md"), "--measured", str(tmp_path)]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and all(line.startswith("error: ") for line in errors)
-    assert "begin summary" in errors[1]
+def test_a_page_without_its_markers_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "benchmarks.md").write_text("no markers")
+    assert main(["benchmarks", "--docs", str(tmp_path), "--out", str(tmp_path / "tables")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "begin summary" in error

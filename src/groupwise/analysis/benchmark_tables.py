@@ -1,14 +1,7 @@
-"""Writes the tables of the benchmarks:  python -m groupwise.analysis.benchmark_tables
+"""Makes the tables of the benchmarks: results/tables/benchmarks.md has all, docs/benchmarks.md a line a workload."""
 
-results/tables/benchmarks.md has all of them, docs/benchmarks.md one line for each workload.
-"""
-
-import argparse
-import re
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pandas as pd
 
@@ -23,8 +16,7 @@ from groupwise.analysis.benchmark_rows import (
     read_rows,
     was_measured,
 )
-from groupwise.atomic import write_text
-from groupwise.errors import UserError, command
+from groupwise.analysis.results import Folders, Page
 from groupwise.rows import markdown
 
 WORKLOADS = {
@@ -196,77 +188,39 @@ def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
     return markdown(["model", *(METHODS.get(method, method) for method in methods)], lines)
 
 
-def fill(text: str, page: Path, measured: Path) -> str:
-    """The text of `page` with its markers filled from the rows under `measured`; raises `UserError` without them."""
-    parts: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
-        "summary": ("throughput", throughput_summary),
-        "small_models": ("small_models", small_models_table),
-        "small_models_gpu": ("small_models", partial(small_models_table, device="cuda")),
-        "side_by_side": ("opacus_side_by_side", side_by_side_table),
-    }
-    for name, (rows, table) in parts.items():
-        text = between_markers(text, name, _made(measured, rows, table), page)
-    return text
+def page(folders: Folders) -> Page:
+    """All tables as a page of their own, and those that docs/benchmarks.md shows."""
+    measured = folders.measured / "benchmarks"
 
+    def made(name: str, make: Callable[[pd.DataFrame], str]) -> str:
+        path = measured / f"{name}.csv"
+        return make(read_rows(path)) if path.is_file() else "Not measured yet."
 
-def full(measured: Path) -> str:
-    """All tables as a page of their own."""
-    parts = (
+    text = (
         "# Benchmarks",
-        "Made by `python -m groupwise.analysis.benchmark_tables`; what is measured is in "
+        "Made by `python -m groupwise.analysis.tables benchmarks`; what is measured is in "
         "[docs/benchmarks.md](../../docs/benchmarks.md).",
         "## Speed and memory of a step",
-        _made(measured, "throughput", throughput_tables),
+        made("throughput", throughput_tables),
         "## Growth",
         "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product. "
         "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
         "can be doubled alone.",
-        _made(measured, "growth", growth_tables),
+        made("growth", growth_tables),
         "## The loop around a step",
         "A step of `run.py` (sampling, loading, logging, progress bar, thresholds, accounting) beside the bare step "
         "(losses, clipped backward, noise, optimiser), on the same examples and in the same process. The ratio is bare "
         "/ loop: 0.95 is a loop that adds 5 %.",
-        _made(measured, "loop", loop_table),
+        made("loop", loop_table),
     )
-    return "\n\n".join(parts) + "\n"
-
-
-def _made(measured: Path, name: str, make: Callable[[pd.DataFrame], str]) -> str:
-    path = measured / f"{name}.csv"
-    return make(read_rows(path)) if path.is_file() else "Not measured yet."
-
-
-def between_markers(text: str, name: str, content: str, page: Path) -> str:
-    """`text` with what stands between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced by `content`."""
-    pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise UserError(f"{page} must have one pair of markers <!-- begin {name} --> and <!-- end {name} -->.")
-    return pattern.sub(lambda match: f"{match[1]}\n{content}\n\n{match[2]}", text)
+    parts = {
+        "summary": made("throughput", throughput_summary),
+        "small_models": made("small_models", small_models_table),
+        "small_models_gpu": made("small_models", partial(small_models_table, device="cuda")),
+        "side_by_side": made("opacus_side_by_side", side_by_side_table),
+    }
+    return Page("\n\n".join(text) + "\n", f"what {measured} holds", parts)
 
 
 def _number(value: float, how: str) -> str:
     return "–" if pd.isna(value) else format(value, how)
-
-
-@command
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.benchmark_tables")
-    parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    parser.add_argument("--measured", type=Path, default=Path("results/measured/benchmarks"))
-    given = parser.parse_args(arguments)
-    if not given.page.is_file():
-        raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
-    before = given.page.read_text(encoding="utf-8")
-    text, tables = fill(before, given.page, given.measured), full(given.measured)
-    if text != before:
-        write_text(given.page, text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / "benchmarks.md", tables)
-    print(f"{given.page} and {given.out / 'benchmarks.md'} show what {given.measured} holds")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

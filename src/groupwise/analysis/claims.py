@@ -1,14 +1,9 @@
-"""The paper's claims as differences between cells; refuses to ignore rows that are evidence for one of them."""
+"""The paper's claims as differences between cells."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import pandas as pd
-
-from groupwise.analysis.results import SHOWN, Folders, file_of, read_measured, settings_of
-from groupwise.analysis.statistics import Contrast, differences
-from groupwise.errors import UserError
-from groupwise.sweeps.cells import read_sweep
+from groupwise.analysis.statistics import Contrast
 
 MARGIN = 1.0
 """Points (all metrics are in percent) within which two ways of training count as alike."""
@@ -127,49 +122,3 @@ CLAIMS = (
     *_both(ADAPTIVE_ON_PAR, "adaptivity", ("adaptive_layer",), ("adaptive_flat",), ALIKE),
     *_anchors(ADAPTIVE_ON_PAR, ("adaptive_layer",), ("adaptive_flat",), ALIKE, ANCHORS[1:]),
 )
-
-
-def refuse_left_out(folders: Folders, claims: tuple[Claim, ...] = CLAIMS) -> None:
-    """Refuse rows of a sweep in which both sides of a claim were run but no claim compares them.
-
-    Runs that a claim already compares under another sweep's name are the same evidence.
-
-    Raises:
-        UserError: naming the sweep and the first such pair; no such sweep, or invalid rows.
-    """
-    paths = [path for path in sorted(folders.sweeps.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
-    measured = {
-        (sweep.name, scale): read_measured(sweep, scale, folders.measured).rows
-        for sweep in map(read_sweep, paths)
-        for scale in SHOWN
-        if file_of(sweep, scale, folders.measured).is_file()
-    }
-    for sides in dict.fromkeys((str(c.contrast.plus), str(c.contrast.minus)) for c in claims):
-        same = [c.contrast for c in claims if (str(c.contrast.plus), str(c.contrast.minus)) == sides]
-        judged = {
-            run
-            for contrast in same
-            for (sweep, _), rows in measured.items()
-            if sweep == contrast.sweep
-            for run in _runs(contrast, rows)
-        }
-        for (sweep, scale), rows in measured.items():
-            left_out = _runs(Contrast(sweep, same[0].plus, same[0].minus), rows)
-            if rest := [cell for run, cell in left_out.items() if run not in judged]:
-                raise UserError(
-                    f"The sweep {sweep} at scale={scale} has pairs of runs that no claim compares, such as {rest[0]!r} "
-                    f"for {same[0]}: add a claim to analysis/claims.py."
-                )
-
-
-def _runs(contrast: Contrast, rows: pd.DataFrame) -> dict[str, str]:
-    """The hashes of the runs in pairs of the contrast, and their cells."""
-    at = {(cell, seed): run for cell, seed, run in zip(rows["cell"], rows["seed"], rows["hash"], strict=True)}
-    pairs = differences(contrast, dict.fromkeys(at, 0.0)).pairs
-    varied = {key for _, settings in contrast.terms for key in settings}
-    found = {}
-    for (cell, seed), run in at.items():
-        place = tuple(sorted((key, text) for key, text in settings_of(cell).items() if key not in varied))
-        if contrast.uses(cell) and seed in pairs.get(place, {}):
-            found[run] = cell
-    return found

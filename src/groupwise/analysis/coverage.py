@@ -1,39 +1,26 @@
-"""Lists all cells of all tables and figures: reproduced, reduced only, or not run and why.
-
-    python -m groupwise.analysis.coverage
-
-writes results/tables/coverage.md.
-"""
-
-import argparse
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+"""Lists all cells of all tables and figures: reproduced, reduced only, or not run and why."""
 
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
-from groupwise.analysis.claims import CLAIMS
 from groupwise.analysis.figures import KINDS
 from groupwise.analysis.results import (
-    CONSTANT,
     MINUS,
     SHOWN,
     TABLES,
     Floors,
     Folders,
+    Page,
     read_all,
     read_floors,
     seeds_of,
     settings_of,
     why_uninformative,
 )
-from groupwise.analysis.searches import searches
 from groupwise.analysis.statistics import (
     DIFFERS,
     INCOMPLETE,
     NOT_RUN,
-    QUOTED,
     REDUCED,
     REPRODUCED,
     STATUSES,
@@ -42,29 +29,27 @@ from groupwise.analysis.statistics import (
     why_not_run,
 )
 from groupwise.analysis.table_lines import table_lines
-from groupwise.atomic import write_text
-from groupwise.errors import UserError, command
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
 """Figures drawn from the benchmark's rows -> the paper's hardware."""
 RUN = "run in full"
-COLUMNS = ("sweep", "cell", *SHOWN, "status", "why")
+LISTED = (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN)
 WORDS = STATUSES | {
     RUN: "a figure's cell at scale=paper with all its seeds: the paper prints no number to compare it with"
 }
 
 
-def coverage(folders: Folders | None = None) -> pd.DataFrame:
+def coverage(folders: Folders) -> pd.DataFrame:
     """One line a cell of each table and figure.
 
-    Columns: `COLUMNS`; those named by a scale are "2 of 3" seeds, or empty where the scale does not have the cell.
+    Columns: sweep, cell, `SHOWN`, status, why. Those named by a scale are "2 of 3" seeds, or empty where the scale does
+    not have the cell.
 
     Raises:
         UserError: a sweep is not there, or rows are at fault.
     """
-    folders = folders or Folders()
     floors = read_floors(folders.measured)
     lines = []
     for name in (*TABLES, *KINDS):
@@ -79,7 +64,7 @@ def coverage(folders: Folders | None = None) -> pd.DataFrame:
             for scale, of in seeds.items():
                 shown[scale] = f"{len(there.get(scale, ()))} of {len(of[cell])}" if cell in of else ""
             lines.append({"sweep": name, "cell": cell, **shown, "status": status, "why": why})
-    return pd.DataFrame(lines, columns=list(COLUMNS))
+    return pd.DataFrame(lines)
 
 
 def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
@@ -112,55 +97,22 @@ def _uncompared(
     return REDUCED, f"scale={scale}; {needs([cell])}"
 
 
-def refuse_unread(folders: Folders) -> None:
-    """Refuse a file of rows that no table, figure, claim or search reads: all committed rows must be shown.
-
-    Raises:
-        UserError: naming the file; or there are reduced rows without the constant-prediction baseline.
-    """
-    endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
-    endings += [(name, ending) for name, kind in KINDS.items() for ending in {"", kind.suffix}]
-    endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
-    read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}
-    read |= {path.name for path in searches(folders.sweeps, folders.measured).values()}
-    paths = sorted(folders.measured.glob("*.csv"))
-    if not (folders.measured / CONSTANT).is_file() and any(not path.stem.endswith(f"_{PAPER}") for path in paths):
-        raise UserError(
-            f"There is no {folders.measured / CONSTANT}, the constant-prediction baseline of reduced rows: make "
-            "it with python scripts/constant_answers.py."
-        )
-    for path in paths:
-        if path.name not in read:
-            raise UserError(f"{path} is read by no table, figure, claim or search: show its rows, or remove it.")
-
-
-def machines(measured: Path) -> list[str]:
-    """The machine configurations that the speed benchmark was run on, in words."""
-    path = measured / "benchmarks" / "throughput.csv"
-    if not path.is_file():
-        return []
-    rows = read_rows(path)
-    return sorted({in_words(tuple(at)) for at in rows[list(MACHINE)].drop_duplicates().itertuples(index=False)})
-
-
-def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
-    """The list as Markdown: counts for each sweep, the meaning of the statuses, then every cell."""
-    statuses = [
-        word for word in (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN) if word != QUOTED
-    ]
+def page(folders: Folders) -> Page:
+    """Counts for each sweep, the meaning of the statuses, then every cell; faults as `coverage`."""
+    lines = coverage(folders)
     counts = pd.crosstab(lines["sweep"], lines["status"])
-    counts = counts.reindex(index=lines["sweep"].unique(), columns=statuses, fill_value=0)
+    counts = counts.reindex(index=lines["sweep"].unique(), columns=list(LISTED), fill_value=0)
     counts.loc["all"] = counts.sum()
     counts["cells"] = counts.sum(axis=1)
-    speed = "; ".join(measured_on) if measured_on else "nothing yet"
     benchmarks = " ".join(f"`{name}` (paper: {paper})." for name, paper in BENCHMARKS.items())
     parts = [
         "# Coverage: every cell of every table and figure",
-        "Made by `python -m groupwise.analysis.coverage`. A cell is one line here and one run for each of its "
+        "Made by `python -m groupwise.analysis.tables coverage`. A cell is one line here and one run for each of its "
         "seeds; a cell that two sweeps share is in both.",
         markdown(["sweep", *counts], [list(map(str, row)) for row in counts.itertuples()]),
-        "\n".join(f"- {word}: {WORDS[word]}." for word in statuses),
-        f"Figures of speed and memory, made of the benchmark's rows: {benchmarks} Measured here on: {speed}.",
+        "\n".join(f"- {word}: {WORDS[word]}." for word in LISTED),
+        f"Figures of speed and memory, made of the benchmark's rows: {benchmarks} Measured here on: "
+        f"{_machines(folders)}.",
     ]
     for name, group in lines.groupby("sweep", sort=False):
         rows = [
@@ -168,25 +120,14 @@ def page(lines: pd.DataFrame, measured_on: Sequence[str]) -> str:
             for line in group.to_dict("records")
         ]
         parts += [f"## {name}", markdown(["cell", *SHOWN, "status", "why"], rows)]
-    return "\n\n".join(parts) + "\n"
+    totals = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
+    return Page("\n\n".join(parts) + "\n", f"{len(lines)} cells: {totals}")
 
 
-@command
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.coverage")
-    parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    Folders.add_options(parser)
-    given = parser.parse_args(arguments)
-    refuse_unread(Folders.given(given))
-    lines = coverage(Folders.given(given))
-    text = page(lines, machines(given.measured))
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / "coverage.md", text)
-    counts = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
-    print(f"{given.out / 'coverage.md'}: {len(lines)} cells: {counts}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _machines(folders: Folders) -> str:
+    """The machine configurations that the speed benchmark was run on."""
+    path = folders.measured / "benchmarks" / "throughput.csv"
+    if not path.is_file():
+        return "nothing yet"
+    known = read_rows(path)[list(MACHINE)].drop_duplicates()
+    return "; ".join(sorted({in_words(tuple(at)) for at in known.itertuples(index=False)}))

@@ -1,4 +1,4 @@
-"""Tests the paper's claims on the measured rows, and writes the findings:  python -m groupwise.analysis.findings
+"""Tests the paper's claims on the measured rows.
 
 A claim is tested on paired differences, between runs that share a seed and differ only in the setting of the claim.
 Seeds are clusters; budgets, epochs and tasks are fixed effects. So the test is a t-test of the means over these, with
@@ -6,22 +6,19 @@ one number per seed. If the effect has a trend over log ε (F-test at 5 %), each
 the page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence and need a margin.
 """
 
-import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from groupwise.analysis.benchmark_tables import between_markers
-from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim, refuse_left_out
+from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim
 from groupwise.analysis.results import (
     LEARNT,
     MINUS,
     SHOWN,
     TABLES,
     Folders,
+    Page,
     file_of,
     floor_of,
     read_floors,
@@ -43,8 +40,6 @@ from groupwise.analysis.statistics import (
     summarise,
 )
 from groupwise.analysis.tables import number
-from groupwise.atomic import write_text
-from groupwise.errors import UserError, command
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
@@ -281,10 +276,8 @@ HEAD = (
 )
 
 
-def verdicts(folders: Folders | None = None) -> list[Verdict]:
-    """Every claim, at each scale that has rows, decided; refuses rows that no claim compares. Faults as `judge`."""
-    folders = folders or Folders()
-    refuse_left_out(folders)
+def verdicts(folders: Folders) -> list[Verdict]:
+    """Every claim, at each scale that has rows, decided; faults as `judge`."""
     return decide([verdict for claim in CLAIMS for verdict in judge(claim, folders)])
 
 
@@ -350,45 +343,25 @@ def p_in_words(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
-def full(found: Sequence[Verdict]) -> str:
-    """Every claim, and how a verdict is reached, as a page of its own."""
+def page(folders: Folders) -> Page:
+    """Every claim, and how a verdict is reached; the summary is in docs/findings.md too.
+
+    Raises:
+        UserError: as `judge`.
+    """
+    found = verdicts(folders)
+    return Page(findings_page(found), summary(found), {"summary": summary(found)})
+
+
+def findings_page(found: Sequence[Verdict]) -> str:
+    """The page of these verdicts."""
     parts = (
         "# The paper's claims, and what the measured rows say of them",
-        "Made by `python -m groupwise.analysis.findings`. Rows below `scale=paper` are no reproduction. `paper` is the "
-        "same difference between the paper's printed numbers.",
+        "Made by `python -m groupwise.analysis.tables findings`. Rows below `scale=paper` are no reproduction. `paper` "
+        "is the same difference between the paper's printed numbers.",
         summary(found),
         findings_table(found),
         "## How a verdict is reached",
         rules(),
     )
     return "\n\n".join(parts) + "\n"
-
-
-def fill(text: str, page: Path, found: Sequence[Verdict]) -> str:
-    """The text of `page` with a new summary between its markers."""
-    return between_markers(text, "summary", summary(found), page)
-
-
-@command
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.findings")
-    parser.add_argument("--page", type=Path, default=Path("docs/findings.md"))
-    parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    Folders.add_options(parser)
-    given = parser.parse_args(arguments)
-    if not given.page.is_file():
-        raise UserError(f"There is no page {given.page}: name it with --page, or run from the project's folder.")
-    before = given.page.read_text(encoding="utf-8")
-    found = verdicts(Folders.given(given))
-    text = fill(before, given.page, found)
-    if text != before:
-        write_text(given.page, text)
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / "findings.md", full(found))
-    print(summary(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

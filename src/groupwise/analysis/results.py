@@ -15,11 +15,10 @@ note
     Why a number is not ours to reproduce, or is not the same thing; of a hyperparameter: fixed, grid or selected.
 """
 
-import csv
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import pandas as pd
 
 from groupwise.checkout import CHECKOUT
 from groupwise.errors import UserError, unknown
-from groupwise.rows import KEYS, ORIGIN, SCALES, table_path
+from groupwise.rows import KEYS, ORIGIN, SCALES, read_table, table_path
 from groupwise.sweeps.cells import Sweep
 
 TABLES = ("fixed_per_layer", "cifar", "glue", "sst2_epochs", "table2text", "samsum", "noise_allocation", "adaptivity")
@@ -50,18 +49,18 @@ class Folders:
     @classmethod
     def of_checkout(cls) -> "Folders":
         """Those of the checkout that this package is installed from, wherever the program runs: for notebooks."""
-        return cls(*(CHECKOUT / field.default for field in fields(cls)))  # type: ignore[operator]
+        return cls(*(CHECKOUT / own.default for own in fields(cls)))  # type: ignore[operator]
 
     @classmethod
     def add_options(cls, parser: ArgumentParser) -> None:
         """Adds --paper, --measured and --sweeps to a command of this package."""
-        for field in fields(cls):
-            parser.add_argument(f"--{field.name}", type=Path, default=field.default)
+        for own in fields(cls):
+            parser.add_argument(f"--{own.name}", type=Path, default=own.default)
 
     @classmethod
     def given(cls, options: Namespace) -> "Folders":
         """The folders that those options name."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
+        return cls(**{own.name: getattr(options, own.name) for own in fields(cls)})
 
 
 def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
@@ -107,6 +106,20 @@ CONSTANT = "constant_answers.csv"
 """The constant-prediction baselines, beside the measured rows; made by scripts/constant_answers.py."""
 LEARNT = 5.0
 """Points by which a run must beat the constant-prediction baseline to be evidence for a claim."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of results/tables that is not a table of the paper.
+
+    Attributes:
+        text: in Markdown. line: what the command prints.
+        parts: what docs/<name>.md holds of it, by the name of the markers around it.
+    """
+
+    text: str
+    line: str
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,19 +257,13 @@ def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
 
 
 def _read(path: Path, command: str) -> pd.DataFrame:
-    again = f"collect the sweep again ({command})"
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            head, *rows = csv.reader(file, strict=True)
-    except (OSError, csv.Error, ValueError) as error:  # ValueError: not a line, or no UTF-8
-        raise UserError(f"{path} does not parse ({str(error).splitlines()[0]}): {again}.") from error
-    if any(len(row) != len(head) for row in rows):
-        raise UserError(f"{path} does not parse (a line has more or fewer values than columns): {again}.")
-    frame = pd.DataFrame(rows, columns=head, dtype=object)  # one block: taking rows is slow by columns
+    rows = read_table(path).rows
+    if not rows:
+        raise UserError(f"{path} has no rows: collect the sweep again ({command}).")
+    values = [list(row.values()) for row in rows]
+    frame = pd.DataFrame(values, columns=list(rows[0]), dtype=object)  # one block: taking rows is slow by columns
     if missing := [column for column in (*KEYS, *ORIGIN) if column not in frame]:
-        raise UserError(f"{path} has no column {missing[0]!r}: {again}.")
-    if frame.empty:
-        raise UserError(f"{path} has no rows: {again}.")
+        raise UserError(f"{path} has no column {missing[0]!r}: collect the sweep again ({command}).")
     return frame
 
 

@@ -1,18 +1,11 @@
-"""Writes the results of searches and of sweeps that belong to no table of the paper:
+"""Lists the results of searches and of sweeps that belong to no table of the paper."""
 
-python -m groupwise.analysis.searches
-"""
-
-import argparse
 import math
-import sys
 from pathlib import Path
 
 from groupwise.analysis.claims import OURS, SEARCH
-from groupwise.analysis.results import SHOWN, cost_of, settings_of
+from groupwise.analysis.results import SHOWN, Folders, Page, cost_of, settings_of
 from groupwise.analysis.tables import number
-from groupwise.atomic import write_text
-from groupwise.errors import command
 from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, candidates
 
@@ -27,19 +20,20 @@ def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
     return {at: path for at, path in found.items() if path.is_file()}
 
 
-def page(sweeps: Path, measured: Path) -> str:
-    """Every cell of every search with its mean over seeds, in Markdown; the best among rivals says so.
+def page(folders: Folders) -> Page:
+    """Every cell of every search with its mean over seeds; the best among rivals says so.
 
     Raises:
         UserError: rows that do not parse, or have no headline metric.
     """
     parts = [
         "# Searches, and comparisons that are not the paper's",
-        "Made by `python -m groupwise.analysis.searches`. Rivals share task, model, mode and budget. A search on a "
-        "holdout of the training set (`data.holdout`) does not see the test set. Its privacy cost is not counted "
+        "Made by `python -m groupwise.analysis.tables searches`. Rivals share task, model, mode and budget. A search "
+        "on a holdout of the training set (`data.holdout`) does not see the test set. Its privacy cost is not counted "
         "([errata](../../docs/errata.md)). Other cells are of the test set.",
     ]
-    for (name, scale), path in searches(sweeps, measured).items():
+    found = searches(folders.sweeps, folders.measured)
+    for (name, scale), path in found.items():
         rows = read_table(path).rows
         metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
         lines = []
@@ -51,23 +45,4 @@ def page(sweeps: Path, measured: Path) -> str:
         last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "among its rivals"
         cost = f"{len(rows)} runs{cost_of(rows)}."
         parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]
-    return "\n\n".join(parts) + "\n"
-
-
-@command
-def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.searches")
-    parser.add_argument("--sweeps", type=Path, default=Path("sweeps"))
-    parser.add_argument("--measured", type=Path, default=Path("results/measured"))
-    parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    given = parser.parse_args(arguments)
-    text = page(given.sweeps, given.measured)
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_text(given.out / "searches.md", text)
-    print(f"{given.out / 'searches.md'}: {len(searches(given.sweeps, given.measured))} searches")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Page("\n\n".join(parts) + "\n", f"{len(found)} searches")

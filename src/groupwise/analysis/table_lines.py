@@ -30,7 +30,7 @@ LINE = (
 """The columns of `table_lines`."""
 
 
-def table_lines(name: str, folders: Folders | None = None) -> pd.DataFrame:
+def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     """One line for each number of the paper's table `name`, with what was measured at the largest scale that has rows.
 
     Columns: `LINE`. ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds,
@@ -41,7 +41,6 @@ def table_lines(name: str, folders: Folders | None = None) -> pd.DataFrame:
     Raises:
         UserError: no such table or sweep, a line that does not select one cell of the sweep, or rows at fault.
     """
-    folders = folders or Folders()
     paper = read_paper(name, folders.paper)
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
     places = _places(paper, sweep, folders.paper / f"{name}.csv")

@@ -1,22 +1,24 @@
 """Writes the paper's tables beside what was measured:  python -m groupwise.analysis.tables cifar   (or all)
 
-Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same rows give the same bytes.
+Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same rows give the same bytes. The pages of
+`PAGES` are about the same rows: `findings.md`, say, and its summary in docs/findings.md.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, cost_of, read_measured, read_paper
+from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, Page, cost_of, read_measured, read_paper
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
-from groupwise.rows import markdown
+from groupwise.rows import between_markers, markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
 
 TEX = str.maketrans(
@@ -227,13 +229,13 @@ SETTINGS = {
 }
 
 
-def table_page(name: str, folders: Folders | None = None) -> str:
+def table_page(name: str, folders: Folders) -> str:
     """A table of results with its notes, in Markdown.
 
     Raises:
         UserError: as `table_lines`.
     """
-    return as_markdown(*_content(name, folders or Folders()))
+    return as_markdown(*_content(name, folders))
 
 
 def _content(name: str, folders: Folders) -> tuple[str, str, pd.DataFrame, list[str], list[str]]:
@@ -279,20 +281,42 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
     return f"{out / name}.md, .csv: {len(paper)} settings"
 
 
+PAGES = {"coverage": "coverage", "searches": "searches", "findings": "findings", "benchmarks": "benchmark_tables"}
+"""Pages -> the modules that make them."""
+NAMES = (*TABLES, *HYPERPARAMETERS, *PAGES)
+
+
+def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
+    """Write one of `PAGES`, and its parts between the markers of docs/<name>.md; returns what to print."""
+    made: Page = import_module(f"groupwise.analysis.{PAGES[name]}").page(folders)
+    write_text(out / f"{name}.md", made.text)
+    prose = docs / f"{name}.md"
+    if made.parts and prose.is_file():
+        before = text = prose.read_text(encoding="utf-8")
+        for marker, content in made.parts.items():
+            text = between_markers(text, marker, content, prose)
+        if text != before:
+            write_text(prose, text)
+    return f"{out / name}.md: {made.line}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 2 where a table could not be made, after writing the others."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join((*TABLES, *HYPERPARAMETERS))}")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the pages with markers are")
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     folders = Folders.given(given)
-    names = [*TABLES, *HYPERPARAMETERS] if "all" in given.names else list(dict.fromkeys(given.names))
     failed = False
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name in NAMES if "all" in given.names else dict.fromkeys(given.names):
         try:
-            print((write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out))
+            if name in PAGES:
+                print(write_page(name, folders, given.out, given.docs))
+            else:
+                print((write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out))
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = True

@@ -3,18 +3,19 @@
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import yaml
 
 from groupwise.analysis import coverage as module
-from groupwise.analysis.coverage import coverage, machines, main, page, refuse_unread
-from groupwise.analysis.results import Folders
-from groupwise.analysis.searches import main as list_searches
+from groupwise.analysis.claims import CLAIMS
+from groupwise.analysis.coverage import coverage, page
+from groupwise.analysis.results import CONSTANT, SHOWN, TABLES, Folders
 from groupwise.analysis.searches import page as searches_page
+from groupwise.analysis.searches import searches
 from groupwise.analysis.statistics import NOT_RUN, REDUCED, UNINFORMATIVE
-from groupwise.errors import UserError
+from groupwise.analysis.tables import main
 
 ROOT = Path(__file__).resolve().parents[3]
+PROJECT = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", ROOT / "sweeps")
 
 
 def only(monkeypatch, world):
@@ -71,43 +72,39 @@ def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, cap
     only(monkeypatch, world)
     world.write(world.rows("adaptivity"), "adaptivity")
     for folder in ("one", "two"):
-        assert main(["--out", str(tmp_path / folder), *world.options()]) == 0
+        assert main(["coverage", "--out", str(tmp_path / folder), *world.options()]) == 0
     assert "27 cells: 11 not run, 16 reduced only" in capsys.readouterr().out
     text = (tmp_path / "one" / "coverage.md").read_text()
     assert text == (tmp_path / "two" / "coverage.md").read_text()
     assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
     assert "Measured here on: nothing yet." in text
-    assert "Measured here on: a; b." in page(coverage(world.folders), ["a", "b"])
 
 
 def test_a_missing_sweep_is_one_sentence(world, monkeypatch, tmp_path, capsys):
     only(monkeypatch, world)
     (world.folders.sweeps / "gradnorm_cifar.yaml").unlink()
-    assert main(["--out", str(tmp_path), *world.options()]) == 2
+    assert main(["coverage", "--out", str(tmp_path), *world.options()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_no_benchmark_no_machines(tmp_path):
-    assert machines(tmp_path) == []
 
 
 def test_the_projects_list_shows_what_its_rows_hold():
     listed = ROOT / "results" / "tables" / "coverage.md"
-    measured = ROOT / "results" / "measured"
-    lines = coverage(Folders(ROOT / "results" / "paper", measured, ROOT / "sweeps"))
-    assert page(lines, machines(measured)) == listed.read_text(), "run python -m groupwise.analysis.coverage"
+    assert page(PROJECT).text == listed.read_text(), "run python -m groupwise.analysis.tables coverage"
+    lines = coverage(PROJECT)
     count = Counter(lines["status"])
     says = f"Of {len(lines)} cells of tables and figures, {count[REDUCED]} are measured at reduced scale, "
     says += f"{count[UNINFORMATIVE]} are too small to conclude anything, and {count[NOT_RUN]} were not run."
     assert says in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_rows_that_nothing_reads_stop_the_list(world):
-    world.write(world.rows("adaptivity"), "adaptivity")
-    refuse_unread(world.folders)
-    (world.folders.measured / "side_show_mini.csv").write_text("sweep,cell,seed\n")
-    with pytest.raises(UserError, match=r"side_show_mini.csv is read by no table, figure, claim or search"):
-        refuse_unread(world.folders)
+def test_all_rows_of_the_project_are_shown():
+    endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
+    endings += [(name, ending) for name, kind in module.KINDS.items() for ending in {"", kind.suffix}]
+    endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
+    read = {f"{name}_{scale}{ending}.csv" for name, ending in endings for scale in SHOWN} | {CONSTANT}
+    read |= {path.name for path in searches(PROJECT.sweeps, PROJECT.measured).values()}
+    there = {path.name for path in PROJECT.measured.glob("*.csv")}
+    assert CONSTANT in there and there <= read
 
 
 def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
@@ -119,13 +116,13 @@ def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
     cells = {f"clip=flat optim.learning_rate={rate} task=cifar": value for rate, value in rates.items()}
     lines = [f"search_cifar,{cell},0,mini,{value}" for cell, value in cells.items()]
     (measured / "search_cifar_mini.csv").write_text("\n".join(["sweep,cell,seed,scale,valid/accuracy", *lines, ""]))
-    options = ["--sweeps", str(sweeps), "--measured", str(measured), "--out", str(out)]
-    assert list_searches(options) == 0
+    options = ["searches", "--sweeps", str(sweeps), "--measured", str(measured), "--out", str(out)]
+    assert main(options) == 0
     text = (out / "searches.md").read_text()
     assert "| `clip=flat optim.learning_rate=4 task=cifar` | 43.50 | 1 | best |" in text
     assert text.count("| best |") == 1 and "learning_rate=8 task=cifar` | 42.00 | 1 |  |" in text
     (measured / "search_cifar_mini.csv").write_text("sweep,cell,seed,scale\nsearch_cifar,clip=flat task=cifar,0,mini\n")
-    assert list_searches(options) == 2
+    assert main(options) == 2
     assert "no row has valid/accuracy" in capsys.readouterr().err
 
 
@@ -136,7 +133,7 @@ def test_what_others_report_stands_beside_their_cell(tmp_path):
     lines = [mode.format(clip, seed, 60 + seed) for clip in ("flat", "fixed_layer") for seed in range(3)]
     for name in ("scatter_cnn", "cifar"):
         (tmp_path / f"{name}_paper.csv").write_text("\n".join([head, *lines, ""]).replace("scatter_cnn", name))
-    text = searches_page(tmp_path, tmp_path)
+    text = searches_page(Folders(measured=tmp_path, sweeps=tmp_path)).text
     assert "## scatter_cnn, scale=paper" in text and "## cifar" not in text
     assert "| cell | valid/accuracy | seeds | published |" in text
     assert "| `clip=flat task=cifar` | 61.00 ± 1.00 | 3 | 69.3 (Tramèr and Boneh, 2021) |" in text
@@ -145,4 +142,4 @@ def test_what_others_report_stands_beside_their_cell(tmp_path):
 
 def test_the_projects_searches_are_listed():
     listed = ROOT / "results" / "tables" / "searches.md"
-    assert searches_page(ROOT / "sweeps", ROOT / "results" / "measured") == listed.read_text(), "make tables"
+    assert searches_page(PROJECT).text == listed.read_text(), "make tables"
