@@ -3,7 +3,6 @@
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,20 +57,13 @@ BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--", "white"), "8": Series("ε =
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Other content of a figure than the measured rows.
+class Beside(NamedTuple):
+    """Other content of a figure than the measured rows."""
 
-    Attributes:
-        floors: the constant-prediction baselines.
-        paper: the paper's numbers of some cells of the figure: ``cell``, ``value``, ``std``; never joined with ours.
-    """
-
-    floors: Floors = field(default_factory=dict)
-    paper: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["cell", "value", "std"]))
-
-
-NOTHING = Beside()
+    floors: Floors
+    """The constant-prediction baselines."""
+    paper: pd.DataFrame | None = None
+    """The paper's numbers of some cells of the figure: ``cell``, ``value``, ``std``; never joined with ours."""
 
 
 def note(figure: Any, scale: str, text: str) -> None:
@@ -204,8 +196,9 @@ def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]
 
 IDENTITY = ("cell", "seed", "hash")
 """The columns that say which run a row belongs to."""
-MAKERS = {"_curves": "collect", "_norms": "gradient_norms"}
-"""The module that makes rows that belong to runs, by the suffix of their file."""
+COMPANIONS = {"_curves": ("collect", ("step",)), "_norms": ("gradient_norms", ("epoch", "layer", "example"))}
+"""Of rows that belong to runs, by the suffix of their file: the module that makes them, and the columns that identify a
+row within its run."""
 
 
 def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -> Measured:
@@ -224,27 +217,20 @@ def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -
     return found[0]
 
 
-def read_companion(
-    name: str, measured: Measured, folder: Path, suffix: str, place: Sequence[str], numbers: Sequence[str]
-) -> pd.DataFrame:
-    """Rows that belong to the runs of `measured`: `<name>_<scale><suffix>.csv`, several a run.
-
-    `place` are the columns that make a row the only one of its kind within its run; `numbers` are finite in every row.
+def read_companion(name: str, measured: Measured, folder: Path, suffix: str, numbers: Sequence[str]) -> pd.DataFrame:
+    """Rows that belong to the runs of `measured`, several a run: `<name>_<scale><suffix>.csv`, suffix of `COMPANIONS`.
 
     Raises:
-        UserError: there is no such file, a column is missing, a number is not finite, a row is of a run
-            that was not measured, or two rows are of one place.
+        UserError: there is no such file, one of the `numbers` is not finite, a row is of a run that was not measured,
+            or two rows are of one place.
     """
-    path = folder / f"{name}_{measured.scale}{suffix}.csv"
+    path, (maker, place) = folder / f"{name}_{measured.scale}{suffix}.csv", COMPANIONS[suffix]
     if not path.is_file():
-        maker = f"{MAKERS[suffix]} {name} scale={measured.scale}"
-        raise UserError(f"There are no rows in {path}: make them with python -m groupwise.sweeps.{maker}.")
+        raise UserError(
+            f"There are no rows in {path}: make them with python -m groupwise.sweeps.{maker} {name} "
+            f"scale={measured.scale}."
+        )
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
-    columns = dict.fromkeys((*IDENTITY, *place, *numbers))
-    if missing := [column for column in columns if column not in frame]:
-        raise UserError(f"{path} has no column {missing[0]!r}: collect the sweep {name} again.")
-    if frame.empty:
-        raise UserError(f"{path} has no rows: collect the sweep {name} again.")
     known = set(measured.rows[list(IDENTITY)].itertuples(index=False, name=None))
     strange = [row not in known for row in frame[list(IDENTITY)].itertuples(index=False, name=None)]
     if any(strange):

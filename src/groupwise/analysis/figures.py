@@ -40,7 +40,7 @@ class Kind:
     Attributes:
         draw: rows and other content -> figure.
         numbers: the columns that it needs.
-        suffix: of the file of rows that belong to runs, a key of `PLACES`; empty if the runs' own rows are drawn.
+        suffix: of the file of rows that belong to runs, a key of `COMPANIONS`; empty if the runs' own rows are drawn.
         paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
 
@@ -50,8 +50,6 @@ class Kind:
     paper: str = ""
 
 
-PLACES = {"_curves": ("step",), "_norms": ("epoch", "layer", "example")}
-"""The columns that identify a row within its run, by the suffix of the file."""
 NORM = ("norm", "epoch")
 KINDS = {
     "adaptive_vs_fixed": Kind(draw_adaptive_vs_fixed, paper="adaptivity"),
@@ -81,7 +79,7 @@ class Drawn:
     runs: Measured | None
 
 
-def make(name: str, folders: Folders | None = None) -> Drawn:
+def make(name: str, folders: Folders) -> Drawn:
     """Read the rows of the figure `name` and draw it.
 
     Raises:
@@ -89,16 +87,15 @@ def make(name: str, folders: Folders | None = None) -> Drawn:
     """
     if name not in FIGURES:
         raise unknown("figure", name, FIGURES)
-    folders = folders or Folders()
     if name in SPEED:
         with plain_style():
-            figure, shown = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
-        return Drawn(figure, SPEED[name], shown.scale, None)
+            figure, scale = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
+        return Drawn(figure, SPEED[name], scale, None)
     kind = KINDS[name]
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
-        rows = read_companion(name, runs, folders.measured, kind.suffix, PLACES[kind.suffix], kind.numbers)
+        rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
         figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
@@ -118,16 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 2 if a figure that was named, or exists, could not be made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
-    parser.add_argument("--measured", type=Path, default=Folders.measured, help="where the rows are")
-    parser.add_argument("--sweeps", type=Path, default=Folders.sweeps)
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
+    Folders.add_options(parser)
     given = parser.parse_args(arguments)
-    folders = Folders(measured=given.measured, sweeps=given.sweeps)
     wanted = FIGURES if "all" in given.names else tuple(dict.fromkeys(given.names))
     failed = 0
     for name in wanted:
         try:
-            drawn = make(name, folders)
+            drawn = make(name, Folders.given(given))
         except UserError as error:
             stale = next(iter(sorted(given.out.glob(f"{name}.*"))), None)
             failed += "all" not in given.names or stale is not None

@@ -12,7 +12,6 @@ from groupwise.analysis.figure_style import (
     CLIP,
     COLUMN,
     LEARNT,
-    NOTHING,
     PAGE,
     PAPER,
     TASKS,
@@ -38,7 +37,7 @@ PAPERS = "*"
 """The mark of the paper's values."""
 
 
-def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
     """Three modes at two budgets and without noise; the paper's values in a panel of their own, on the same axis."""
     table = summary(rows.assign(budget=_budgets(rows)), ["clip", "budget"], ACCURACY)
     budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
@@ -80,7 +79,7 @@ def _budgets(rows: pd.DataFrame) -> pd.Series:
     return ("ε = " + rows["privacy.epsilon"].astype(str).str.removesuffix(".0")).mask(quiet, "no noise")
 
 
-def draw_target_quantile(rows: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_target_quantile(rows: pd.DataFrame, beside: Beside) -> Any:
     """Accuracy against the quantile of norms that thresholds follow, a panel a task."""
     table, scale = _against(rows, "clip.target_quantile"), rows["scale"].iloc[0]
     figure = Figure(figsize=(PAGE, 2.3))
@@ -94,7 +93,7 @@ def draw_target_quantile(rows: pd.DataFrame, beside: Beside = NOTHING) -> Any:
     return figure
 
 
-def draw_quantile_budget(rows: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_quantile_budget(rows: pd.DataFrame, beside: Beside) -> Any:
     """Accuracy against the share of the budget that the counts take: SST-2."""
     table = _against(rows, "clip.quantile_budget")
     table, scale = table[table["task"] == "sst2"], rows["scale"].iloc[0]
@@ -142,12 +141,12 @@ LABELS = {"test/nll": "test negative log-likelihood", "test/bleu": "test BLEU", 
 UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-def draw_runtime_nll(curves: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_runtime_nll(curves: pd.DataFrame, beside: Beside) -> Any:
     """Test loss against wall time of training."""
     return _against_time(curves, ["test/nll"], beside)
 
 
-def draw_runtime_metrics(curves: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_runtime_metrics(curves: pd.DataFrame, beside: Beside) -> Any:
     """BLEU and ROUGE-L against wall time of training."""
     return _against_time(curves, ["test/bleu", "test/rougeL"], beside)
 
@@ -196,7 +195,7 @@ TAILS = 0.005
 """Of the norms at either end, the share that the last bins take in."""
 
 
-def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
     """A heatmap for each epoch: a row an example, a column a layer from input to output, darker for a larger norm."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     positive = norms["norm"][norms["norm"] > 0]
@@ -215,7 +214,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside = NOTHING) -> Any:
     return figure
 
 
-def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside = NOTHING) -> Any:
+def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
     """Histograms, a row a layer and a column an epoch, with dashed lines at four quantiles."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     layers = chosen_layers(norms)

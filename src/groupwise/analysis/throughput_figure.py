@@ -27,7 +27,7 @@ from groupwise.analysis.figure_style import (
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
-"""The machine configuration of a figure, by position."""
+"""The machine configuration of a figure, by position: GPUs first, then by number of threads, float32 first."""
 BASE, AGAIN = "none", "none_again"
 """Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
 SERIES = {
@@ -67,51 +67,40 @@ class Panels:
     caption: str
     scale: str
 
-    @property
-    def resolution(self) -> float:
-        """The furthest that a round of the repeated baseline is from 1; NaN where it was not run."""
-        away = pd.concat([1 - self.again["ratio_least"], self.again["ratio_most"] - 1])
-        return float(away.max())
 
-
-def configurations(table: pd.DataFrame) -> list[tuple[Any, ...]]:
-    """The machine configurations (`MACHINE`) in `table`: GPUs first, then by number of threads, float32 first."""
-    known = {tuple(values) for values in table[list(MACHINE)].itertuples(index=False)}
-    return sorted(known, key=lambda at: (at[0] != "cuda", at[2], str(at[1]), at[3] != "float32", str(at[3])))
-
-
-def _at_several_batches(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of machine configurations on which more than one batch size was measured."""
-    return table.groupby(list(MACHINE)).filter(lambda rows: rows["batch"].nunique() > 1)
-
-
-def panels(table: pd.DataFrame, *, workload: str, machine: tuple[Any, ...]) -> Panels:
-    """Choose the lines of both panels from `cells`, of the deepest model measured at more than one batch size.
+def panels(name: str, table: pd.DataFrame) -> Panels:
+    """Choose the lines of the figure `name` from `cells`: of the first workload with enough machine configurations on
+    which non-private training was measured at two batch sizes or more, and there of the deepest model.
 
     Raises:
-        UserError: non-private training was not measured there at two batch sizes or more.
+        UserError: there are too few.
     """
-    here = table[(table["workload"] == workload) & (table[list(MACHINE)].apply(tuple, axis=1) == machine)]
-    base = here[(here["method"] == BASE) & was_measured(here)]
-    depths = [depth for depth, rows in base.groupby("layers") if rows["batch"].nunique() > 1]
-    if not depths:
+    base = table[(table["method"] == BASE) & was_measured(table)]
+    base = base.groupby(["workload", *MACHINE, "layers"]).filter(lambda rows: rows["batch"].nunique() > 1)
+    for workload in SHOWN:
+        depths = base[base["workload"] == workload].groupby(list(MACHINE))["layers"].max()
+        known = sorted(depths.index, key=lambda at: (at[0] != "cuda", at[2], str(at[1]), at[3] != "float32", at[3]))
+        if len(known) > FIGURES[name]:
+            machine = known[FIGURES[name]]
+            break
+    else:
         raise UserError(
-            f"The figure needs {workload} without privacy at two batch sizes or more on {in_words(machine)}: run "
-            f"python -m benchmarks.throughput workload={workload} batch=1,2,4,8."
+            f"The figure {name} needs {' or '.join(SHOWN)} at two batch sizes on "
+            f"{'a second' if FIGURES[name] else 'a'} machine configuration (device, hardware, threads, dtype): run "
+            "python -m benchmarks.throughput there."
         )
-    here = here[here["layers"] == max(depths)]
-    measured = (
-        here[was_measured(here)].sort_values(["method", "batch", "peak_bytes"]).drop_duplicates(["method", "batch"])
-    )
-    lines = measured[measured["method"].isin(SERIES)]
-    absent = {name: "not measured" for name in SERIES if name not in set(lines["method"])}
+    here = table[(table["workload"] == workload) & (table["layers"] == depths[machine])]
+    here = here[here[list(MACHINE)].apply(tuple, axis=1) == machine]
+    measured = here[was_measured(here)].sort_values(["method", "batch", "peak_bytes"])
+    measured = measured.drop_duplicates(["method", "batch"])
+    absent = {method: "not measured" for method in SERIES if method not in set(measured["method"])}
     absent |= {row.method: row.status for row in here[~was_measured(here)].itertuples() if row.method in absent}
     return Panels(
-        lines,
+        measured[measured["method"].isin(SERIES)],
         measured[measured["method"] == AGAIN],
         absent,
-        f"{WORKLOADS.get(workload, workload)}, {max(depths):g} layers, on {in_words(machine)}",
-        PAPER if max(depths) >= DEPTH and machine[0] == "cuda" else "reduced",
+        f"{WORKLOADS.get(workload, workload)}, {depths[machine]:g} layers, on {in_words(machine)}",
+        PAPER if depths[machine] >= DEPTH and machine[0] == "cuda" else "reduced",
     )
 
 
@@ -137,7 +126,8 @@ def _words(shown: Panels) -> str:
         f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",
     ]
     if len(shown.again):
-        parts.append(f"Grey: non-private training against itself, up to {shown.resolution:.3f} from 1.")
+        away = max(1 - shown.again["ratio_least"].min(), shown.again["ratio_most"].max() - 1)
+        parts.append(f"Grey: non-private training against itself, up to {away:.3f} from 1.")
     if shown.absent:
         parts.append("; ".join(f"{SERIES[name].label}: {why}" for name, why in shown.absent.items()) + ".")
     return " ".join(parts)
@@ -184,19 +174,11 @@ def _throughput(axes: Any, shown: Panels) -> None:
     axes.set_ylim(bottom=0)
 
 
-def make_figure(name: str, rows: Path) -> tuple[Any, Panels]:
-    """Read the rows and draw the figure `name`, of the first workload that has enough machine configurations.
+def make_figure(name: str, rows: Path) -> tuple[Any, str]:
+    """Read the rows and draw the figure `name`; returns it and its scale.
 
     Raises:
         UserError: no rows; fewer machine configurations than the figure needs.
     """
-    table, place = cells(read_rows(rows)), FIGURES[name]
-    for one in SHOWN:
-        known = configurations(_at_several_batches(table[table["workload"] == one]))
-        if len(known) > place:
-            shown = panels(table, workload=one, machine=known[place])
-            return draw(shown), shown
-    raise UserError(
-        f"The figure {name} needs {' or '.join(SHOWN)} on {'a' if place == 0 else 'a second'} machine configuration "
-        f"(device, hardware, threads, dtype), which {rows} lacks: run python -m benchmarks.throughput there."
-    )
+    shown = panels(name, cells(read_rows(rows)))
+    return draw(shown), shown.scale
