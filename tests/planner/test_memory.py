@@ -1,8 +1,8 @@
-"""What a stage holds at its fullest moment, by hand from the bytes of one microbatch."""
+"""What a stage holds at its fullest moment and how long a step takes, by hand from one microbatch."""
 
 import pytest
 
-from groupwise.planner.estimate import stage_memory
+from groupwise.planner.estimate import bubble_fraction, duration, stage_memory
 from groupwise.planner.footprint import Footprint
 
 PLAIN = Footprint(
@@ -60,3 +60,18 @@ def test_the_update_may_be_the_fullest_moment():
 def test_the_parts_add_up(schedule):
     memory = of(schedule)
     assert memory.peak == sum(vars(memory).values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 4), (16, 128)])
+def test_even_stages_wait_for_the_fraction_that_the_formula_says(schedule, stages, microbatches):
+    seconds = duration(schedule, microbatches, [1.0] * stages, [2.0] * stages, 0.0)
+    assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+    assert 1 - 3.0 * microbatches / seconds == pytest.approx(bubble_fraction(stages, microbatches))
+
+
+def test_the_slowest_stage_and_the_messages_count():
+    """Two stages, one microbatch: F0, message, F1, B1, message, B0."""
+    assert duration("1f1b", 1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
+    long = duration("1f1b", 100, [1.0, 2.0], [1.0, 2.0], 0.0)
+    assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage never waits, but before and after

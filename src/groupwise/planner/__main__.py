@@ -18,10 +18,9 @@ import pandas as pd
 from groupwise.errors import INTERRUPTED, UserError, command
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
-from groupwise.planner.estimate import Estimate, Memory
+from groupwise.planner.estimate import Estimate, Memory, Times, bubble_fraction
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import HELP, PlanOptions, parse
-from groupwise.planner.timeline import Times, bubble_fraction
 
 
 @dataclass(frozen=True)

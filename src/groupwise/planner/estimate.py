@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from groupwise.clipping.norm_methods import RATES
 from groupwise.errors import UserError
@@ -15,7 +16,6 @@ from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
-from groupwise.planner.timeline import Times, duration
 
 MOMENTS = 2  # of Adam
 UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
@@ -94,6 +94,45 @@ def stage_memory(
         clipping=extra,
         buffers=buffers,
     )
+
+
+class Times(NamedTuple):
+    """Of one step of a pipeline, in seconds."""
+
+    microbatches: int
+    """J."""
+    forward: tuple[float, ...]
+    """Of a microbatch, by stage."""
+    backward: tuple[float, ...]
+    """The same, recomputation included."""
+    per_device: float
+    """Of a step in which every stage clips alone (Algorithm 2)."""
+    flat: float
+    """Of a step with flat clipping: norms of the whole batch first, then all of it again."""
+
+
+def duration(
+    schedule: str, microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float
+) -> float:
+    """Seconds until the last backward pass is done: one microbatch goes through all stages and back, and the slowest
+    stage takes its J - 1 others meanwhile (under GPipe, the slowest at each of both passes).
+
+    Args:
+        schedule: "1f1b" or "gpipe".
+        microbatches: J.
+        forward: seconds of one microbatch's forward pass, by stage.
+        backward: the same of its backward pass, recomputation included.
+        message: seconds from one stage to the next.
+    """
+    through = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
+    both = max(map(sum, zip(forward, backward, strict=True)))
+    slowest = both if schedule == "1f1b" else max(forward) + max(backward)
+    return through + (microbatches - 1) * slowest
+
+
+def bubble_fraction(stages: int, microbatches: int) -> float:
+    """(S - 1)/(J + S - 1): the share of the time that each of S equal stages waits (Huang et al., section 2.3)."""
+    return (stages - 1) / (microbatches + stages - 1)
 
 
 POSITIONS = ("max_position_embeddings", "n_positions")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,37 +78,20 @@ class Meter(TorchDispatchMode):
         self.held -= size
 
 
-class Imagined:
-    """Fake CPU tensors: inside `with imagined.running():` everything new is fake and metered."""
+def _imagine(module: nn.Module, fake: FakeTensorMode) -> None:
+    """Put fake tensors in the place of a module's parameters and buffers; parameters that are one stay one."""
+    seen: dict[int, Tensor] = {}
 
-    def __init__(self) -> None:
-        matmul.used()  # compares two libraries' products, which fake ones have not
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.meter = Meter()
+    def copy(tensor: Tensor) -> Tensor:
+        with fake:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
-    def take(self, module: nn.Module) -> None:
-        """Put fake tensors of the same shapes and dtypes in the place of a module's parameters and buffers.
-
-        Parameters that are one stay one. They are not counted by the meter.
-        """
-        seen: dict[int, Tensor] = {}
-        for part in module.modules():
-            for places in (part._parameters, part._buffers):
-                for name, tensor in places.items():
-                    if tensor is not None:
-                        places[name] = seen.setdefault(id(tensor), self._copy(tensor))  # type: ignore[assignment]
-        self.meter.ignore(*seen.values())
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        with self._fake:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-    @contextmanager
-    def running(self) -> Iterator[Meter]:
-        """New tensors inside are fake, and metered."""
-        with self._fake, self.meter:
-            yield self.meter
+    for part in module.modules():
+        for places in (part._parameters, part._buffers):
+            for name, tensor in places.items():
+                if tensor is not None:
+                    places[name] = seen.setdefault(id(tensor), copy(tensor))  # type: ignore[assignment]
 
 
 def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -274,12 +257,13 @@ class Footprint:
 
 def footprint(work: Work, kind: Kind, name: str) -> Footprint:
     """Run a microbatch on fake tensors through a stage of this kind: forward, then backward with the passes `name`."""
-    stage = cut_out(work, kind)
-    imagined = Imagined()
-    imagined.take(stage)
+    matmul.used()  # compares two libraries' products, which fake ones have not
+    meter, fake, stage = Meter(), FakeTensorMode(allow_non_fake_inputs=True), cut_out(work, kind)
+    _imagine(stage, fake)
     parameters = list(stage.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with imagined.running() as meter:
+    meter.ignore(*parameters, *stage.buffers())
+    with fake, meter:
         passes = Passes(stage, work, name)
         x, kwargs = inputs(stage, work)
         for parameter in trained:
