@@ -70,7 +70,7 @@ def committed_rows() -> tuple[Row, ...]:
     return tuple(
         row
         for path in sorted((ROOT / "results" / "measured").glob("*.csv"))
-        for row in read_table(path).rows
+        for row in read_table(path)
         if row.get("sweep") and "git.sha" in row  # a run's row; tables of curves, norms and texts have none
     )
 

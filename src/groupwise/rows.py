@@ -11,7 +11,6 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,45 +52,14 @@ def table_path(folder: Path, sweep: str, scale: str, kind: str = "") -> Path:
     return folder / f"{sweep}_{scale}{kind and '_'}{kind}.csv"
 
 
-@dataclass
-class Table:
-    """Rows in their order."""
-
-    rows: list[Row] = field(default_factory=list)
-
-    def add(self, first: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Rows of a run, each after the columns `first`."""
-        self.rows += [{**{key: _text(value) for key, value in row.items()}, **first} for row in rows]
-
-    def keep(self, rows: Iterable[Row]) -> None:
-        """Rows that were there before."""
-        self.rows += rows
-
-    def of(self, cell: str, seed: int, digest: str) -> list[Row]:
-        """The rows of that cell and seed, if their configuration is that one."""
-        wanted = (cell, str(seed), digest)
-        return [row for row in self.rows if (row.get("cell"), row.get("seed"), row.get("hash")) == wanted]
-
-    def of_run(self, digest: str) -> list[Row]:
-        """The table's row of the run of that configuration, under the first cell that has it."""
-        rows = [row for row in self.rows if row.get("hash") == digest]
-        return [row for row in rows if row.get("cell") == rows[0].get("cell")]
-
-    def lost(self, other: Table) -> list[str]:
-        """Cell and seed of the rows that `other` has not got."""
-        there = {(row["cell"], row["seed"], row["hash"]) for row in other.rows}
-        here = dict.fromkeys((row.get("cell", ""), row.get("seed", ""), row.get("hash", "")) for row in self.rows)
-        return [f"{cell} seed={seed}" for cell, seed, digest in here if (cell, seed, digest) not in there]
-
-
-def read_table(path: Path) -> Table:
-    """The table as it is; empty where there is none.
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table as they are; none where there is no file.
 
     Raises:
         UserError: it cannot be read.
     """
     if not path.is_file():
-        return Table()
+        return []
     try:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
@@ -99,20 +67,16 @@ def read_table(path: Path) -> Table:
         raise UserError(f"{path} is no table ({error}): fix or remove it.") from error
     if any(None in row or None in row.values() for row in rows):
         raise UserError(f"{path} is no table (a line has more or fewer values than columns): fix or remove it.")
-    return Table(rows)
+    return rows
 
 
-def write_table(path: Path, table: Table, columns: Sequence[str] = FIRST) -> None:
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = FIRST) -> None:
     """Write it whole or not at all: cell and seed first, then these columns, metrics, and the rest by name."""
-    present = {key for row in table.rows for key in row}
+    present = {key for row in rows for key in row}
     first = [key for key in (*KEYS, *columns) if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
     columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
-    write_text(path, csv_text(columns, ([row.get(key, "") for key in columns] for row in table.rows)))
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
+    write_text(path, csv_text(columns, ([row.get(key, "") for key in columns] for row in rows)))
 
 
 def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -88,28 +88,6 @@ def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
     assert (runs.with_name("out") / "table_smoke.csv").read_bytes() == text
 
 
-def test_a_run_that_another_sweep_has_is_not_run_again(conf, cells, runs, tmp_path):
-    (runs / cells[1].hash[:12] / "outputs-test.jsonl").write_text('{"source": "in", "output": "out", "references": []}')
-    gather(conf, runs)
-    shutil.rmtree(runs)
-    other = tmp_path / "conf"
-    shutil.copytree(conf, other)
-    (other / "sweep" / "figure.yaml").write_text(
-        SWEEP.replace("clip: [flat, ghost]", "task: cifar, clip: [ghost, none]")
-    )
-    said = collect("figure", "smoke", runs, tmp_path / "out", other)
-    assert said[0].endswith("figure_smoke.csv: 2 of 4 cells")
-    assert said[1] == "  2 of them are runs of table_smoke.csv"
-    with open(tmp_path / "out" / "figure_smoke.csv") as file:
-        rows = list(csv.DictReader(file))
-    was = [row for row in read(runs) if row["cell"] == "clip=ghost"]
-    named = {"sweep": "figure", "cell": "clip=ghost task=cifar"}
-    assert rows == [{**row, **named} for row in was]
-    with open(tmp_path / "out" / "figure_smoke_texts.csv") as file:
-        (text,) = csv.DictReader(file)
-    assert (text["sweep"], text["cell"], text["seed"], text["output"]) == (*named.values(), "0", "out")
-
-
 def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_path):
     other = tmp_path / "conf"
     shutil.copytree(conf, other)

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
-from groupwise.rows import Table, write_table
+from groupwise.rows import read_table, write_table
 from groupwise.run import run
 from groupwise.sweeps.cells import read_sweep
 from groupwise.sweeps.reproduce import compare, find_row, main
@@ -29,13 +29,13 @@ def world(tmp_path):
 
     def make(change: str, runs: int = 1):
         (tmp_path / "sweeps" / "pair.yaml").write_text(SWEEP.format(change=change))
-        table = Table()
+        rows = []
         for cell in read_sweep(tmp_path / "sweeps" / "pair.yaml").cells("smoke")[:runs]:
             row = run(compose_run([*cell.overrides, f"paths.results={tmp_path}"], CONF))
             first = {"sweep": "pair", "cell": cell.name, "seed": "0", "scale": "smoke"}
-            table.add(first, [row])
-        write_table(tmp_path / "measured" / "pair_smoke.csv", table)
-        return table.rows
+            rows.append({**row, **first})
+        write_table(tmp_path / "measured" / "pair_smoke.csv", rows)
+        return read_table(tmp_path / "measured" / "pair_smoke.csv")
 
     folders = ["--measured", str(tmp_path / "measured"), "--sweeps", str(tmp_path / "sweeps"), "--conf", str(CONF)]
     return make, folders
@@ -50,7 +50,7 @@ def test_a_public_row_is_made_again_and_modes_share_their_batches(world, capsys)
     assert told.count("as it was, bit for bit") == 2 and "NOT as it was" not in told
     assert "Not a private release" in " ".join(told.split())
     other = rows[0] | {"valid/accuracy": str(float(rows[0]["valid/accuracy"]) + 1e-9)}
-    write_table(Path(folders[1]) / "pair_smoke.csv", Table([other]))
+    write_table(Path(folders[1]) / "pair_smoke.csv", [other])
     assert main([rows[0]["hash"], *folders]) == 1
     assert "NOT as it was" in capsys.readouterr().out
 

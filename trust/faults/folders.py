@@ -175,7 +175,5 @@ def make(folders: int, runs: Path, sweep: Path, chance: random.Random) -> None:
         (folder / "config.hash").write_text(f"{digest}\n")
         (folder / "DONE").write_text("2024-01-01T00:00:00+00:00\n")
         os.utime(folder / "DONE", (2e9, 2e9))
-        cells.append(
-            {"name": digest[:12], "seed": 0, "overrides": [], "hash": digest, "run": str(folder), "done_before": True}
-        )
+        cells.append({"name": digest[:12], "overrides": [], "hash": digest, "run": str(folder), "done_before": True})
     write_json(sweep / "cells.json", {"sweep": SWEEP, "scale": "mini", "cells": cells})

@@ -257,7 +257,7 @@ def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
 
 
 def _read(path: Path, command: str) -> pd.DataFrame:
-    rows = read_table(path).rows
+    rows = read_table(path)
     if not rows:
         raise UserError(f"{path} has no rows: collect the sweep again ({command}).")
     values = [list(row.values()) for row in rows]

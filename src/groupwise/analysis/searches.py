@@ -34,7 +34,7 @@ def page(folders: Folders) -> Page:
     ]
     found = searches(folders.sweeps, folders.measured)
     for (name, scale), path in found.items():
-        rows = read_table(path).rows
+        rows = read_table(path)
         metric = next((metric for metric in HEADLINES if any(row.get(metric) for row in rows)), HEADLINES[0])
         lines = []
         for cell in candidates(rows, metric).itertuples():

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
     given = parser.parse_args(arguments)
     path = table_path(given.measured, given.sweep, scale_of(given.scale))
-    rows = read_table(path).rows
+    rows = read_table(path)
     if not rows:
         hint = did_you_mean(given.sweep, (file.stem.rpartition("_")[0] for file in given.measured.glob("*.csv")))
         again = f"python -m groupwise.sweeps.collect {given.sweep} {given.scale} first"

@@ -3,9 +3,7 @@
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from groupwise.config.compose import register
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, command
-from groupwise.rows import METRICS, NOT_IN_TABLES, Table, read_table, table_path, write_table
+from groupwise.rows import FIRST, METRICS, NOT_IN_TABLES, Row, read_table, table_path, write_table
 from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
 from groupwise.sweeps.folder import read_cells
@@ -30,54 +28,58 @@ SAMPLES = 3
 def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
     """Write the rows of `sweeps/<name>.yaml` at that scale, curves for cells that evaluate them, and samples of texts.
 
-    A cell whose run is not in `runs` keeps its row. A cell without a row gets that of another sweep at the same scale
-    with the same configuration and seed.
+    A cell whose run is not in `runs` keeps its row.
 
     Returns:
-        Lines for the user: how many rows, which cells are missing or from another sweep, which rows were dropped.
+        Lines for the user: how many rows, which cells are missing, which rows were dropped.
 
     Raises:
         UserError: no such sweep, no finished run of it, or a result that does not match its run's configuration.
     """
     register()
     cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
-    path = table_path(out, name, scale)
-    before, beside_before = read_table(path), {kind: read_table(table_path(out, name, scale, kind)) for kind in BESIDE}
-    lines, table, beside = [], Table(), {kind: Table() for kind in BESIDE}
-    others, read = [other for other in sorted(out.glob(f"*_{scale}.csv")) if other != path], cache(read_table)
-    missing, taken = [], Counter[str]()
+    paths = {kind: table_path(out, name, scale, kind) for kind in ("", *BESIDE)}
+    before = {kind: _by_run(read_table(path)) for kind, path in paths.items()}
+    found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in paths}
+    missing, kept = [], set()
     for cell, planned in cells:
-        first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale}
+        run = (cell.name, str(cell.seed), planned.hash)
+        first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale, "hash": planned.hash}
         folder = runs / planned.hash[:12]
         row = result_row(folder, planned.config, planned.hash)
         if row is not None:
-            table.add(first, [row])
+            found[""].append({**row, **first})
             if getattr(planned.config.eval, "curve", False):
-                beside["curves"].add({**first, "hash": planned.hash}, curve_rows(folder))
-            beside["texts"].add({**first, "hash": planned.hash}, text_rows(folder))
-        elif kept := before.of(cell.name, cell.seed, planned.hash):
-            table.keep(kept)
-            for kind in BESIDE:
-                beside[kind].keep(beside_before[kind].of(cell.name, cell.seed, planned.hash))
-        elif source := next((other for other in others if read(other).of_run(planned.hash)), None):
-            table.add(first, read(source).of_run(planned.hash))
-            for kind in BESIDE:
-                same = read(source.with_stem(f"{source.stem}_{kind}")).of_run(planned.hash)
-                beside[kind].add({**first, "hash": planned.hash}, same)
-            taken[source.name] += 1
+                found["curves"] += [{**of_step, **first} for of_step in curve_rows(folder)]
+            found["texts"] += [{**text, **first} for text in text_rows(folder)]
+        elif run in before[""]:
+            for kind, rows in before.items():
+                found[kind] += rows.get(run, ())
         else:
             missing.append(planned.name)
-    if not table.rows:
+        kept.add(run)
+    if not found[""]:
         raise UserError(f"No finished run of +sweep={name} scale={scale} in {runs}: run the sweep first.")
-    write_table(path, table)
-    for kind, rows in beside.items():
-        if rows.rows:
-            write_table(table_path(out, name, scale, kind), rows, BESIDE[kind])
-    lines.append(f"{path}: {len(table.rows)} of {len(cells)} cells")
-    lines += [f"  {count} of them are runs of {source}" for source, count in taken.items()]
-    lines += [f"  missing: {cell}" for cell in missing]
-    lines += [f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in before.lost(table)]
-    return lines
+    for kind, rows in found.items():
+        if rows:
+            write_table(paths[kind], rows, BESIDE.get(kind, FIRST))
+    return [
+        f"{paths['']}: {len(found[''])} of {len(cells)} cells",
+        *(f"  missing: {cell}" for cell in missing),
+        *(
+            f"  dropped: {run[0]} seed={run[1]}, which the sweep has no longer, or not so"
+            for run in before[""]
+            if run not in kept
+        ),
+    ]
+
+
+def _by_run(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Cell, seed and hash -> rows, in their order."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.get("cell", ""), row.get("seed", ""), row.get("hash", "")), []).append(row)
+    return found
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
@@ -111,21 +113,12 @@ def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any]
 
 
 def curve_rows(folder: Path) -> list[dict[str, Any]]:
-    """Step, seconds and metrics of each evaluation of a run, from `metrics.jsonl`.
-
-    Raises:
-        UserError: a line of it cannot be read.
-    """
-    path = folder / "metrics.jsonl"
+    """Step, seconds and metrics of each evaluation of a run, from `metrics.jsonl`; raises `UserError` if unreadable."""
     rows = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            logged = json.loads(line)
-            found = {key: value for key, value in logged.items() if key.startswith(METRICS)}
-            if found:
-                rows.append({"step": logged["step"], "seconds": logged.get("seconds"), **found})
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
+    for logged in _lines(folder / "metrics.jsonl", "step"):
+        found = {key: value for key, value in logged.items() if key.startswith(METRICS)}
+        if found:
+            rows.append({"step": logged["step"], "seconds": logged.get("seconds"), **found})
     return rows
 
 
@@ -136,22 +129,24 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
         UserError: the file cannot be read.
     """
     path = folder / "outputs-test.jsonl"
-    if not path.is_file():
-        return []
+    lines = _lines(path, "source", "references", "output") if path.is_file() else []
+    places = dict.fromkeys(len(lines) * i // SAMPLES for i in range(min(SAMPLES, len(lines))))
+    return [
+        {"input": place, **{key: lines[place][key] for key in ("source", "output")}}
+        | {"reference": next(iter(lines[place]["references"]), "")}
+        for place in places
+    ]
+
+
+def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The lines of a run's file, each with these keys."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        places = dict.fromkeys(len(lines) * i // SAMPLES for i in range(min(SAMPLES, len(lines))))
-        return [
-            {
-                "input": place,
-                "source": lines[place]["source"],
-                "reference": next(iter(lines[place]["references"]), ""),
-                "output": lines[place]["output"],
-            }
-            for place in places
-        ]
-    except (OSError, ValueError, KeyError) as error:
+        if absent := [key for line in lines for key in keys if key not in line]:
+            raise ValueError(f"no {absent[0]}")
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): run that cell again with overwrite=true.") from error
+    return lines
 
 
 def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedCell]]:

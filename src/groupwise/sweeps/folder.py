@@ -44,16 +44,10 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
         if planned.cells is not None:
             for cell in planned.cells:
-                write_text(_file_of(folder, cell.hash[:12]), save_config(cell.config))
+                write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
             listed = [
-                {
-                    "name": cell.name,
-                    "seed": cell.seed,
-                    "overrides": list(cell.overrides),
-                    "hash": cell.hash,
-                    "run": str(cell.run),
-                    "done_before": cell.done,
-                }
+                {"name": cell.name, "overrides": list(cell.overrides)}
+                | {"hash": cell.hash, "run": str(cell.run), "done_before": cell.done}
                 for cell in planned.cells
             ]
             write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
@@ -64,12 +58,8 @@ def begin_sweep(planned: PlannedSweep) -> Path:
     return folder
 
 
-def cell_file(folder: Path, cell: dict[str, Any]) -> Path:
-    """The configuration of one of `read_cells`."""
-    return _file_of(folder, cell["hash"][:12])
-
-
-def _file_of(folder: Path, key: str) -> Path:
+def cell_file(folder: Path, key: str) -> Path:
+    """The configuration of the cell with these 12 digits of its hash."""
     return folder / "cells" / f"{key}.yaml"
 
 
@@ -219,7 +209,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
-            config = to_run_config(composed) if composed.cell is None else load_config(_file_of(folder, composed.cell))
+            config = to_run_config(composed) if composed.cell is None else load_config(cell_file(folder, composed.cell))
             validate(config)
         except UserError as error:  # the machine lacks something that the one that checked it had
             report(error)

@@ -29,7 +29,7 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
     waiting = [cell for cell in read_cells(folder) if not cell["done_before"]]
     by_processes: dict[int, Cells] = {}
     for cell in waiting:
-        by_processes.setdefault(world_size(load_config(cell_file(folder, cell))), []).append(cell)
+        by_processes.setdefault(world_size(load_config(cell_file(folder, cell["hash"][:12]))), []).append(cell)
     for processes, cells in by_processes.items():
         words: list[str] = []
         if launcher._target_.endswith(slurm.LAUNCHER):

@@ -33,7 +33,7 @@ def find_row(digest: str, measured: Path) -> Row:
     rows = [
         row
         for path in sorted(measured.glob("*.csv"))
-        for row in read_table(path).rows
+        for row in read_table(path)
         if row.get("sweep") and "git.sha" in row and row.get("hash", "").startswith(digest)
     ]
     found = {row["hash"] for row in rows}

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +30,6 @@ class State:
     """Failed: the reason; running: the step."""
     seconds: float | None = None
     """Done: the seconds of its training."""
-    left: float | None = None
-    """Running: the remaining share of its steps."""
-    elapsed: float = 0.0
-    """Running: seconds since it began or resumed."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
@@ -65,9 +60,8 @@ def _running(name: str, run: Path) -> State:
             step = int(json.loads(file.read().split(b"\n")[-2])["step"])
         steps = int(json.loads((run / "privacy.json").read_text(encoding="utf-8"))["plan"]["steps"])
     except (OSError, ValueError, KeyError, IndexError):
-        return State(name, RUNNING, note="starting", left=1.0)
-    elapsed = time.time() - (run / "git.json").stat().st_mtime
-    return State(name, RUNNING, note=f"step {step} of {steps}", left=1 - step / max(steps, 1), elapsed=elapsed)
+        return State(name, RUNNING, note="starting")
+    return State(name, RUNNING, note=f"step {step} of {steps}")
 
 
 def _local_locks() -> set[int]:
@@ -118,18 +112,15 @@ def status(folder: Path, each: bool = False) -> list[str]:
 
 
 def seconds_left(cells: Sequence[State]) -> float | None:
-    """The estimated time until all cells are done, from the finished ones' times and the running ones' progress.
+    """The estimated time until all cells are done, at most: each takes as long as those that are done, on average.
 
-    It assumes that as many run at once as do now. None if nothing runs, or nothing is known yet.
+    It assumes that as many run at once as do now. None if nothing runs, or none is done yet.
     """
-    running = [cell for cell in cells if cell.kind == RUNNING]
+    counts = Counter(cell.kind for cell in cells)
     took = [cell.seconds for cell in cells if cell.kind == DONE and cell.seconds]
-    took += [cell.elapsed / (1 - cell.left) for cell in running if cell.left is not None and cell.left < 0.95]
-    if not running or not took:
+    if not counts[RUNNING] or not took:
         return None
-    usual = mean(took)
-    rest = sum(usual * (1.0 if cell.left is None else cell.left) for cell in running)
-    return (rest + usual * sum(cell.kind == WAITING for cell in cells)) / len(running)
+    return mean(took) * (counts[RUNNING] + counts[WAITING]) / counts[RUNNING]
 
 
 def _note(cell: State) -> str:
