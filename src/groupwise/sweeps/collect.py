@@ -53,8 +53,8 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
                 found["curves"] += [{**of_step, **first} for of_step in curve_rows(folder)]
             found["texts"] += [{**text, **first} for text in text_rows(folder)]
         elif run in before[""]:
-            for kind, rows in before.items():
-                found[kind] += rows.get(run, ())
+            for kind, known in before.items():
+                found[kind] += known.get(run, ())
         else:
             missing.append(planned.name)
         kept.add(run)
