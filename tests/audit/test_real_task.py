@@ -69,7 +69,7 @@ def test_a_row_names_task_model_dropout_and_plays():
     row = row_of(finding)
     assert (row["model"], row["dropout"], row["design"]) == ("sst2 roberta_tiny", "0.5", "worlds")
     assert (row["canaries"], row["guesses"], row["correct"]) == ("1", "8", "")
-    assert "4 plays of each" in describe(finding) and "None" not in describe(finding)
+    assert "4 of each world" in describe(finding) and "None" not in describe(finding)
 
 
 def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_gradient_by_one_at_most():

@@ -265,32 +265,13 @@ def row_of(finding: Finding) -> dict[str, str]:
 
 
 def describe(finding: Finding) -> str:
-    """One audit in a few lines."""
-    setting, plan = finding.setting, finding.plan
-    row, share = row_of(finding), finding.bound / finding.claimed
-    if finding.share is None:
-        how = (
-            f"{finding.correct} of {finding.guesses} guesses right,",
-            f"{setting.canaries} canaries, {plan.steps} steps at rate {plan.sample_rate:g}",
-        )
-    else:
-        how = (
-            f"{setting.plays} plays of each",
-            f"of two worlds; the example adds {finding.share:.0%} of what one may, in the mean over masks",
-        )
-    lines = [
-        f"clip={row['mode']}, {row['model']} model, dropout {row['dropout']}, noise={row['noise']}: "
-        f"{plan.num_groups} groups, quantile budget {row['quantile_budget']}",
-        f"  claimed      epsilon = {finding.claimed:.4g} at delta = {plan.delta:g} ({plan.accountant.upper()})",
-        f"  lower bound  epsilon > {finding.bound:.3f} at {setting.confidence:.0%}, {share:.0%} of the claim: {how[0]}",
-        f"               {how[1]}",
-    ]
-    if finding.gaussian is not None:
-        lines.append(
-            f"               epsilon > {finding.gaussian:.3f} if the release is Gaussian, as one full batch is"
-        )
+    """One audit, a line for each column that says something, and the verdict."""
+    said = row_of(finding)
+    if finding.share is not None:
+        said |= {"plays": f"{finding.setting.plays} of each world", "share": f"{finding.share:.0%} of what one may add"}
+    lines = [f"  {name:24}{value}" for name, value in said.items() if value]
     verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
-    return "\n".join([*lines, f"  {verdict}; {finding.seconds:.0f} s"])
+    return "\n".join([f"clip={said['mode']}", *lines, f"  {verdict}; {finding.seconds:.0f} s"])
 
 
 def shown(rows: Sequence[dict[str, str]]) -> str:

@@ -35,15 +35,10 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
         UserError: on every process, if any of them cannot write; the previous checkpoint is kept.
     """
     folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
-    problem = None
-    if ranks.replica == 0:
-        mine = {name: value for name, value in own.items() if name not in common}
-        problem = _tried(_write, folder / _file(ranks.stage), mine)
-    _agree(problem, ranks)
-    if ranks.main:
-        state = {**common, "folder": folder.name, "stages": ranks.stages}
-        problem = _tried(save_checkpoint, path, state, previous(path))
-    _agree(problem, ranks)
+    mine = {name: value for name, value in own.items() if name not in common}
+    _together(ranks, ranks.replica == 0, _write, folder / _file(ranks.stage), mine)
+    state = {**common, "folder": folder.name, "stages": ranks.stages}
+    _together(ranks, ranks.main, save_checkpoint, path, state, previous(path))
     if ranks.main:
         _remove_others(path)
 
@@ -82,13 +77,8 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
     """
     weights = {names[name]: tensor for name, tensor in state.items()}
     sizes = ranks.gather(sum(tensor.nbytes for tensor in weights.values()))
-    problem = None
-    if ranks.replica == 0:
-        problem = _tried(save_checkpoint, _shard(path, ranks.stage), weights)
-    _agree(problem, ranks)
-    if ranks.main and sum(sizes[: ranks.stages]) <= LARGEST:
-        problem = _tried(_merge, path, ranks.stages)
-    _agree(problem, ranks)
+    _together(ranks, ranks.replica == 0, save_checkpoint, _shard(path, ranks.stage), weights)
+    _together(ranks, ranks.main and sum(sizes[: ranks.stages]) <= LARGEST, _merge, path, ranks.stages)
 
 
 def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
@@ -144,18 +134,15 @@ def _remove_others(path: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tried(write: Callable[..., None], *args: Any) -> str | None:
-    """Write, and return the sentence for the user if that fails, else None."""
+def _together(ranks: Alone | Ranks, here: bool, write: Callable[..., None], *args: Any) -> None:
+    """Let the processes write that are to; all wait for them, and raise the first error."""
+    problem = None
     try:
-        write(*args)
+        if here:
+            write(*args)
     except OSError as error:
-        return f"{args[0]} cannot be written ({error}): make room, or change paths.results."
+        problem = f"{args[0]} cannot be written ({error}): make room, or change paths.results."
     except UserError as error:
-        return str(error)
-    return None
-
-
-def _agree(problem: str | None, ranks: Alone | Ranks) -> None:
-    """Wait for all processes, and raise the first error on each."""
+        problem = str(error)
     if found := next(filter(None, ranks.gather(problem)), None):
         raise UserError(found)

@@ -142,13 +142,10 @@ class NoiseSource:
             noised = [(tensor, std) for tensor, std in of_dtype if std > 0.0 and len(tensor)]
             if not noised:
                 continue
-            devices = dict.fromkeys(tensor.device for tensor, _ in noised)
-            if not self.secure and (self.generator or _generator_for(next(iter(devices)))) == "Philox":
+            if not self.secure and (self.generator or _generator_for(noised[0][0].device)) == "Philox":
                 *firsts, first = accumulate((len(tensor) for tensor, _ in noised), initial=first)
                 numbered = [(*each, number) for each, number in zip(noised, firsts, strict=True)]
-                for device in devices:
-                    some = [each for each in numbered if each[0].device == device]
-                    yield partial(philox_noise.add_, digest, some, divisor)
+                yield partial(philox_noise.add_, digest, numbered, divisor)
                 continue
             for parts, of_parts in _chunks(noised, secure_noise.CHUNK if self.secure else cpu_noise.CHUNK):
                 yield partial(self._add, digest, chunk, parts, of_parts, divisor)
