@@ -17,7 +17,7 @@ from benchmarks.options import command, names, option, out
 from benchmarks.results import MACHINE, Table, as_text
 from benchmarks.staged import PARTITIONS, SHAPES, Shape, Staged, measure
 
-SIZES = ("stages", "schedule", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
+SIZES = ("stages", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
 TABLE = Table("pipeline.csv", ("shape", "method", *MACHINE))
 
 
@@ -35,7 +35,7 @@ def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dic
     """Rows of one shape: one for each method."""
     shape = SHAPES[name]
     if options.tiny:
-        shape = Shape(2, 16, 2, 2, 8, 2, min(shape.rank, 2), 31, shape.schedule, shape.rematerialize)
+        shape = Shape(2, 16, 2, 2, 8, 2, min(shape.rank, 2), 31, rematerialize=shape.rematerialize)
     staged = Staged(shape)
     print(f"{name}: the planner", file=sys.stderr, flush=True)
     foretold = {method: staged.predict(method) for method in methods}

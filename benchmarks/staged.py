@@ -42,7 +42,7 @@ class Shape:
         width, blocks, vocabulary: of the model.
         microbatch, length, microbatches: b, T, J.
         rank: of the adapters; 0 trains everything.
-        schedule, rematerialize: of the pipeline.
+        rematerialize: as the pipeline takes it.
     """
 
     stages: int
@@ -53,13 +53,12 @@ class Shape:
     microbatches: int
     rank: int = 8
     vocabulary: int = 1000
-    schedule: str = "1f1b"
     rematerialize: bool = False
 
 
 SHAPES = {
     "weights_2": Shape(2, width=512, blocks=8, microbatch=2, length=32, microbatches=8),
-    "activations_2": Shape(2, width=256, blocks=4, microbatch=4, length=128, microbatches=4, schedule="gpipe"),
+    "activations_2": Shape(2, width=256, blocks=4, microbatch=4, length=128, microbatches=4),
     "rematerialized_4": Shape(4, width=256, blocks=8, microbatch=8, length=128, microbatches=8, rematerialize=True),
     "full_4": Shape(4, width=384, blocks=4, microbatch=4, length=64, microbatches=8, rank=0, vocabulary=4000),
 }
@@ -97,7 +96,6 @@ class Staged:
             length=shape.length,
             batch=shape.microbatch * shape.microbatches,
             rank=shape.rank,
-            schedule=shape.schedule,
             rematerialize=shape.rematerialize,
         )
         with warnings.catch_warnings():
@@ -150,7 +148,7 @@ def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -
     engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
     if engine is not None:
         engine.plan = BatchFirst()
-    runner = StageRunner(stage, engine, torch.device("cpu"), shape.schedule)
+    runner = StageRunner(stage, engine, torch.device("cpu"))
     microbatches = [_microbatch(work, cut_out(work, Kind(1, True, True))) for _ in range(shape.microbatches)]
     trained = [p for p in stage.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)

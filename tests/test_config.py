@@ -258,7 +258,6 @@ REFUSED = [
     ("resume=somewhere overwrite=true", "throw away"),
     ("pipeline.stages=0", "greater than zero"),
     ("parallel.ranks=0", "greater than zero"),
-    ("pipeline.schedule=zbv", "not one of 1f1b, gpipe"),
     ("clip=flat pipeline.stages=2 pipeline.blocks=[3]", "each of the 2 stages"),
     ("clip=flat pipeline.stages=2 pipeline.blocks=[3,0]", "each of the 2 stages"),
     ("task=sst2 clip=flat pipeline.stages=2", "not for task=sst2"),

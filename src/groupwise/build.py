@@ -139,7 +139,7 @@ def _stage_sums(
         keeps_busy = int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
         microbatch = min(*ranks.gather(fits // stage.count), keeps_busy)
     ranks.copy_([*stage.parameters(), *stage.buffers()])
-    runner = StageRunner(stage, engine, device, config.pipeline.schedule, ranks.pipeline)
+    runner = StageRunner(stage, engine, device, ranks.pipeline)
     return StageSums(runner, feed, max(1, microbatch or 1), config.clip.grouping == "flat")
 
 

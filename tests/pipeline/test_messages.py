@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 
 import torch.distributed as dist
 
@@ -59,14 +57,12 @@ def steps(case: Case, ranks: Ranks) -> list[Messages]:
 
 
 def on_two_stages(rank: int, world: int) -> dict:
-    """Messages by case, for both schedules."""
-    ranks, found = Ranks(2), {}
-    for schedule in ("1f1b", "gpipe"):
-        run = partial(Case, schedule=schedule)
-        found[schedule, "none"] = steps(run(grouping="none"), ranks)
-        found[schedule, "flat"] = steps(run(grouping="flat", policy="adaptive", sigma=1.0), ranks)
-        for name, case in PRIVATE.items():
-            found[schedule, name] = steps(replace(case, schedule=schedule), ranks)
+    """Messages by case."""
+    ranks = Ranks(2)
+    found = {"none": steps(Case(grouping="none"), ranks)}
+    found["flat"] = steps(Case(grouping="flat", policy="adaptive", sigma=1.0), ranks)
+    for name, case in PRIVATE.items():
+        found[name] = steps(case, ranks)
     with counted() as seen:
         ranks.agree(0.0, 1.0, 2.0)
     found["agree"] = seen
@@ -76,16 +72,14 @@ def on_two_stages(rank: int, world: int) -> dict:
 def test_private_steps_send_exactly_what_non_private_ones_do():
     for rank, found in enumerate(run_ranks(on_two_stages, 2)):
         assert list(found["agree"].values()) == [1], "a step ends with one small sum, private or not"
-        for schedule in ("1f1b", "gpipe"):
-            plain = found[schedule, "none"]
-            for name in PRIVATE:
-                assert found[schedule, name] == plain, (rank, schedule, name)
-            flat = found[schedule, "flat"]
-            for step, batch in enumerate(BATCHES):
-                count = -(-len(batch) // MICROBATCH)
-                kinds = Counter(call for call, *_ in plain[step].elements())
-                asked = 1 if batch else 0  # whether all stages know their shapes, which torch asks before a step
-                assert kinds == Counter({"send": count + asked, "recv": count + asked}) - Counter()
-                twice = Counter({message: 2 * often for message, often in plain[step].items()})
-                norms = Counter({("allreduce", 1, 8 * count * MICROBATCH): asked})
-                assert flat[step] == twice + norms, (rank, schedule, step)
+        plain = found["none"]
+        for name in PRIVATE:
+            assert found[name] == plain, (rank, name)
+        for step, batch in enumerate(BATCHES):
+            count = -(-len(batch) // MICROBATCH)
+            kinds = Counter(call for call, *_ in plain[step].elements())
+            asked = 1 if batch else 0  # whether all stages know their shapes, which torch asks before a step
+            assert kinds == Counter({"send": count + asked, "recv": count + asked}) - Counter()
+            twice = Counter({message: 2 * often for message, often in plain[step].items()})
+            norms = Counter({("allreduce", 1, 8 * count * MICROBATCH): asked})
+            assert found["flat"][step] == twice + norms, (rank, step)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.pipeline.runner import SteppedStage, held_at_once, least_microbatches
+from groupwise.pipeline.runner import SteppedStage, held_at_once
 from groupwise.pipeline.trainer import PipelineTrainer
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Microbatch
@@ -26,11 +26,9 @@ def nothing_random(_: int) -> nullcontext:
     return nullcontext()
 
 
-def test_1f1b_wants_as_many_microbatches_as_stages_and_holds_no_more():
-    assert (least_microbatches("1f1b", 4), least_microbatches("gpipe", 4)) == (4, 1)
-    assert [held_at_once("1f1b", 4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
-    assert [held_at_once("1f1b", 4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert held_at_once("gpipe", 4, 1, 100) == 100
+def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come():
+    assert [held_at_once(4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [held_at_once(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
 def test_thresholds_that_need_other_stages_are_refused():
@@ -60,55 +58,51 @@ def on_two_stages(rank: int, world: int) -> dict:
 def passes(ranks: Ranks) -> dict:
     """How often a block runs forward, and its output gets a gradient, in the first two steps that have examples."""
     found = {}
-    for schedule in ("1f1b", "gpipe"):
-        for again in (False, True):
-            trainer = make_trainer(Case(schedule=schedule, rematerialize=again), ranks)
-            seen = Counter()
+    for again in (False, True):
+        trainer = make_trainer(Case(rematerialize=again), ranks)
+        seen = Counter()
 
-            def look(_, __, output, seen=seen):
-                seen["forward"] += 1
-                output.register_hook(lambda _: seen.update(["backward"]))
+        def look(_, __, output, seen=seen):
+            seen["forward"] += 1
+            output.register_hook(lambda _: seen.update(["backward"]))
 
-            trainer.runner.stage.register_forward_hook(look)
-            block = next(m for m in trainer.runner.stage.modules() if type(m).__name__ == "GPT2MLP")
-            block.register_forward_pre_hook(lambda *_, seen=seen: seen.update(["block"]))
-            steps = []
-            for step in (0, 2):
-                seen.clear()
-                random = torch.get_rng_state()
-                trainer.private.executed = step
-                trainer.step(step)
-                assert torch.equal(random, torch.get_rng_state())
-                steps.append(dict(seen))
-            found[schedule, again] = steps
+        trainer.runner.stage.register_forward_hook(look)
+        block = next(m for m in trainer.runner.stage.modules() if type(m).__name__ == "GPT2MLP")
+        block.register_forward_pre_hook(lambda *_, seen=seen: seen.update(["block"]))
+        steps = []
+        for step in (0, 2):
+            seen.clear()
+            random = torch.get_rng_state()
+            trainer.private.executed = step
+            trainer.step(step)
+            assert torch.equal(random, torch.get_rng_state())
+            steps.append(dict(seen))
+        found[again] = steps
     return found
 
 
-def buffers(ranks: Ranks) -> dict:
+def buffers(ranks: Ranks) -> tuple:
     """Receive buffers of six microbatches, and stages that outlive their step; without the garbage collector."""
-    found = {}
-    for schedule in ("1f1b", "gpipe"):
-        trainer = make_trainer(Case(schedule=schedule), ranks)
-        microbatches = drawn(trainer, 2)
-        kept: list[int] = []
-        backward = SteppedStage.backward_one_chunk
+    trainer = make_trainer(Case(), ranks)
+    microbatches = drawn(trainer, 2)
+    kept: list[int] = []
+    backward = SteppedStage.backward_one_chunk
 
-        def count(stage, *args, kept=kept, backward=backward, **kwargs):
-            infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-            kept.append(len({info.buffer.data_ptr() for own in infos for info in own if info.buffer is not None}))
-            return backward(stage, *args, **kwargs)
+    def count(stage, *args, **kwargs):
+        infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+        kept.append(len({info.buffer.data_ptr() for own in infos for info in own if info.buffer is not None}))
+        return backward(stage, *args, **kwargs)
 
-        SteppedStage.backward_one_chunk = count
-        gc.collect()
-        gc.disable()
-        try:
-            trainer.runner.run(microbatches, nothing_random)
-            alive = sum(isinstance(thing, SteppedStage) for thing in gc.get_objects())
-        finally:
-            gc.enable()
-            SteppedStage.backward_one_chunk = backward
-        found[schedule] = (len(microbatches), set(kept), alive)
-    return found
+    SteppedStage.backward_one_chunk = count
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.runner.run(microbatches, nothing_random)
+        alive = sum(isinstance(thing, SteppedStage) for thing in gc.get_objects())
+    finally:
+        gc.enable()
+        SteppedStage.backward_one_chunk = backward
+    return len(microbatches), set(kept), alive
 
 
 def losses(ranks: Ranks) -> tuple:
@@ -155,12 +149,12 @@ def seen():
 
 def test_what_two_stages_run_and_keep(seen):
     for rank, found in enumerate(seen):
-        for (schedule, again), steps in found["passes"].items():
+        for again, steps in found["passes"].items():
             for count, step in zip(COUNTS, steps, strict=True):
                 blocks = 2 * count if again else count
-                assert step == {"forward": count, "backward": count, "block": blocks}, (rank, schedule, again)
+                assert step == {"forward": count, "backward": count, "block": blocks}, (rank, again)
         sends = rank == 0  # the first stage receives gradients, the last activations
-        assert found["buffers"] == {"1f1b": (6, {2 if sends else 1}, 0), "gpipe": (6, {6}, 0)}
+        assert found["buffers"] == (6, {2 if sends else 1}, 0)
 
 
 def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):

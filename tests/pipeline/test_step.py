@@ -28,34 +28,32 @@ from tests.pipeline.tiny import (
 )
 
 PRODUCT = [
-    Case(model, stages, schedule, "device", policy, again)
-    for stages, model, schedule, policy, again in product(
-        (2, 4), ("gpt2", "lora"), ("1f1b", "gpipe"), ("fixed", "adaptive"), (False, True)
-    )
+    Case(model, stages, "device", policy, again)
+    for stages, model, policy, again in product((2, 4), ("gpt2", "lora"), ("fixed", "adaptive"), (False, True))
 ]
-FIRST = {"gpt2": (2, "1f1b", "fixed", False), "lora": (2, "1f1b", "adaptive", True)}
-"""Of each model; with what differs from it in all four, every pair of values stands in some case."""
+FIRST = {"gpt2": (2, "fixed", False), "lora": (2, "adaptive", True)}
+"""Of each model; with what differs from it in all three, every pair of values stands in some case."""
 
 
 def of_pairs(case: Case) -> bool:
     """Whether a case is one of the few that hold every pair; the rest of `PRODUCT` takes its turn with the slow."""
-    own = (case.stages, case.schedule, case.policy, case.rematerialize)
+    own = (case.stages, case.policy, case.rematerialize)
     return len({value == first for value, first in zip(own, FIRST[case.model], strict=True)}) == 1
 
 
 CASES = [
     *filter(of_pairs, PRODUCT),
     *(
-        Case(model, stages, schedule, grouping, "adaptive", again)
-        for stages, model, schedule, grouping, again in (
-            (2, "gpt2", "1f1b", "layer", False),
-            (2, "gpt2", "gpipe", "flat", True),
-            (2, "lora", "1f1b", "flat", False),
-            (2, "lora", "1f1b", "none", False),
-            (4, "gpt2", "gpipe", "layer", True),
-            (4, "gpt2", "1f1b", "flat", False),
-            (4, "lora", "1f1b", "flat", False),
-            (4, "gpt2", "1f1b", "none", True),
+        Case(model, stages, grouping, "adaptive", again)
+        for stages, model, grouping, again in (
+            (2, "gpt2", "layer", False),
+            (2, "gpt2", "flat", True),
+            (2, "lora", "flat", False),
+            (2, "lora", "none", False),
+            (4, "gpt2", "layer", True),
+            (4, "gpt2", "flat", False),
+            (4, "lora", "flat", False),
+            (4, "gpt2", "none", True),
         )
     ),
 ]

@@ -36,7 +36,6 @@ class Case:
 
     model: str = "gpt2"
     stages: int = 2
-    schedule: str = "1f1b"
     grouping: str = "device"
     policy: str = "fixed"
     rematerialize: bool = False
@@ -120,7 +119,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
     thresholds = None if engine is None else make_thresholds(case, here, groups, plan.count_noise_multiplier)
     optim = OptimConfig(learning_rate=LEARNING_RATE)
     optimizer = make_optimizer(stage.parameters(), optim)
-    runner = StageRunner(stage, engine, device, case.schedule, getattr(ranks, "pipeline", None))
+    runner = StageRunner(stage, engine, device, getattr(ranks, "pipeline", None))
     trainer = PipelineTrainer(
         task=Given(stage),
         private=PrivateStep(

@@ -20,8 +20,8 @@ PLAIN = Footprint(
 CLIPPED = Footprint(**vars(PLAIN) | {"backward": 37})
 
 
-def of(schedule="1f1b", stages=4, stage=1, microbatches=8, plain=PLAIN, clipped=CLIPPED, all_at_once=False):
-    return stage_memory(plain, clipped, schedule, stages, stage, microbatches, all_at_once=all_at_once)
+def of(stages=4, stage=1, microbatches=8, plain=PLAIN, clipped=CLIPPED, all_at_once=False):
+    return stage_memory(plain, clipped, stages, stage, microbatches, all_at_once=all_at_once)
 
 
 def test_1f1b_holds_as_many_microbatches_as_there_are_stages_to_come():
@@ -30,18 +30,6 @@ def test_1f1b_holds_as_many_microbatches_as_there_are_stages_to_come():
     assert (memory.working, memory.clipping) == (30, 7)
     assert memory.buffers == 3 * (5 + 5) + 5  # of activations and of gradients, and a gradient under way
     assert memory.peak == 1000 + 40 + 150 + 37 + 35
-
-
-def test_gpipe_holds_all():
-    assert of("gpipe").activations == 8 * 50
-    assert of("gpipe").peak > of().peak
-
-
-def test_messages_that_gpipe_keeps_may_be_most_where_little_is_stored():
-    """With one block and rematerialisation a stage stores what it sends, and that is kept until the step ends."""
-    slim = Footprint(**vars(CLIPPED) | {"stored": 6})
-    first, last = 8 * 6 + 37 + 8 * 10, 6 + 37 + 8 * 10 + 7 * 10
-    assert of("gpipe", plain=slim, clipped=slim).peak - 1040 == max(first, last)
 
 
 def test_a_forward_pass_may_be_the_fullest_moment():
@@ -56,22 +44,20 @@ def test_the_update_may_be_the_fullest_moment():
     assert of(plain=large, clipped=large, all_at_once=True).peak == 1000 + 4 * 10_000 + 2 * 10_000
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_parts_add_up(schedule):
-    memory = of(schedule)
+def test_the_parts_add_up():
+    memory = of()
     assert memory.peak == sum(vars(memory).values())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 4), (16, 128)])
-def test_even_stages_wait_for_the_fraction_that_the_formula_says(schedule, stages, microbatches):
-    seconds = duration(schedule, microbatches, [1.0] * stages, [2.0] * stages, 0.0)
+def test_even_stages_wait_for_the_fraction_that_the_formula_says(stages, microbatches):
+    seconds = duration(microbatches, [1.0] * stages, [2.0] * stages, 0.0)
     assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
     assert 1 - 3.0 * microbatches / seconds == pytest.approx(bubble_fraction(stages, microbatches))
 
 
 def test_the_slowest_stage_and_the_messages_count():
     """Two stages, one microbatch: F0, message, F1, B1, message, B0."""
-    assert duration("1f1b", 1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
-    long = duration("1f1b", 100, [1.0, 2.0], [1.0, 2.0], 0.0)
+    assert duration(1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
+    long = duration(100, [1.0, 2.0], [1.0, 2.0], 0.0)
     assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage never waits, but before and after

@@ -47,7 +47,7 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text, found):
         ("memory=0GB", "memory=0GB was given"),
         ("memory=0.5GB", "leaves no room beside the 1 GB"),
         ("accelerator=v100_32g", r"v100_32g is unknown.*did you mean v100_32gb"),
-        ("schedule=zb", "schedule=zb is unknown.*give 1f1b, gpipe"),
+        ("attention=flash", "attention=flash is unknown.*give sdpa, eager"),
         ("dtype=bfloat16", "dtype=bfloat16 is not fast on a v100_32gb: give float16 or float32"),
         ("batch=20000", "batch=20000 is more than examples=14732"),
         ("microbatch=200", "microbatch=200 is more than batch=128"),

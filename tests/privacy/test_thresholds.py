@@ -128,12 +128,10 @@ def test_rescaling_gives_exactly_the_total_norm(initial, total):
     assert make(initial, rescale_to=total).clip_thresholds.norm().item() == pytest.approx(total, rel=1e-12)
 
 
-def test_counting_is_at_the_raw_or_the_rescaled_thresholds():
+def test_counting_is_at_the_thresholds_before_they_are_rescaled():
     raw = make([3.0, 4.0], rescale_to=1.0)
     assert raw.count_thresholds.tolist() == [3.0, 4.0]
     assert raw.clip_thresholds.tolist() == pytest.approx([0.6, 0.8])
-    rescaled = make([3.0, 4.0], rescale_to=1.0, count_at="rescaled")
-    assert rescaled.count_thresholds.tolist() == rescaled.clip_thresholds.tolist()
 
 
 def test_thresholds_cannot_be_changed_from_outside():

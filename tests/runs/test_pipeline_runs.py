@@ -33,7 +33,7 @@ SILENT = "eval.generate.limit=0"
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", SILENT, "train.steps=3")
 CELLS: dict[str, tuple[str, ...]] = {
     "per_device": ("clip=per_device",),
-    "adaptive_device": ("clip=adaptive_device", "pipeline.schedule=gpipe", "pipeline.rematerialize=true", SILENT),
+    "adaptive_device": ("clip=adaptive_device", "pipeline.rematerialize=true", SILENT),
     "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
     "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
     "none": ("clip=none", "optim.learning_rate=0.01", *PLAIN),

@@ -8,7 +8,7 @@ from groupwise.errors import UserError
 
 ADAPTIVE = (
     *("initial_threshold", "target_quantile", "quantile_learning_rate", "quantile_budget"),
-    *("rescale", "count_at", "minimum", "maximum"),
+    *("rescale", "minimum", "maximum"),
 )
 READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"clip.{name}": ("clip.policy", ("adaptive",)) for name in ADAPTIVE},

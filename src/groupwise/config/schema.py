@@ -143,8 +143,6 @@ class ClipConfig:
     """r: the share of the privacy budget that pays for the counts."""
     rescale: bool = True
     """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
-    count_at: str = one_of("raw", "raw", "rescaled")
-    """The threshold at which counts are taken; the paper does not say."""
     minimum: float = number(1e-8, POSITIVE)
     """No adaptive threshold falls below this."""
     maximum: float = number(1e8, POSITIVE)
@@ -288,7 +286,6 @@ class PipelineConfig:
 
     stages: int = number(1, POSITIVE, most=1_000)
     """K of per-device clipping; 1 is no pipeline."""
-    schedule: str = one_of("1f1b", "1f1b", "gpipe")
     blocks: list[int] = field(default_factory=list)
     """The number of blocks of each stage; empty makes their parameters even."""
     rematerialize: bool = False

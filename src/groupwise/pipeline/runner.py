@@ -1,6 +1,6 @@
 """Runs one process's stage on its part of a logical batch, clipped as it goes (Algorithm 2).
 
-torch's pipeline stage and schedule run the passes, microbatch by microbatch, inside the engine's passes. All
+torch's pipeline stage and its schedule 1F1B run the passes, microbatch by microbatch, inside the engine's passes. All
 microbatches of a step have one shape, so torch knows every shape beforehand and needs no extra pass to infer it. The
 stage is built again for each step, because the Poisson sample decides on the shape and number of microbatches; its
 buffers are freed with it.
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
@@ -109,19 +108,9 @@ def _sent(stage: Stage, first: Tensor) -> Tensor:
     return torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
 
 
-_SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""Others split the backward pass, so that every example would be clipped and counted twice, or put several stages on
-one device."""
-
-
-def least_microbatches(name: str, stages: int) -> int:
-    """The least number of microbatches in a step: 1F1B needs one for each stage."""
-    return stages if name == "1f1b" else 1
-
-
-def held_at_once(name: str, stages: int, index: int, microbatches: int) -> int:
-    """The most microbatches of stage `index` between their two passes at once: S - s for 1F1B, all for GPipe."""
-    return min(microbatches, stages - index) if name == "1f1b" else microbatches
+def held_at_once(stages: int, index: int, microbatches: int) -> int:
+    """The most microbatches of stage `index` between their two passes at once under 1F1B: S - s."""
+    return min(microbatches, stages - index)
 
 
 class StageRunner:
@@ -133,7 +122,6 @@ class StageRunner:
         stage: the part of the model on this process.
         engine: attached to it; None clips nothing.
         device: of this process.
-        schedule: 1f1b or gpipe.
         group: the processes of the pipeline, in the order of the stages; None takes all.
     """
 
@@ -142,12 +130,11 @@ class StageRunner:
         stage: Stage,
         engine: ClippingEngine | None,
         device: torch.device,
-        schedule: str = "1f1b",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.stage, self.engine, self.device, self.schedule, self.group = stage, engine, device, schedule, group
-        self.least = least_microbatches(schedule, stage.count)
-        """The least number of microbatches in a step, which `Feed.microbatches` makes."""
+        self.stage, self.engine, self.device, self.group = stage, engine, device, group
+        self.least = stage.count
+        """The least number of microbatches in a step for 1F1B, which `Feed.microbatches` makes."""
         if engine is not None:
             self._prove(engine)
 
@@ -234,9 +221,9 @@ class StageRunner:
 
     def _stepped(self, microbatches: Sequence[Microbatch], around: tuple[Around, Around]) -> Tensor | None:
         count = len(microbatches)
-        held = held_at_once(self.schedule, self.stage.count, self.stage.index, count)
+        held = held_at_once(self.stage.count, self.stage.index, count)
         stage = SteppedStage(self.stage, microbatches, held, around, self.device, self.group)
-        schedule = _SCHEDULES[self.schedule](stage, count, loss_fn=lambda losses, _: losses.sum(), scale_grads=False)
+        schedule = Schedule1F1B(stage, count, loss_fn=lambda losses, _: losses.sum(), scale_grads=False)
         return schedule.step(target=torch.empty(count))
 
     def _alone(self, microbatches: Sequence[Microbatch], around: tuple[Around, Around]) -> Tensor:

@@ -148,7 +148,7 @@ def report(plan: Plan) -> str:
 {options.model}: {_number(plan.parameters)} parameters in {dtype}, trains {trains}
 {options.devices} x {device.name}: {options.room / GB:.1f} GB for tensors, {speed}
 batch {options.batch} = {times.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
-(up to {plan.most} would fit), {options.schedule}, {"with" if options.rematerialize else "without"} rematerialisation
+(up to {plan.most} would fit), 1F1B, {"with" if options.rematerialize else "without"} rematerialisation
 
 GB of each stage, and milliseconds of a microbatch there:
 {table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
@@ -159,7 +159,7 @@ without clipping and noise   {_times(plan, plan.plain)}
 per-device clipping          {_times(plan, best)}
 flat clipping in two passes  {_times(plan, times.flat)}
 
-Do: devices={options.devices}, microbatch={options.microbatch}, {options.schedule}, per-device clipping; \
+Do: devices={options.devices}, microbatch={options.microbatch}, per-device clipping; \
 {free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
 {_time(best * plan.steps * options.epochs)}."""
 

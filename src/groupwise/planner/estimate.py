@@ -48,47 +48,33 @@ class Memory:
 
 
 def stage_memory(
-    plain: Footprint,
-    clipped: Footprint,
-    schedule: str,
-    stages: int,
-    stage: int,
-    microbatches: int,
-    *,
-    all_at_once: bool,
+    plain: Footprint, clipped: Footprint, stages: int, stage: int, microbatches: int, *, all_at_once: bool
 ) -> Memory:
     """The fullest moment of a stage's step.
 
-    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight. Under
-    GPipe, whose messages are let go of at the end of the step alone, it may be the last backward pass.
+    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight.
 
     Args:
         plain: of the stage without clipping.
         clipped: with it.
-        schedule: 1f1b or gpipe.
         stages, stage, microbatches: S, s and J.
         all_at_once: whether the optimiser takes all parameters in one go, as on a GPU, and not one after the other.
     """
-    flying = held_at_once(schedule, stages, stage, microbatches)
-    received = flying * (clipped.received + clipped.sent)
+    flying = held_at_once(stages, stage, microbatches)
     under_way = clipped.received if microbatches > 1 else 0  # the gradient that was sent last
-    state = (2 + MOMENTS) * clipped.trained
+    messages = flying * (clipped.received + clipped.sent) + under_way
 
     def held(footprint: Footprint) -> tuple[int, int, int]:
         """Activations, working memory and messages at the fullest moment."""
-        forward = (flying - 1) * footprint.stored, footprint.forward, received + under_way
-        backward = flying * footprint.stored, footprint.backward, received + under_way
-        moments = [forward, backward]
-        if schedule == "gpipe":
-            messages = (flying - 1) * (footprint.sent + footprint.received)
-            moments = [(*backward[:2], received), (footprint.stored, footprint.backward, received + messages)]
-        update = (0, 2 * (footprint.trained if all_at_once else footprint.largest), 0)
-        return max(*moments, update, key=sum)
+        forward = (flying - 1) * footprint.stored, footprint.forward, messages
+        backward = flying * footprint.stored, footprint.backward, messages
+        update = 0, 2 * (footprint.trained if all_at_once else footprint.largest), 0
+        return max(forward, backward, update, key=sum)
 
     activations, working, buffers = held(clipped)
     return Memory(
         weights=clipped.frozen,
-        state=state,
+        state=(2 + MOMENTS) * clipped.trained,
         activations=activations,
         working=working - (extra := max(0, working - held(plain)[1])),
         clipping=extra,
@@ -111,23 +97,18 @@ class Times(NamedTuple):
     """Of a step with flat clipping: norms of the whole batch first, then all of it again."""
 
 
-def duration(
-    schedule: str, microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float
-) -> float:
+def duration(microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
     """Seconds until the last backward pass is done: one microbatch goes through all stages and back, and the slowest
-    stage takes its J - 1 others meanwhile (under GPipe, the slowest at each of both passes).
+    stage takes its J - 1 others meanwhile.
 
     Args:
-        schedule: "1f1b" or "gpipe".
         microbatches: J.
         forward: seconds of one microbatch's forward pass, by stage.
         backward: the same of its backward pass, recomputation included.
         message: seconds from one stage to the next.
     """
     through = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
-    both = max(map(sum, zip(forward, backward, strict=True)))
-    slowest = both if schedule == "1f1b" else max(forward) + max(backward)
-    return through + (microbatches - 1) * slowest
+    return through + (microbatches - 1) * max(map(sum, zip(forward, backward, strict=True)))
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
@@ -191,9 +172,8 @@ class Estimate:
         return choose_ranges(self.model, stages or self.options.devices)
 
     def microbatches(self, work: Work, stages: int) -> int:
-        """J: enough for a logical batch, and for 1F1B at least one for each stage."""
-        count = -(-self.options.batch // work.microbatch)
-        return max(count, stages) if self.options.schedule == "1f1b" else count
+        """J: enough for a logical batch, and at least one for each stage."""
+        return max(-(-self.options.batch // work.microbatch), stages)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -220,9 +200,7 @@ class Estimate:
 
         def of(name: str) -> Memory:
             found = self.footprint(work, kind, name)
-            return stage_memory(
-                plain or found, found, self.options.schedule, len(ranges), stage, count, all_at_once=together
-            )
+            return stage_memory(plain or found, found, len(ranges), stage, count, all_at_once=together)
 
         return max(map(of, ("norms", "sums") if name == "flat" else (name,)), key=lambda memory: memory.peak)
 
@@ -254,7 +232,7 @@ class Estimate:
         agree = device.latency * math.ceil(math.log2(len(ranges) + 1))  # an all-reduce of a few numbers
 
         def passes(backward: tuple[float, ...]) -> float:
-            return duration(self.options.schedule, count, forward, backward, message) + agree
+            return duration(count, forward, backward, message) + agree
 
         per_device = passes(backward) + update
         return Times(count, forward, backward, per_device, passes(norms) + per_device)

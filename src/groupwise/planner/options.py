@@ -15,7 +15,6 @@ from groupwise.planner.accelerators import ACCELERATORS, Accelerator
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 CHOICES = {
     "accelerator": tuple(ACCELERATORS),
-    "schedule": ("1f1b", "gpipe"),
     "dtype": ("float16", "bfloat16", "float32"),
     "attention": ("sdpa", "eager"),
 }
@@ -36,7 +35,6 @@ What a private pipeline needs on each device and how long it takes, without allo
   rank=32             of the adapters (LoRA); 0 trains everything
   targets=null        ends of the names of layers that get adapters, by commas; null: peft's choice for the model
   dtype=null          float16, bfloat16 or float32, of frozen weights and activations; null: the accelerator's own
-  schedule=1f1b       or gpipe
   rematerialize=true  keep only what enters each block, and compute the block again in the backward pass
   attention=sdpa      or eager, which keeps a matrix of length x length for each head
 
@@ -61,7 +59,6 @@ class PlanOptions:
     rank: int = 32
     targets: str | None = None
     dtype: str | None = None
-    schedule: str = "1f1b"
     rematerialize: bool = True
     attention: str = "sdpa"
 

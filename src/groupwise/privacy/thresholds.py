@@ -74,8 +74,8 @@ class AdaptiveThresholds(FixedThresholds):
         count_noise_multiplier: σ_b of the plan; 0 means noiseless counts and no guarantee.
         expected_batch_size: the configured B, never the drawn size.
         minimum, maximum: public bounds on the raw C_k.
-        rescale_to: C, if clipping uses C·C_k/√(ΣC_j²) (the paper's CIFAR-10 runs), else None.
-        count_at: whether the bit compares the norm with the "raw" or the "rescaled" C_k; the paper does not say.
+        rescale_to: C, if clipping uses C·C_k/√(ΣC_j²) (the paper's CIFAR-10 runs), else None. Norms are compared with
+            C_k all the same.
     """
 
     def __init__(
@@ -88,7 +88,6 @@ class AdaptiveThresholds(FixedThresholds):
         minimum: float = 1e-8,
         maximum: float = 1e8,
         rescale_to: float | None = None,
-        count_at: str = "raw",
     ) -> None:
         if not 0.0 <= count_noise_multiplier < math.inf:
             raise UserError(f"count_noise_multiplier is {count_noise_multiplier}; give a finite number of at least 0.")
@@ -98,7 +97,6 @@ class AdaptiveThresholds(FixedThresholds):
         self.expected_batch_size = expected_batch_size
         self.minimum, self.maximum = minimum, maximum
         self.rescale_to = rescale_to
-        self.count_at = count_at
         super().__init__(initial)
         self._raw.clamp_(minimum, maximum)
 
@@ -108,11 +106,6 @@ class AdaptiveThresholds(FixedThresholds):
         if self.rescale_to is None:
             return self._raw.clone()
         return self.rescale_to * self._raw / torch.linalg.vector_norm(self._raw)
-
-    @property
-    def count_thresholds(self) -> torch.Tensor:
-        """The thresholds, float64 of shape (K,), at which norms are counted."""
-        return self._raw.clone() if self.count_at == "raw" else self.clip_thresholds
 
     def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
         """Move C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).

@@ -78,7 +78,6 @@ def make_thresholds(
         minimum=clip.minimum,
         maximum=clip.maximum,
         rescale_to=clip.threshold if clip.rescale and plan.num_groups > 1 else None,  # one group would be pinned
-        count_at=clip.count_at,
     )
 
 
