@@ -1,15 +1,22 @@
-"""The loop over single examples, gone through once for several partitions, thresholds and rules."""
+"""The engine beside a loop over single examples, which several partitions, thresholds and rules may share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from groupwise.clipping import ClippingEngine
+from groupwise.clipping.partition import Partition
+from groupwise.clipping.reference import clipped_sums
+from tests.clipping.traced import clip
 
-def looped(model: nn.Module, loss_of: Callable[[int], Tensor], examples: Iterable[int]) -> Callable[[int], Tensor]:
+Loss = Callable[[int], Tensor]
+
+
+def looped(model: nn.Module, loss_of: Loss, examples: Iterable[int]) -> Loss:
     """Losses with the gradients that `loss_of` has for each example alone, found here and now."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = {i: torch.autograd.grad(loss_of(i), parameters, allow_unused=True) for i in examples}
@@ -27,3 +34,39 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return None, *ctx.gradients
+
+
+def middle_thresholds(model: nn.Module, loss_of: Loss, partition: Partition, rows: Sequence[int]) -> list[float]:
+    """Thresholds that clip some examples and leave others: between the two middle norms of each group."""
+    norms = clipped_sums(model, loss_of, rows, partition, [1.0] * len(partition)).norms
+    middle = norms.sort(1).values[:, max(len(rows) // 2 - 1, 0) : len(rows) // 2 + 1]
+    return middle.mean(1).clamp_min(1e-6).tolist()
+
+
+def assert_sums(model: nn.Module, expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    """Every parameter that trains has this sum as its `.grad`, and the others have none."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            error, size = (float(part.norm()) for part in (parameter.grad - expected[name], expected[name]))
+            assert error <= rtol * size + atol, (name, error, size)
+        else:
+            assert parameter.grad is None
+
+
+def assert_exact(
+    engine: ClippingEngine,
+    losses_of: Callable[[Sequence[int]], Tensor],
+    rows: Sequence[int],
+    thresholds: list[float] | None = None,
+    loop: Loss | None = None,
+) -> None:
+    """The engine's norms and sums of these examples, at given thresholds or in the middle, are those of a loop."""
+    model, partition = engine.model, engine.partition
+    loop = looped(model, lambda i: losses_of([i])[0], rows) if loop is None else loop
+    thresholds = middle_thresholds(model, loop, partition, rows) if thresholds is None else thresholds
+    engine.set_thresholds(thresholds)
+    truth = clipped_sums(model, loop, rows, partition, thresholds)
+    model.zero_grad()
+    clip(engine, losses_of, rows)
+    torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
+    assert_sums(model, truth.sums, rtol=1e-9, atol=1e-10 * max(thresholds))

@@ -334,6 +334,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "frozen_transposed_weight": (lambda: _freeze(nn.ConvTranspose2d(3, 4, 3), "weight"), _floats(3, 4, 4)),
     "frozen_transposed_bias": (lambda: _freeze(nn.ConvTranspose2d(3, 4, 3), "bias"), _floats(3, 4, 4)),
     "frozen_ws_weight": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "weight"), _floats(3, 5, 5)),
+    "frozen_ws_but_weight": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "bias", "gain"), _floats(3, 5, 5)),
+    "frozen_ws_bias": (lambda: _freeze(_clamped(), "bias"), _floats(3, 5, 5)),
     "frozen_norm_weight": (lambda: _freeze(nn.GroupNorm(2, 4), "weight"), _floats(4, 3)),
 }
 

@@ -18,19 +18,11 @@ from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal
 from groupwise.models.trainable import choose_trainable
+from tests.clipping.test_language_models import VOCABULARY, Tokenizer
 from tests.pipeline.ranks import run_ranks
 
-WORLD, EXAMPLES, LENGTH, VOCABULARY, THRESHOLD = 2, 7, 6, 40, 0.3
+WORLD, EXAMPLES, LENGTH, THRESHOLD = 2, 7, 6, 0.3
 RTOL = 1e-9
-
-
-class Tokenizer:
-    """As much of a tokeniser as loading a model asks for."""
-
-    pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
-
-    def __len__(self) -> int:
-        return VOCABULARY
 
 
 class Mlp(nn.Module):

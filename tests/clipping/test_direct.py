@@ -2,21 +2,19 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import WSConv2d, attach, automatic_factors, clip_factors, flat, per_block, per_layer
-from groupwise.clipping.reference import Reference, clipped_sums
+from groupwise.clipping import attach, automatic_factors, clip_factors, flat, per_block, per_layer
 from groupwise.errors import UserError
 from tests.clipping.conftest import CASES, make_case
-from tests.clipping.test_against_reference import loop_over
+from tests.clipping.test_against_reference import assert_equal_to_reference, truth_of
 from tests.clipping.traced import clip, clip_batch, trace_batch
 
-RTOL = 1e-9
 SIMPLE = [name for name in CASES if not name.startswith(("fallback", "reused", "tied", "parametrized"))]
 MODES = {
     "layer": (per_layer, {}),
@@ -25,20 +23,6 @@ MODES = {
     "layer_automatic": (per_layer, {"clip_rule": automatic_factors(0.01)}),
     "ghost": (flat, {"norms": "ghost"}),
 }
-
-
-def middle_thresholds(model, loss_of, partition) -> list[float]:
-    norms = clipped_sums(model, loss_of, range(6), partition, [1.0] * len(partition)).norms
-    return norms.sort(1).values[:, 2:4].mean(1).clamp_min(1e-3).tolist()
-
-
-@cache
-def truth_of(name, make_partition, rule) -> tuple[list[float], Reference]:
-    """Thresholds and the loop at them, once for all modes that share them."""
-    model, loss_of = loop_over(name)
-    partition = make_partition(model)
-    thresholds = middle_thresholds(model, loss_of, partition)
-    return thresholds, clipped_sums(model, loss_of, range(6), partition, thresholds, rule)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +38,7 @@ def truth_of(name, make_partition, rule) -> tuple[list[float], Reference]:
 def test_clipped_sums_norms_and_counts(case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
-    with attach(case.model, make_partition(case.model), thresholds, direct=True, **options) as engine:
-        clip(engine, case.losses, range(6))
-        for key, parameter in case.model.named_parameters():
-            if not parameter.requires_grad:
-                assert parameter.grad is None
-                continue
-            error = float((parameter.grad - truth.sums[key]).norm())
-            assert error <= RTOL * float(truth.sums[key].norm()) + 1e-12, (key, error)
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
-        assert torch.equal(engine.counts, truth.counts)
+    assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, direct=True, **options)
 
 
 def squares_of(model: Callable) -> Callable:
@@ -134,35 +109,6 @@ def test_microbatches_in_flight(double, make_partition):
     assert torch.equal(engine.counts, counts)
 
 
-@pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-def test_an_example_that_is_not_finite_contributes_zero(double, make_partition, norms):
-    model, x = mlp(), torch.randn(6, 5)
-    with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
-        clip_batch(engine, squares_of(model), x[1:])
-        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.zero_grad()
-        engine.reset()
-        with engine.forward(6):
-            losses = model(x).square().sum(1) * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
-        engine.backward(losses)
-        assert engine.nonfinite == 1
-    for name, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
-
-
-def test_autocast_keeps_the_bound():
-    torch.manual_seed(0)
-    model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
-    with attach(model, per_layer(model), 1e-3, direct=True) as engine:
-        with torch.autocast("cpu", torch.bfloat16), engine.forward(1):
-            out = model(torch.randn(1, 3, 6, 6))
-        assert out.dtype == torch.bfloat16
-        engine.backward(out.float().square().sum(1))
-        for group in engine.groups:
-            norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
-            assert float(norm) == pytest.approx(1e-3, rel=1e-5)  # bf16 rounding of the sum would miss by up to 4e-3
-
-
 def test_parameters_are_looked_up_when_the_layer_runs(double):
     """As fully_shard does it: another tensor in the module's place for every pass."""
     model, x = mlp(), torch.randn(6, 5)
@@ -225,45 +171,12 @@ class TestRefusals:
             with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
                 clip_batch(engine, squares_of(model), torch.randn(4, 5))
 
-    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-    def test_a_layer_that_the_losses_never_reach(self, double, make_partition, norms):
-        model = mlp()
-        model[4].spare = nn.Linear(2, 2)
-        with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
-            with pytest.raises(UserError, match=r"spare"):
-                clip_batch(engine, squares_of(model), torch.randn(4, 5))
-
     def test_half_precision_that_a_shard_turns_into(self):
         model = nn.Sequential(nn.Linear(5, 3))
         with attach(model, per_layer(model), 1.0, direct=True) as engine:
             model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
             with pytest.raises(UserError, match=r"Layer '0' got '0.weight' in torch.bfloat16"):
                 clip_batch(engine, squares_of(model), torch.randn(4, 5))
-
-    def test_losses_of_a_forward_pass_that_is_over(self, double):
-        model, x = mlp(), torch.randn(6, 5)
-        with attach(model, per_layer(model), 0.5, direct=True) as engine:
-            trace_batch(engine, squares_of(model), x)
-            with engine.forward(6):
-                first = model(x).sum(1)
-            with engine.forward(6):
-                model(x)
-            with pytest.raises(UserError, match="forward pass that is over"):
-                engine.backward(first)
-            with engine.forward(6):
-                second = model(x).sum(1)
-            engine.backward(second)
-            with pytest.raises(UserError, match="No forward pass waits"):
-                engine.backward(second)
-
-    def test_plain_backward(self, double):
-        model, x = mlp(), torch.randn(6, 5)
-        with attach(model, per_layer(model), 0.5, direct=True) as engine:
-            trace_batch(engine, squares_of(model), x)
-            with engine.forward(6):
-                losses = model(x).sum(1)
-            with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them would not be clipped"):
-                losses.sum().backward()
 
 
 class Pairs(nn.Module):

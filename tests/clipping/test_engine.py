@@ -36,25 +36,6 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_batch_norm_is_refused_by_name():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-    with pytest.raises(UserError, match=r"'1' \(BatchNorm2d\) mixes the examples"):
-        attach(model, flat(model), 1.0)
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "mixes"),
-        (nn.Linear(4, 4).to(torch.bfloat16), "trains in torch.bfloat16"),
-    ],
-)
-def test_layers_that_cannot_be_bounded_are_refused(layer, reason):
-    model = nn.Sequential(layer)
-    with pytest.raises(UserError, match=reason):
-        attach(model, per_layer(model), 1.0)
-
-
 def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
     model = small_net()
     with attach(model, per_layer(model), 1.0) as engine:
@@ -69,7 +50,8 @@ def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
         clipped(engine, batch)
 
 
-def test_plain_backward_is_refused(batch):
+@pytest.mark.parametrize("direct", [False, True])
+def test_plain_backward_is_refused(batch, direct):
     model = small_net()
 
     def trained(rows):
@@ -77,7 +59,7 @@ def test_plain_backward_is_refused(batch):
         losses.sum().backward()
         return losses
 
-    with attach(model, per_layer(model), 1.0) as engine:
+    with attach(model, per_layer(model), 1.0, direct=direct) as engine:
         with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them would not be clipped"):
             engine.trace(trained, range(6))
         engine.trace(partial(losses_of, model, batch), range(6))
@@ -115,11 +97,18 @@ def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_layer_that_the_loss_never_reaches_is_named(batch):
+@pytest.mark.parametrize(
+    ("make_partition", "options"),
+    [(per_layer, {}), (per_layer, {"direct": True}), (flat, {"norms": "ghost", "direct": True})],
+)
+def test_a_layer_that_the_loss_never_reaches_is_named(batch, make_partition, options):
     model = small_net()
     model.add_module("head", nn.Identity())
     model.head.spare = nn.Linear(3, 3)
-    with attach(model, per_layer(model), 1.0) as engine, pytest.raises(UserError, match=r"'head.spare'"):
+    with (
+        attach(model, make_partition(model), 1.0, **options) as engine,
+        pytest.raises(UserError, match=r"'head.spare'"),
+    ):
         clipped(engine, batch)
 
 
@@ -229,13 +218,20 @@ def test_dropout_keeps_the_norm_bound(batch, make_partition, norms):
 
 
 @pytest.mark.parametrize(
-    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
+    ("make_partition", "options"),
+    [
+        (flat, {}),
+        (flat, {"norms": "ghost"}),
+        (per_layer, {}),
+        (flat, {"norms": "ghost", "direct": True}),
+        (per_layer, {"direct": True}),
+    ],
 )
 @pytest.mark.parametrize("poison", ["input", "loss"])
-def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, norms, poison):
+def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, options, poison):
     model = small_net()
     x, y = batch[0].clone(), batch[1]
-    with attach(model, make_partition(model), 0.5, norms=norms) as engine:
+    with attach(model, make_partition(model), 0.5, **options) as engine:
         clipped(engine, (x, y), range(1, 6))
         expected = gradients(model)
         model.zero_grad()
@@ -279,11 +275,12 @@ def test_non_reentrant_checkpointing(double, make_partition, norms):
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_bf16_autocast_keeps_norms_and_sums_in_float32():
+@pytest.mark.parametrize("direct", [False, True])
+def test_bf16_autocast_keeps_norms_and_sums_in_float32(direct):
     torch.manual_seed(0)
     model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
     x, y = torch.randn(1, 3, 6, 6), torch.tensor([1])
-    with attach(model, per_layer(model), 1e-3) as engine:
+    with attach(model, per_layer(model), 1e-3, direct=direct) as engine:
         with torch.autocast("cpu", torch.bfloat16), engine.forward(1):
             logits = model(x)
         assert logits.dtype == torch.bfloat16
@@ -308,9 +305,10 @@ def test_compiled_model_gives_the_same_sums(batch):
             torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_losses_of_a_forward_that_is_over_are_refused(batch):
+@pytest.mark.parametrize("direct", [False, True])
+def test_losses_of_a_forward_that_is_over_are_refused(batch, direct):
     model = small_net()
-    with attach(model, per_layer(model), 0.5) as engine:
+    with attach(model, per_layer(model), 0.5, direct=direct) as engine:
         engine.trace(partial(losses_of, model, batch), range(6))
         both = []
         for _ in range(2):
@@ -342,13 +340,6 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
         truth = float(exact.square().sum().add(g[i].double().sum(0).square().sum()).sqrt())
         released = float(torch.stack([p.grad.double().square().sum() for p in layer.parameters()]).sum().sqrt())
         assert released <= 0.01 * (1 + 1e-2), (released, truth)
-
-
-def test_reentrant_checkpointing_is_refused(double):
-    inner = nn.Linear(5, 5)
-    x = torch.randn(4, 5, requires_grad=True)
-    with attach(inner, flat(inner), 1.0) as engine, pytest.raises(UserError, match=r"use_reentrant=False|graph"):
-        clip_batch(engine, lambda x: checkpoint(inner, x, use_reentrant=True).sum(1), x)
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])

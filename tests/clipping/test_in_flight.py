@@ -15,7 +15,7 @@ from groupwise.clipping import ClippingEngine, attach, clip_factors, flat, per_b
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
-from tests.clipping.alone import looped
+from tests.clipping.alone import looped, middle_thresholds
 from tests.clipping.traced import trace_batch
 from tests.combinations import pairs_fast
 
@@ -113,14 +113,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-12, name
 
 
-def middle_thresholds(run: Run, partition: Partition, loss_of=None) -> list[float]:
-    """Thresholds that clip some examples and leave others, and that no norm equals."""
-    loss_of = loss_of or run.loss_of
-    norms = clipped_sums(run.model, loss_of, range(run.examples), partition, [1.0] * len(partition)).norms
-    ordered = norms.sort(1).values
-    return ordered[:, run.examples // 2 - 1 : run.examples // 2 + 1].mean(1).tolist()
-
-
 def attach_traced(run: Run, partition: Partition, thresholds: list[float] | float, **options: str) -> ClippingEngine:
     engine = attach(run.model, partition, thresholds, **options)
     engine.trace(run.losses, range(SIZES[0]))
@@ -164,7 +156,7 @@ def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
     run = make_run(fillers=2, **KINDS[kind])
     partition = PARTITIONS[grouping](run.model)
     loss_of = looped(run.model, run.loss_of, range(run.examples))
-    thresholds = middle_thresholds(run, partition, loss_of)
+    thresholds = middle_thresholds(run.model, loss_of, partition, range(run.examples))
     return thresholds, clipped_sums(run.model, loss_of, range(run.examples), partition, thresholds)
 
 
@@ -195,33 +187,13 @@ def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
     assert_equal(gradients(run.model), truth.sums)
 
 
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_the_same_as_one_backward_call_a_microbatch(make, make_partition):
-    run = make()
-    partition = make_partition(run.model)
-    thresholds = middle_thresholds(run, partition)
-    with attach_traced(run, partition, thresholds) as engine:
-        for m in range(3):
-            run_alone(engine, run, m)
-        expected, counts = gradients(run.model), engine.counts
-        run.model.zero_grad()
-        engine.reset()
-        outputs = [run_forward(engine, run, m) for m in range(3)]
-        for m in (1, 2, 0):
-            with engine.backward_of(m):
-                run.losses_of(outputs[m], m).sum().backward()  # the last stage's way: from a loss
-    assert_equal(gradients(run.model), expected, rtol=1e-12)
-    assert torch.equal(engine.counts, counts)
-    assert engine.examples == sum(SIZES)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
 def test_norms_then_sums_are_flat_clipping(make, norms, kind):
     """Two pipeline passes: norms of all microbatches, factors, then sums."""
     run = make(fillers=1, **KINDS[kind])
     partition = flat(run.model)
-    (threshold,) = thresholds = middle_thresholds(run, partition)
+    (threshold,) = thresholds = middle_thresholds(run.model, run.loss_of, partition, range(run.examples))
     truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, thresholds)
     with attach_traced(run, partition, thresholds, norms=norms) as engine:
         outputs = [run_forward(engine, run, m) for m in range(3)]

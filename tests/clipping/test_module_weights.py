@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
-from tests.clipping.alone import looped
+from tests.clipping.alone import assert_exact, looped
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 
@@ -205,16 +204,8 @@ def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False
     make_partition, options = MODES[mode]
     model, x, loop = loop_over(name, frozen)
     partition = make_partition(model)
-    truth = clipped_sums(model, loop, examples, partition, [0.3] * len(partition))
-    model.zero_grad()
     with attach(model, partition, 0.3, **options) as engine:
-        clip(engine, lambda rows: losses_of(model, x, list(rows)), examples)
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
-        else:
-            assert parameter.grad is None
+        assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), examples, [0.3] * len(partition), loop)
 
 
 @pytest.mark.parametrize(("name", "mode", "batches"), in_turn(MODELS, list(MODES), list(BATCHES)))
@@ -287,21 +278,12 @@ def test_one_weight_in_two_kinds_of_use():
     model, x = Tied(), torch.randn(4, 4, 4)
     for mode in ("flat", "ghost", "layer"):
         make_partition, options = MODES[mode]
-        partition = make_partition(model)
-        truth = clipped_sums(model, lambda i: losses_of(model, x, [i])[0], range(4), partition, [0.3])
-        model.zero_grad()
-        with attach(model, partition, 0.3, **options) as engine:
-            clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
-            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
-        for key, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, truth.sums[key], rtol=1e-8, atol=1e-10)
+        with attach(model, make_partition(model), 0.3, **options) as engine:
+            assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), range(4), [0.3])
 
 
 def test_as_many_queries_as_examples_after_a_batch_of_another_size():
-    model, batches = EncoderDecoder(False, queries=3), (torch.randn(4, 4, 4), torch.randn(3, 4, 4))
-    partition = flat(model)
-    with attach(model, partition, 0.3) as engine:
-        for x in batches:
-            clip(engine, lambda rows, x=x: losses_of(model, x, list(rows)), range(len(x)))
-            truth = clipped_sums(model, lambda i, x=x: losses_of(model, x, [i])[0], range(len(x)), partition, [0.3])
-            torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
+    model = EncoderDecoder(False, queries=3)
+    with attach(model, flat(model), 0.3) as engine:
+        for x in (torch.randn(4, 4, 4), torch.randn(3, 4, 4)):
+            assert_exact(engine, lambda rows, x=x: losses_of(model, x, list(rows)), range(len(x)), [0.3])

@@ -9,9 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
 from groupwise.clipping.norm_methods import RATES, NormMethods, Sizes, seconds
-from groupwise.clipping.reference import clipped_sums
 from groupwise.errors import UserError
-from tests.clipping.traced import clip, clip_batch
+from tests.clipping.traced import clip_batch
 
 EVEN = Rates(product=1e10, gram=1e10, outer=1e10, bytes=1e10, starts=1e300)
 
@@ -71,43 +70,6 @@ def test_a_forced_formula_holds_whatever_it_costs(formula):
 def test_an_unknown_formula_is_refused():
     with pytest.raises(UserError, match="formula='fast' is unknown"):
         attach(nn.Linear(2, 2), flat(nn.Linear(2, 2)), 1.0, formula="fast")
-
-
-CONVOLUTIONS = {
-    "conv": lambda: nn.Conv2d(3, 4, 3, padding=1, bias=False),
-    "strided": lambda: nn.Conv2d(3, 4, 3, stride=2, padding=(1, 0)),
-    "dilated": lambda: nn.Conv2d(3, 4, (3, 2), dilation=2, padding=2),
-    "one_tap": lambda: nn.Conv2d(3, 4, 1),
-    "conv1d": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 5, stride=3, padding=2)),
-    "conv3d": lambda: nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv3d(1, 2, 2, padding=1)),
-    "grouped": lambda: nn.Conv2d(4, 6, 3, groups=2),
-    "ws": lambda: WSConv2d(3, 4, 3, padding=1),
-    "ws_gain": lambda: WSConv2d(3, 4, 3, padding=1, stride=2, gain=True),
-}
-
-
-@pytest.mark.parametrize("make_partition", [per_layer, flat])
-@pytest.mark.parametrize("method", ["gram", "materialize"])
-@pytest.mark.parametrize("layer", CONVOLUTIONS)
-def test_each_method_of_a_convolution_is_exact(layer, method, make_partition, double):
-    model = CONVOLUTIONS[layer]()
-    channels = next(m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)).in_channels
-    x = torch.randn(5, 3 if channels == 1 else channels, 6, 5)
-
-    def losses(examples) -> torch.Tensor:
-        return model(x[examples]).flatten(1).square().sum(1)
-
-    partition = make_partition(model)
-    norms = clipped_sums(model, lambda i: losses([i])[0], range(5), partition, [1.0]).norms
-    threshold = float(norms.median())
-    truth = clipped_sums(model, lambda i: losses([i])[0], range(5), partition, [threshold])
-    with attach(model, partition, threshold, formula=method) as engine:
-        clip(engine, losses, range(5))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=0)
-        methods = engine.groups[0].members[0].context.methods
-        assert methods.last is None or methods[methods.last] == method
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-9, atol=1e-12)
 
 
 def test_explain_is_a_table_with_the_method_that_was_taken_first():

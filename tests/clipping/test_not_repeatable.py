@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
-from tests.clipping.test_trace import assert_exact
+from tests.clipping.alone import assert_exact
 from tests.clipping.traced import clip, clip_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")

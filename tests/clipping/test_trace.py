@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine, attach, flat, per_layer
 from groupwise.clipping.reference import clipped_sums
-from tests.clipping.alone import looped
+from tests.clipping.alone import assert_exact
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 from tests.combinations import pairs_fast
@@ -37,23 +37,6 @@ def of_rows(run, x: Tensor, weigh=None):
         return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(list(rows)) + 1.0)
 
     return losses_of
-
-
-def assert_exact(engine, losses_of, rows, thresholds=None) -> None:
-    """The engine's norms and sums of these examples are those of a loop over them."""
-    model, partition = engine.model, engine.partition
-    loop = looped(model, lambda i: losses_of([i])[0], rows)
-    if thresholds is None:
-        first = clipped_sums(model, loop, rows, partition, [1.0] * len(partition))
-        thresholds = [max(float(row.median()), 1e-6) for row in first.norms]
-    engine.set_thresholds(thresholds)
-    truth = clipped_sums(model, loop, rows, partition, thresholds)
-    model.zero_grad()
-    clip(engine, losses_of, rows)
-    torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-8, atol=1e-9 * max(thresholds))
 
 
 def attached(model: nn.Module, mode: str):
@@ -220,23 +203,6 @@ def test_tables_that_all_examples_share_are_as_long_as_a_batch(make, mode):
                 losses_of = of_rows(model, torch.randn(batch, ROWS, WIDE))
                 assert_exact(engine, losses_of, range(batch), [0.5] * len(engine.groups))
                 nn.init.normal_(next(reversed(list(model.children()))).weight)
-
-
-class EmbeddedConvolution(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.conv = nn.Embedding(7, 4), nn.Conv1d(4, 3, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.conv(self.table(ids).transpose(1, 2))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_microbatch_of_one_through_embedding_and_convolution(mode):
-    for batch in (1, 4, 6):
-        model = EmbeddedConvolution()
-        with attached(model, mode) as engine:
-            assert_exact(engine, of_rows(model, torch.randint(0, 7, (batch, 6))), range(batch))
 
 
 class Normed(nn.Module):

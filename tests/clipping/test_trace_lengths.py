@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat
 from groupwise.errors import UserError
-from tests.clipping.test_trace import assert_exact, of_rows
+from tests.clipping.alone import assert_exact
+from tests.clipping.test_trace import of_rows
 
 pytestmark = pytest.mark.usefixtures("double")
 

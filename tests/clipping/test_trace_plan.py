@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.clip_plan import SHARED, CallSite, ClipPlan, Layout, Order, UntracedCall
-from groupwise.errors import UserError
-from tests.clipping.test_trace import assert_exact, of_rows
+from tests.clipping.alone import assert_exact
+from tests.clipping.test_trace import of_rows
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -204,23 +204,6 @@ def test_a_trace_leaves_gradients_buffers_and_generators_alone():
         assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and engine.examples == 0
     assert float(model.calls) == 0
     assert torch.equal(torch.get_rng_state(), before) and torch.equal(model.own.get_state(), own)
-
-
-def test_outside_of_its_passes_the_model_is_the_plain_one():
-    model = nn.Sequential(nn.Linear(5, 3), nn.Tanh())
-    x = torch.randn(4, 5)
-    plain = [dict(module.__dict__) for module in model.modules()]
-    with attach(model, flat(model), 1.0) as engine:
-        engine.trace(of_rows(model, x), range(4))
-        assert [dict(module.__dict__) for module in model.modules()] == plain
-        model(x).sum().backward()
-        torch.testing.assert_close(model[0].bias.grad, (1 - model(x).square()).sum(0))
-        with pytest.raises(ZeroDivisionError), engine.forward(4):
-            model(x)
-            raise ZeroDivisionError
-        assert [dict(module.__dict__) for module in model.modules()] == plain
-        with pytest.raises(UserError, match="No forward pass waits"):
-            engine.backward(F.relu(model(x)).sum(1))
 
 
 NUMBERS = {

@@ -7,17 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import WSConv2d, attach, explain, flat, per_layer
-from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.reference import clipped_sums
-from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.computed_weight import WSConv2dRule
-from tests.clipping.rule_norms import squares_of
 from tests.clipping.traced import clip_batch, trace_batch
-
-
-def saved_of(layer: WSConv2d, x: Tensor) -> tuple[Tensor | None, ...]:
-    parameters = (layer.weight, layer.bias, layer.gain)
-    return WSConv2dRule(layer).forward(x, *(None if p is None else p.detach() for p in parameters))[1]
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
@@ -101,38 +93,6 @@ def test_autocast_lowers_filters_when_they_are_standardised(gain):
         assert parameter.grad.dtype == torch.float32
         error = (parameter.grad - gradient).norm() / gradient.norm()
         assert error < 0.02, error
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("gain", [False, True])
-def test_the_output_is_the_layers_own(gain, bias, double):
-    layer, x = WSConv2d(3, 4, 3, padding=1, stride=2, gain=gain, bias=bias), torch.randn(2, 3, 7, 7)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    parameters = (p if p is None else p.detach() for p in (layer.weight, layer.bias, layer.gain))
-    y, _ = WSConv2dRule(layer).forward(x, *parameters)
-    torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("formula", ["gram", "materialize"])
-@pytest.mark.parametrize("wanted", [(True, False, False), (True, False, True), (False, False, True)])
-def test_only_what_trains_counts(wanted, formula, double):
-    """For a filter of the least deviation, too, whose scale does not depend on it."""
-    layer, x = WSConv2d(3, 4, 3, padding=1, gain=True), torch.randn(5, 3, 4, 4)
-    with torch.no_grad():
-        layer.weight[1] = 0.3 + 1e-4 * torch.randn(3, 3, 3)
-        layer.gain.normal_()
-    rule, saved, g = WSConv2dRule(layer), saved_of(layer, x), torch.randn(5, 4, 4, 4)
-    expected = torch.zeros(5, dtype=torch.float64)
-    for i in range(5):
-        for gradient, counts in zip(
-            torch.autograd.grad((layer(x[[i]]) * g[[i]]).sum(), [layer.weight, layer.bias, layer.gain]),
-            wanted,
-            strict=True,
-        ):
-            expected[i] += float(gradient.square().sum()) if counts else 0
-    context = RuleContext(methods=NormMethods(formula))
-    torch.testing.assert_close(squares_of(rule, saved, g, wanted, context), expected, rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
