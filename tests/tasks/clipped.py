@@ -1,26 +1,21 @@
 """Clipped sums of a text task in float64, with padding, against those of single examples."""
 
-from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.reference import clipped_sums
-from tests.clipping.traced import clip
+from groupwise.clipping import attach, flat, per_block, per_layer
+from tests.clipping.alone import assert_exact, looped
 
-MODES = {"flat": (flat, "bookkeeping"), "layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
+MODES = {
+    "flat": (flat, "bookkeeping"),
+    "ghost": (flat, "ghost"),
+    "layer": (per_layer, "bookkeeping"),
+    "block": (per_block, "bookkeeping"),
+}
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def check_sums(task, examples, mode):
-    """At thresholds that clip half of the examples."""
+def check_sums(task, examples, mode, loss_of=None):
+    """At thresholds that clip half of the examples; `loss_of(task, i)` is the loss of one alone, if not the task's."""
     assert len(set(task._lengths[examples])) > 2, "padding must be there"
     make_partition, norms = MODES[mode]
-    partition = make_partition(task.model)
-    loss_of = lambda i: task.losses_of([i])[0]  # noqa: E731
-    thresholds = clipped_sums(task.model, loss_of, examples, partition, [1.0] * len(partition)).norms.median(1).values
-    truth = clipped_sums(task.model, loss_of, examples, partition, thresholds)
-    task.model.zero_grad()
-    with attach(task.model, partition, thresholds, norms=norms) as engine:
-        clip(engine, task.losses_of, examples)
-    for parameter, sums in gradients(task.model).items():
-        assert float((sums - truth.sums[parameter]).norm()) <= 1e-9 * float(truth.sums[parameter].norm()) + 1e-13
+    loss_of = loss_of or (lambda task, i: task.losses_of([i])[0])
+    loop = looped(task.model, lambda i: loss_of(task, i), examples)
+    with attach(task.model, make_partition(task.model), 1.0, norms=norms) as engine:
+        assert_exact(engine, task.losses_of, examples, loop=loop)

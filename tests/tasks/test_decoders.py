@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping import attach, flat
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
@@ -19,15 +17,10 @@ from groupwise.tasks import make_task
 from tests.clipping.traced import clip
 from tests.combinations import CONF
 from tests.rdp_alone import rdp_alone
+from tests.tasks.clipped import MODES, check_sums
 from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, folder_of, settings
 from trust.models.check import in_double
 
-MODES = {
-    "flat": (flat, "bookkeeping"),
-    "ghost": (flat, "ghost"),
-    "layer": (per_layer, "bookkeeping"),
-    "block": (per_block, "bookkeeping"),
-}
 EXAMPLES = [0, 3, 7, 12]
 FAST = {
     ("e2e", "llama", "all", "ghost"), ("e2e", "llama", "lora", "block"),
@@ -59,28 +52,10 @@ def loss_by_hand(task, example: int) -> torch.Tensor:
     return F.cross_entropy(task.model(row[None], use_cache=False).logits[0, start - 1 : -1], row[start:])
 
 
-@cache
-def truth_of(folder: Path, task: str, trains: str, make_partition):
-    """Thresholds that clip half of the examples, and the loop at them."""
-    made = in_float64(settings(folder, task, trains=trains))
-    partition = make_partition(made.model)
-    with in_double():
-        once = clipped_sums(made.model, lambda i: loss_by_hand(made, i), EXAMPLES, partition, [1.0] * len(partition))
-        middle = once.norms.sort(1).values[:, 1:3].mean(1)
-        return middle, clipped_sums(made.model, lambda i: loss_by_hand(made, i), EXAMPLES, partition, middle)
-
-
-def check_sums(folder: Path, task: str, trains: str, mode: str, **model) -> None:
-    make_partition, norms = MODES[mode]
-    thresholds, truth = truth_of(folder, task, trains, make_partition)
+def check(folder: Path, task: str, trains: str, mode: str, **model) -> None:
     made = in_float64(settings(folder, task, trains=trains, **model))
-    with in_double(), attach(made.model, make_partition(made.model), thresholds, norms=norms) as engine:
-        clip(engine, made.losses_of, EXAMPLES)
-        assert torch.equal(engine.counts, truth.counts)
-    for name, parameter in made.model.named_parameters():
-        if parameter.requires_grad:
-            error = float((parameter.grad - truth.sums[name]).norm())
-            assert error <= 1e-9 * float(truth.sums[name].norm()) + 1e-13, name
+    with in_double():
+        check_sums(made, EXAMPLES, mode, loss_by_hand)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +66,7 @@ def check_sums(folder: Path, task: str, trains: str, mode: str, **model) -> None
     ],
 )
 def test_clipped_sums_are_those_of_single_rows(folders, task, family, trains, mode):
-    check_sums(folder_of(folders, family), task, trains, mode)
+    check(folder_of(folders, family), task, trains, mode)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +74,14 @@ def test_clipped_sums_are_those_of_single_rows(folders, task, family, trains, mo
 )
 @pytest.mark.parametrize("trains", ["all", pytest.param("lora", marks=pytest.mark.slow)])
 def test_blocks_that_are_computed_again_have_the_same_sums(folders, mode, trains):
-    check_sums(folder_of(folders, "llama"), "e2e", trains, mode, rematerialize=True)
+    check(folder_of(folders, "llama"), "e2e", trains, mode, rematerialize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_an_untied_head(folders, mode):
     folder = folder_of(folders, "llama", tie_word_embeddings=False)
-    check_sums(folder, "e2e", "all", mode)
+    check(folder, "e2e", "all", mode)
 
 
 def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_float32(folders):
