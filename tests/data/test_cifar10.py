@@ -7,24 +7,15 @@ import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from groupwise.data.cifar10 import load_cifar10
-from groupwise.errors import UserError
 from groupwise.torchvision_import import import_torchvision
+from tests.data.refusals import refused
 
 LAYOUTS = ("cifar-10-batches-py/", "cifar10.npz", "cifar10/train_shard0.webp")
-
-
-def refused(root: Path, **options) -> str:
-    with pytest.raises(UserError) as caught:
-        load_cifar10(root, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_the_standard_folder_comes_first(tmp_path, make_batches, npz_arrays):
@@ -43,22 +34,22 @@ def test_the_root_may_be_an_npz_file(tmp_path, npz_arrays):
 
 def test_a_root_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "file.txt").touch()
-    assert "file.txt is given as the data" in refused(tmp_path / "file.txt")
-    assert "gone.npz is given as the data" in refused(tmp_path / "gone.npz")
+    assert "file.txt is given as the data" in refused(load_cifar10, tmp_path / "file.txt")
+    assert "gone.npz is given as the data" in refused(load_cifar10, tmp_path / "gone.npz")
 
 
 def test_a_broken_layout_is_not_passed_over(tmp_path, npz_arrays):
     """Falling through to another copy would train on other data than the user thinks."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     np.savez(tmp_path / "cifar10.npz", **npz_arrays)
-    assert "cifar-10-batches-py is not whole" in refused(tmp_path)
+    assert "cifar-10-batches-py is not whole" in refused(load_cifar10, tmp_path)
     (tmp_path / "other" / "cifar10").mkdir(parents=True)
     (tmp_path / "other" / "cifar10" / "train_shard2.webp").touch()
-    assert "train_shard0.webp is missing" in refused(tmp_path / "other")
+    assert "train_shard0.webp is missing" in refused(load_cifar10, tmp_path / "other")
 
 
 def test_offline_the_message_names_the_three_layouts(tmp_path):
-    message = refused(tmp_path)
+    message = refused(load_cifar10, tmp_path)
     assert "could not be downloaded" in message
     assert str(tmp_path) in message
     assert all(layout in message for layout in LAYOUTS)
@@ -66,7 +57,7 @@ def test_offline_the_message_names_the_three_layouts(tmp_path):
 
 
 def test_without_leave_nothing_is_downloaded_or_written(tmp_path):
-    message = refused(tmp_path / "new", download=False)
+    message = refused(load_cifar10, tmp_path / "new", download=False)
     assert "downloading is switched off" in message
     assert all(layout in message for layout in LAYOUTS)
     assert not (tmp_path / "new").exists()
@@ -116,7 +107,7 @@ def test_a_broken_download_leaves_nothing(tmp_path, served):
     served.write_bytes(served.read_bytes()[:2000])
     (tmp_path / "kept").mkdir()
     for root in (tmp_path / "kept", tmp_path / "kept" / "deep" / "root"):
-        assert "could not be downloaded" in refused(root)
+        assert "could not be downloaded" in refused(load_cifar10, root)
     assert not list((tmp_path / "kept").iterdir())
 
 

@@ -14,19 +14,10 @@ import pytest
 import torch
 
 from groupwise.data.cifar10 import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
-from groupwise.errors import UserError
+from tests.data.refusals import refused
 
 REAL_DATA = os.environ.get("GROUPWISE_DATA", "")
 REAL_MOSAICS = Path(REAL_DATA) / "cifar10" / "test.webp"
-
-
-def refused(read, *arguments) -> str:
-    with pytest.raises(UserError) as caught:
-        read(*arguments)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith(".")
-    return message
 
 
 class TestBatches:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.data.glue import GLUE, load_glue
-from groupwise.errors import UserError
+from tests.data.refusals import refused
 
 datasets = pytest.importorskip("datasets")
 NOWHERE = "http://127.0.0.1:9"  # nothing listens on this port
@@ -51,14 +51,6 @@ def hub_folder(root: Path, task: str, rows: dict | None = None, classes: tuple[s
     return root
 
 
-def refused(root: Path, task: str, hub: str) -> str:
-    with pytest.raises(UserError) as caught:
-        load_glue(task, root, hub=hub)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 @pytest.mark.parametrize("task", ROWS)
 def test_a_local_folder_in_the_hubs_layout_is_read(tmp_path, task, capfd):
     folder = hub_folder(tmp_path / "copy", task)
@@ -84,7 +76,7 @@ def test_tsv_files_come_first(tmp_path):
 def test_without_a_network_the_message_names_both_ways_out_at_once(tmp_path, monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    message = refused(tmp_path, "sst2", "nyu-mll/glue")
+    message = refused(load_glue, "sst2", tmp_path, hub="nyu-mll/glue")
     assert sum(slept) < 10, "tried again, and again"
     assert "nyu-mll/glue on the Hugging Face hub cannot be reached" in message and "refused" in message
     assert f"put GLUE's tsv files into {tmp_path / 'glue' / 'SST-2'}" in message
@@ -121,25 +113,25 @@ def test_offline_mode_is_respected(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_utils, "get_session", lambda: pytest.fail("the hub was asked"))
-    assert "cannot be reached (HF_HUB_OFFLINE" in refused(tmp_path, "qnli", "nyu-mll/glue")
+    assert "cannot be reached (HF_HUB_OFFLINE" in refused(load_glue, "qnli", tmp_path, hub="nyu-mll/glue")
 
 
 def test_a_folder_that_is_no_copy_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
-    message = refused(tmp_path, "sst2", str(tmp_path / "other"))
+    message = refused(load_glue, "sst2", tmp_path, hub=str(tmp_path / "other"))
     assert "cannot be read from" in message and "put GLUE's tsv files into" in message
 
 
 def test_a_missing_column_is_named(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", {"text": ["a", "b"], "label": [0, 1]})
-    assert "has no column sentence" in refused(tmp_path, "sst2", str(folder))
+    assert "has no column sentence" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
 
 
 def test_classes_in_another_order_are_refused(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", classes=("positive", "negative"))
-    assert "has the classes positive, negative" in refused(tmp_path, "sst2", str(folder))
+    assert "has the classes positive, negative" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
 
 
 def test_a_row_without_a_label_is_named(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", {"sentence": ["a", "b"], "label": [0, -1]})
-    assert "row 1 has the label -1" in refused(tmp_path, "sst2", str(folder))
+    assert "row 1 has the label -1" in refused(load_glue, "sst2", tmp_path, hub=str(folder))

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.data.text import load_samsum, read_samsum_json
 from groupwise.data.text_examples import Request
-from groupwise.errors import UserError
+from tests.data.refusals import refused
 
 ROW = {"id": "7", "summary": "B is late.", "dialogue": "A: where are you?\r\nB: late"}
 SOURCE = "Summarize the following dialogue\nA: where are you?\nB: late\nTL;DR"
@@ -18,14 +18,6 @@ def write(root: Path, name: str, *rows: dict) -> Path:
     (root / "samsum").mkdir(exist_ok=True)
     (root / "samsum" / name).write_text(json.dumps(rows))
     return root / "samsum" / name
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        read_samsum_json(path)
-    message = str(caught.value)
-    assert "\n" not in message and str(path) in message
-    return message
 
 
 def test_a_dialogue_stands_between_instruction_and_delimiter(tmp_path):
@@ -65,11 +57,13 @@ def test_a_row_without_a_dialogue_is_dropped_and_counted(tmp_path):
     ],
 )
 def test_a_broken_row_is_named(tmp_path, row, words):
-    assert words in refused(write(tmp_path, "train.json", ROW, row))
+    assert words in refused(read_samsum_json, write(tmp_path, "train.json", ROW, row))
 
 
 def test_a_file_without_any_dialogue_is_refused(tmp_path):
-    assert "holds no row with a dialogue" in refused(write(tmp_path, "val.json", ROW | {"dialogue": ""}))
+    assert "holds no row with a dialogue" in refused(
+        read_samsum_json, write(tmp_path, "val.json", ROW | {"dialogue": ""})
+    )
 
 
 def test_the_real_samsum():

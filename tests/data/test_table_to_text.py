@@ -10,17 +10,10 @@ import pytest
 from groupwise.data.text import linearise_mr, linearise_triples, load_dart, load_e2e, read_dart_json, read_e2e_csv
 from groupwise.data.text_examples import Request
 from groupwise.errors import UserError
+from tests.data.refusals import refused
 
 MR = "name[The Mill], eatType[pub], area[riverside], familyFriendly[yes]"
 LINEAR = "name : The Mill | Type : pub | area : riverside | family friendly : yes"
-
-
-def refused(read, path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        read(path)
-    message = str(caught.value)
-    assert "\n" not in message and str(path) in message
-    return message
 
 
 def e2e(root: Path, train: str = "trainset.csv") -> Path:
