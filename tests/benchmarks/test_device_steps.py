@@ -40,11 +40,3 @@ def test_it_goes_on_in_another_process_and_ends(tmp_path: Path, asked: list[tupl
     assert asked == [("wrn16_4_ws", 2), ("wrn16_4_ws", 4)]
     with (tmp_path / TABLE.file).open(newline="") as lines:
         assert [row["status"] for row in csv.DictReader(lines)] == ["refused: a kernel failed"] * 2
-
-
-def test_a_rehearsal_at_the_smallest_size_does_not_stand_for_the_real_one(
-    tmp_path: Path, asked: list[tuple[str, int]]
-) -> None:
-    for tiny in (True, True, False):
-        run(options(tmp_path, tiny=tiny))
-    assert asked == [("wrn16_4_ws (tiny)", 2), ("wrn16_4_ws (tiny)", 4), ("wrn16_4_ws", 2), ("wrn16_4_ws", 4)]

@@ -10,12 +10,10 @@ from benchmarks import device_table, worker
 from benchmarks.device_table import (
     AGAIN,
     FIRST,
-    GRAPHS,
     LARGEST,
     LEFT,
     THEN,
     TableOptions,
-    cases,
     measure,
     measure_largest,
 )
@@ -60,19 +58,6 @@ lost: dict[str, str] = {}
 
 def options(tmp_path: Path, **others: Any) -> TableOptions:
     return TableOptions(out=str(tmp_path), device="cpu", tiny=True, **others)
-
-
-def test_what_matters_most_comes_first() -> None:
-    found = cases(TableOptions())
-    assert [(job.workload, job.dtype) for job, _ in found[:3]] == [
-        ("wrn16_4_ws", "float32"),
-        ("gpt2", "float32"),
-        ("roberta_base", "float32"),
-    ]
-    assert [methods for _, methods in found] == [FIRST] * 6 + [GRAPHS] * 6 + [THEN] * 6
-    assert {methods for _, methods in cases(TableOptions(device="cpu"))} == {FIRST, THEN}
-    assert (found[0][0].batch, found[0][0].layers) == (512, None)
-    assert (found[1][0].batch, found[1][0].layers, found[1][0].tokens) == (16, 12, 100)
 
 
 def test_nothing_is_measured_twice(asked: list[Any], tmp_path: Path) -> None:

@@ -58,15 +58,6 @@ def test_rounds_are_interleaved() -> None:
     assert found[0]["examples_per_second"] == 4.0 and found[0]["steps"] == 3 and found[0]["status"] == "ok"
 
 
-def test_plain_training_is_timed_in_both_formats_and_ours_in_channels_last() -> None:
-    found = rows("wrn16_4_ws", "none", "flat", rounds=1)
-    assert [(row["method"], row["memory_format"]) for row in found] == [
-        ("none", "contiguous"),
-        ("none", "channels_last"),
-        ("flat", "channels_last"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("contiguous", "last", "chosen"),
     [

@@ -53,16 +53,6 @@ def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
         torch.testing.assert_close(theirs[name], expected, **TOLERANCE)
 
 
-def test_adaptive_thresholds_move() -> None:
-    workload = build("mlp", tiny=True, dtype="float64")
-    method = make("adaptive_layer", workload)
-    found = []
-    for _ in range(2):
-        method.step()
-        found.append(workload.trainable[0].grad.clone())
-    assert not torch.allclose(*found)
-
-
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_recorded_gives_the_sums_and_thresholds_of_every_step(name: str, monkeypatch) -> None:

@@ -21,14 +21,6 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 MLP = BY_NAME["MLP"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def statuses(architecture):
     return [row.status for row in measure(architecture, MODES, speed=False)]
 

@@ -20,14 +20,6 @@ QUICK = {"one_stream": 40, "public_masks": 40, "thresholds_first": 60, "last_mic
 """Some of the bugs that few plays show, for the fast tests; no_noise and no_clipping are in other tests below."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def check(row):
     assert row.caught and row.sound, row
     if row.true is not None:  # the harness itself claims no more than there is
