@@ -76,5 +76,6 @@ def test_values_are_looked_at_on_a_cpu_only():
 
 def test_automatic_factors_by_hand():
     assert automatic_factors(0.5)(torch.tensor([0.0, 1.5]), torch.tensor(3.0)).tolist() == [6.0, 1.5]
-    with pytest.raises(ValueError, match="gamma"):
-        automatic_factors(float("nan"))
+    for bad in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="gamma > 0"):
+            automatic_factors(bad)

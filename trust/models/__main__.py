@@ -22,7 +22,7 @@ from trust.models.architecture import Architecture
 from trust.models.check import attempt, check, know
 from trust.models.hugging_face import ADAPTERS, TEXT
 from trust.models.hugging_face_senses import SENSES, WATCHING
-from trust.models.libraries import DIFFUSERS, TIMM
+from trust.models.libraries import DIFFUSERS, NETWORKS, TIMM, VIDEO
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
 from trust.models.plain_mixing import MIXING
@@ -30,7 +30,6 @@ from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import EXACT, HEAD, MODES, TRACEBACK, Row
 from trust.models.speed import with_speed
-from trust.models.torchvision_models import NETWORKS, VIDEO
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *TEXT,

@@ -1,4 +1,4 @@
-"""Networks of timm and diffusers, small, with random weights, as `libraries.yaml` lists them."""
+"""Networks of torchvision, timm and diffusers, small, with random weights, as `libraries.yaml` lists them."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision, mend_torchvision
 from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, in_eval
 
 LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("libraries.yaml").read_text())
@@ -22,6 +22,25 @@ def settings(size: Size, own: dict[str, Any]) -> dict[str, Any]:
     """An entry of the list with the size's numbers in it."""
     numbers = asdict(size) | {"wide": 2 * size.width, "quarter": size.width // 4, "positions": 2 * size.tokens}
     return OmegaConf.to_container(OmegaConf.create({**numbers, "own": own}), resolve=True)["own"]  # type: ignore
+
+
+def torchvision(name: str, own: dict[str, Any]) -> Architecture:
+    """A network of images or videos; every BatchNorm becomes GroupNorm with up to 4 groups, unless it may stay."""
+    image, frames, mixes = own.get("image", 0), own.get("frames", 0), own.get("mixes", False)
+    given = {key: value for key, value in own.items() if key not in ("image", "frames", "mixes")}
+
+    def make(size: Size) -> Subject:
+        import_torchvision()
+        network = instantiate(settings(size, given), _convert_="all")
+        for path, layer in list(network.named_modules()):
+            if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d) and not mixes:
+                groups = next(groups for groups in (4, 3, 2, 1) if layer.num_features % groups == 0)
+                network.set_submodule(path, nn.GroupNorm(groups, layer.num_features))
+        edge = max(image, size.image)
+        shape = (3, frames, edge, edge) if frames else (3, edge, edge)
+        return Subject(network, {"images": size.vectors(*shape), "labels": size.labels()}, decisions)
+
+    return Architecture(name, "torchvision", make, mixes)
 
 
 def timm(name: str, own: dict[str, Any]) -> Architecture:
@@ -79,5 +98,7 @@ def _drawn(size: Size, shape: Any) -> Tensor:
     return size.labels(shape) if isinstance(shape, int) else size.vectors(*shape)
 
 
+NETWORKS = tuple(torchvision(name, own) for name, own in LISTED["torchvision"].items())
+VIDEO = tuple(torchvision(name, own) for name, own in LISTED["torchvision, video"].items())
 TIMM = tuple(timm(name, own) for name, own in LISTED["timm"].items())
 DIFFUSERS = tuple(diffusers(name, own) for name, own in LISTED["diffusers"].items())
