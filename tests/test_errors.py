@@ -21,7 +21,7 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
     [
         (OSError(30, "Read-only file system", "results/tables/cifar.md"), "error: results/tables/cifar.md: Read-only"),
         (OSError(ENOSPC, "No space left on device"), "error: the disk: No space left on device"),
-        (PermissionError(13, "Permission denied", "a"), "error: a may not be read"),
+        (PermissionError(13, "Permission denied", "a"), "error: a: Permission denied"),
         (UserError("a sentence."), "error: a sentence."),
     ],
 )

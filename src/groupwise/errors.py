@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from errno import ENOSPC
+from errno import EDQUOT, ENOSPC
 from functools import wraps
 from typing import ParamSpec
 
@@ -55,7 +55,7 @@ EXTRAS = {
 
 @contextmanager
 def environment_errors() -> Iterator[None]:
-    """A package that is not installed, or a place that may not be read, becomes a `UserError`."""
+    """A package that is not installed, or a file or disk that refuses, becomes a `UserError`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -65,8 +65,11 @@ def environment_errors() -> Iterator[None]:
         raise UserError(
             f"{package} is not installed, which this needs: pip install 'groupwise[{EXTRAS[package]}]' brings it."
         ) from error
-    except PermissionError as error:
-        raise UserError(f"{error.filename} may not be read or written here ({error.strerror}): fix that.") from error
+    except OSError as error:
+        if error.filename is None and error.errno not in (ENOSPC, EDQUOT):
+            raise
+        place = error.filename or "the disk"
+        raise UserError(f"{place}: {error.strerror}; fix that and run the same command again.") from error
 
 
 def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:
@@ -105,11 +108,7 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
                 return main(*arguments, **options)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-        except OSError as error:
-            if error.filename is None and error.errno != ENOSPC:
-                raise
-            print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
-        return MISTAKE
+            return MISTAKE
 
     return run
 

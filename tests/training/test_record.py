@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.config.identity import config_hash, load_config
 from groupwise.config.schema import ClipConfig, PathsConfig, RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, environment_errors
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.provenance import git_state
 from groupwise.training.record import RunRecord
@@ -168,7 +168,7 @@ def test_an_unwritable_results_folder_is_refused_before_anything_starts(
 def test_a_disk_that_refuses_later_is_a_users_mistake_too(config: RunConfig) -> None:
     record = RunRecord.open(config)
     Path(config.paths.results).write_text("a file has come in the way")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=r"results.*; fix that and run the same command again"), environment_errors():
         record.begin()
 
 
@@ -296,7 +296,7 @@ def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: Ru
 def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) -> None:
     record = begun(config)
     (record.folder / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UserError, match=r"No space left on device.*fix that and run the same command again"):
+    with pytest.raises(UserError, match=r"^the disk: No space left on device; fix that"), environment_errors():
         record.log(1, {"loss": 1.0})
 
 

@@ -7,8 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -60,7 +59,10 @@ class RunRecord:
                     "Give the same values, or leave resume out."
                 )
         if why := why_unwritable(folder):
-            raise UserError(_unwritable(folder, why))
+            raise UserError(
+                f"the results folder {folder} cannot be written ({why}): fix that and run the same command again, or "
+                "give another folder with paths.results=<folder>."
+            )
         return cls(folder, config)
 
     @property
@@ -97,44 +99,41 @@ class RunRecord:
         """Make the folder, take its lock, and write the configuration and where the code came from.
 
         Without a checkpoint, what an interrupted run left is removed. ``resumed_from`` is the checkpoint that was
-        loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError`
-        when the folder cannot be written, or when another process runs, or just ran, the same configuration.
+        loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError` when
+        another process runs, or just ran, the same configuration.
         """
-        with self._writing():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or lock(self.folder / ".lock")
-            if self._lock is None:
-                raise UserError(
-                    f"another process is writing to {self.folder}, which is this very configuration: wait for it "
-                    "to end, or change something, such as the seed."
-                )
-            if self._state() != self._found:
-                self.close()
-                raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
-            if self.config.overwrite or not self.resumable:
-                self._clear()
-            if resumed_from == previous(self.checkpoint):
-                os.replace(resumed_from, self.checkpoint)
-            (self.folder / SUMS).unlink(missing_ok=True)
-            for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
-                left.unlink()
-            write_text(self.folder / "config.yaml", save_config(self.config))
-            write_text(self.folder / "config.hash", self.hash + "\n")
-            with open(self.folder / "command.txt", "a", encoding="utf-8") as file:
-                file.write(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
-            self._write_provenance()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or lock(self.folder / ".lock")
+        if self._lock is None:
+            raise UserError(
+                f"another process is writing to {self.folder}, which is this very configuration: wait for it "
+                "to end, or change something, such as the seed."
+            )
+        if self._state() != self._found:
+            self.close()
+            raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
+        if self.config.overwrite or not self.resumable:
+            self._clear()
+        if resumed_from == previous(self.checkpoint):
+            os.replace(resumed_from, self.checkpoint)
+        (self.folder / SUMS).unlink(missing_ok=True)
+        for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
+            left.unlink()
+        write_text(self.folder / "config.yaml", save_config(self.config))
+        write_text(self.folder / "config.hash", self.hash + "\n")
+        with open(self.folder / "command.txt", "a", encoding="utf-8") as file:
+            file.write(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
+        self._write_provenance()
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` atomically (privacy, seeds, system, ...)."""
-        with self._writing():
-            write_json(self.folder / f"{name}.json", content)
+        write_json(self.folder / f"{name}.json", content)
 
     def write_outputs(self, outputs: Mapping[str, list[dict[str, Any]]]) -> None:
         """Write outputs-<split>.jsonl: the texts that the model made, one line each."""
         for split, rows in outputs.items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            with self._writing():
-                write_text(self.folder / f"outputs-{split}.jsonl", lines)
+            write_text(self.folder / f"outputs-{split}.jsonl", lines)
 
     def write_data(self, description: Mapping[str, Any]) -> None:
         """Write data.json; raises `UserError` when a resumed run had other data."""
@@ -148,7 +147,7 @@ class RunRecord:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl; it survives the death of the process."""
-        with self._writing(), open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}, default=float) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -171,8 +170,7 @@ class RunRecord:
         for row in self.metrics():
             if row["step"] <= step:
                 kept.setdefault(row["step"], row)
-        with self._writing():
-            write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
+        write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
 
     def replayed(self, start: int) -> int:
         """Steps of this run that were or will be run again, now that it resumes after step ``start``."""
@@ -198,8 +196,7 @@ class RunRecord:
         row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
         row |= {key: value for key, value in found.items() if key not in row} | dict(metrics)
         self.write("result", row)
-        with self._writing():
-            write_sums(self.folder)
+        write_sums(self.folder)
         self.mark_done()
         self.close()
         return row
@@ -207,10 +204,9 @@ class RunRecord:
     def mark_done(self) -> None:
         """Of a run that is `finished`: remove checkpoints, which hold the noise's key, and write DONE if it is not
         there, as when the process was killed between the two."""
-        with self._writing():
-            forget_checkpoints(self.folder)
-            if not (self.folder / "DONE").is_file():
-                write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
+        forget_checkpoints(self.folder)
+        if not (self.folder / "DONE").is_file():
+            write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
 
     def close(self) -> None:
         """Give the lock back; the end of the process does it too."""
@@ -229,14 +225,6 @@ class RunRecord:
         """Checkpoints and marks of the end with their times, which another process would change."""
         ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """An error of the disk inside becomes a `UserError`."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(_unwritable(self.folder, error.strerror or str(error))) from error
 
     def _clear(self) -> None:
         (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a half-cleared run is not done
@@ -298,13 +286,6 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
         return {**provenance, "data": dict(description), "metrics": dict(metrics)}
     elsewhere = HELD_OUT[1:] if record.config.data.holdout else HELD_OUT
     return {**provenance, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
-
-
-def _unwritable(folder: Path, reason: str) -> str:
-    return (
-        f"the results folder {folder} cannot be written ({reason}): fix that and run the same command again, "
-        "or give another folder with paths.results=<folder>."
-    )
 
 
 def _altered(path: Path) -> str:
