@@ -75,13 +75,3 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
     finally:
         matmul.allow_bf16_reduced_precision_reduction, cudnn.deterministic, cudnn.benchmark = before[:3]
         torch.use_deterministic_algorithms(before[3], warn_only=before[4])
-
-
-def arithmetic_settings(device: torch.device) -> dict[str, Any]:
-    """The settings of a GPU, for the result row; {} for a CPU, which has none."""
-    if device.type == "cpu":
-        return {}
-    return {
-        "tf32": any(place.allow_tf32 for place in PLACES),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }

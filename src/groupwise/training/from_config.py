@@ -61,8 +61,6 @@ def make_thresholds(
     even = _even(clip, plan.num_groups)
     if clip.policy == "fixed":
         return FixedThresholds([even] * groups)
-    if clip.policy != "adaptive":
-        raise UserError(f"clip.policy={clip.policy} is not known: fixed or adaptive.")
     if plan.noise_multiplier > 0 and not plan.count_noise_multiplier > 0:
         raise UserError(
             "clip.policy=adaptive releases counts, for which the plan has no noise: make one with a quantile_budget "
@@ -128,22 +126,21 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig
 
 
 def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
-    """Call ``.step()`` once after each of the ``steps`` updates; the rate depends on the step alone."""
-    return LambdaLR(optimizer, lambda step: rate_factor(step, steps, config.schedule, config.warmup))
+    """Call ``.step()`` once after each of the ``steps`` updates; the rate depends on the step alone.
 
-
-def rate_factor(step: int, steps: int, schedule: str, warmup: float) -> float:
-    """The factor of the learning rate at ``step`` (0-based) of ``steps``.
-
-    It rises linearly to 1 over the first ``warmup * steps`` steps, never from zero, which would waste a
-    release; then it stays (constant), or falls (linear, cosine) towards zero, reached only after the last
-    step.
+    It rises linearly over the first ``warmup * steps`` steps, never from zero, which would waste a release; then it
+    stays (constant), or falls (linear, cosine) towards zero, reached only after the last step.
     """
-    rising = round(warmup * steps)
-    if step < rising:
-        return (step + 1) / rising
-    done = min((step - rising) / max(steps - rising, 1), 1.0)
-    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[schedule]
+    rising = round(config.warmup * steps)
+
+    def factor(step: int) -> float:
+        if step < rising:
+            return (step + 1) / rising
+        done = min((step - rising) / max(steps - rising, 1), 1.0)
+        falls = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+        return falls[config.schedule]
+
+    return LambdaLR(optimizer, factor)
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

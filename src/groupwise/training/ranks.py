@@ -4,15 +4,15 @@ A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S
 alone is D = S = 1.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from groupwise.errors import UserError
 
@@ -105,11 +105,11 @@ class Ranks:
     @torch.no_grad()
     def _in_buckets(self, tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
         """Send few large messages: tensors of one kind in row-major order, whatever their memory layout."""
-        for bucket in _buckets(tensors) if self.replicas > 1 else ():
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        for bucket in _take_tensors(tensors, BUCKET) if self.replicas > 1 else ():
+            flat = _flatten_dense_tensors(bucket)
             send(flat)
-            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            for tensor, part in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+                tensor.copy_(part)
 
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
@@ -141,21 +141,3 @@ def _group_of(lines: np.ndarray, rank: int, timeout: timedelta | None) -> dist.P
         return dist.group.WORLD
     groups = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]  # all make all, in this order
     return next(group for line, group in zip(lines, groups, strict=True) if rank in line)
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype and device, of `BUCKET` bytes together, or one larger tensor alone."""
-    for _, same in groupby(sorted(tensors, key=_kind), key=_kind):
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in same:
-            if bucket and size + tensor.nbytes > BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        yield bucket
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tensor.device}"

@@ -19,7 +19,6 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.plan import finite_json
-from groupwise.training.arithmetic import arithmetic_settings
 from groupwise.training.earlier_runs import Entry, counted, total
 from groupwise.training.progress import Progress
 from groupwise.training.provenance import resources, usable_cores
@@ -211,7 +210,6 @@ def _close(
         plan={**plan.to_dict(), "spent_epsilon": report.to_dict()["epsilon"], **said},
         system={
             **resources(trainer.private.device, seconds),
-            **arithmetic_settings(trainer.private.device),
             "cores": usable_cores(),
             "threads": torch.get_num_threads(),
             "microbatch": trainer.private.sums.size,
