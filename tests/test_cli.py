@@ -103,7 +103,7 @@ def absl_keeps_the_capture_open() -> None:
         ("clip=flat clip.target_quantile=0.3 scale=smoke", "changes nothing: it is not read with clip.policy=fixed"),
         ("clip=none clip.threshold=3 scale=smoke", "clip.threshold=3 changes nothing: nothing is clipped"),
         ("-m clip=flat,fixed_layer clip.gamma=0.3 scale=smoke", "it is not read with clip.rule=min"),
-        ("task=cifar model.trains=bias", "is of language models"),
+        ("task=cifar model.trains=bias", "model.trains=bias is not for model.name=wide_resnet: leave one"),
         ("-m clip=flat,gohst", "did you mean ghost?"),
         ("privacy.epsilon=8,", "privacy.epsilon=8, ends with a comma"),
         ("paths.results=/tmp/a=b", """into quotes, 'paths.results="/tmp/a=b"'."""),

@@ -272,8 +272,11 @@ REFUSED = [
         "cannot tell the stages",
     ),
     ("task=samsum_pipeline clip=flat pipeline.stages=2 parallel.kind=fsdp", "shards already"),
-    ("task=samsum_pipeline clip=flat pipeline.stages=2 train.compile=true", "leave it out"),
-    ("task=samsum_pipeline clip=flat pipeline.stages=2 explain=true", "pipeline.stages=1"),
+    (
+        "task=samsum_pipeline clip=flat pipeline.stages=2 train.compile=true",
+        "train.compile=true is not for pipeline.stages=2",
+    ),
+    ("task=samsum_pipeline clip=flat pipeline.stages=2 explain=true", "explain=true is not for pipeline.stages=2"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.atomic import why_unwritable
 from groupwise.config.keys import CHOICES, LIMITS, expected, fits, key_types
-from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, DataConfig, ModelConfig, RunConfig
+from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
@@ -24,14 +24,15 @@ LARGEST_WHOLE, LARGEST = 2**62, 1e15
 """The largest seed, size or number of steps, and the largest other number: beyond them libraries overflow."""
 GENERATION = ("e2e", "dart", "samsum")
 """Tasks of texts to be written; their model can be split into stages."""
+DEFAULTS = RunConfig()
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
 def validate(config: RunConfig) -> None:
     """Raise a `UserError` of one sentence for the first problem in ``config``."""
     checks = (
-        _texts, _choices, _ranges, _places, _together, _texts_alone, _evaluation, _privacy, _clipping, _pipeline,
-        _recorded, _parallel,
+        _texts, _choices, _ranges, _places, _together, _evaluation, _privacy, _clipping, _pipeline, _recorded,
+        _parallel,
     )  # fmt: skip
     for check in checks:
         for problem in check(config):
@@ -130,6 +131,14 @@ def _places(config: RunConfig) -> Iterator[str]:
         yield f"data.train_file={name} leaves the folder of the data set: give the name of a file in it."
 
 
+def _not_for(what: str, config: RunConfig, *keys: str) -> Iterator[str]:
+    """Keys that have another value than by default, which does not go with ``what``."""
+    for key in keys:
+        if (value := value_at(config, key)) != value_at(DEFAULTS, key):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            yield f"{key}={shown} is not for {what}: leave one of them out."
+
+
 def _together(config: RunConfig) -> Iterator[str]:
     """Settings that do not go together."""
     data, model, train = config.data, config.model, config.train
@@ -150,28 +159,22 @@ def _together(config: RunConfig) -> Iterator[str]:
         yield "model.pool=mean is not for model.trains=lora: choose one of the two."
     if model.pool == "mean" and config.export is not None:
         yield "export with model.pool=mean would be read by others as if its head took the first token: drop one."
-    if data.public and config.debug.noise_seed is not None:
-        yield "data.public=true takes the key of the noise from seed: leave debug.noise_seed out."
-    asked = [f"data.{key}={getattr(data, key)}" for key in ("flip", "crop", "views")
-             if getattr(data, key) != getattr(DataConfig, key)]  # fmt: skip
-    if asked and model.name != "wide_resnet":
-        yield f"{asked[0]} is of images, and model.name={model.name} sees none: leave it out."
-    if asked == [f"data.views={data.views}"]:
-        yield f"{asked[0]} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
-
-
-def _texts_alone(config: RunConfig) -> Iterator[str]:
-    for key in ("trains", "dropout", "attention_dropout", "untie", "rematerialize"):
-        value = getattr(config.model, key)
-        if config.model.name in IMAGE_MODELS and value != getattr(ModelConfig, key):
-            yield f"model.{key}={value} is of language models: leave it out with model.name={config.model.name}."
-    if config.data.chat and config.task not in GENERATION:
-        yield f"data.chat=true is not for task={config.task}: choose one of {', '.join(GENERATION)}, or leave it out."
+    if data.public:
+        yield from _not_for("data.public=true, which takes the key of the noise from seed", config, "debug.noise_seed")
+    if model.name in IMAGE_MODELS:
+        texts = ("trains", "dropout", "attention_dropout", "untie", "rematerialize")
+        yield from _not_for(f"model.name={model.name}", config, *(f"model.{key}" for key in texts))
+    if model.name != "wide_resnet":
+        yield from _not_for(f"model.name={model.name}", config, "data.flip", "data.crop", "data.views")
+    if data.views > 1 and not (data.flip or data.crop):
+        yield f"data.views={data.views} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
+    if config.task not in GENERATION:
+        yield from _not_for(f"task={config.task}", config, "data.chat")
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
-    if config.explain and config.eval.shots is not None:
-        yield "explain=true shows how training clips, and eval.shots trains nothing: drop one of them."
+    if config.explain:
+        yield from _not_for("explain=true", config, "eval.shots")
     if config.data.chat and config.eval.shots:
         yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":
@@ -265,66 +268,42 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         yield f"clip.norms=ghost is not for {several}: clip=flat does the same there, in two passes of the pipeline."
     if clip.grouping == "custom":
         yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
-    if clip.grouping in ("device", "layer", "block"):
-        yield from _apart(config, several)
-    if config.model.rematerialize:
-        yield f"model.rematerialize=true is not for {several}: give pipeline.rematerialize=true."
-    if config.train.compile or config.train.ema:
-        what = "train.compile=true" if config.train.compile else f"train.ema={config.train.ema}"
-        yield f"{what} is not for {several}: leave it out."
-    if config.eval.shots is not None:
-        yield f"eval.shots is not for {several}: nothing trains, so one process is enough; give pipeline.stages=1."
-    if config.explain:
-        yield f"explain=true shows one process: give pipeline.stages=1 instead of {stages}."
-    if config.export is not None:
-        yield f"export is not for {several}: take model.pt from the run's folder."
+    if clip.grouping in ("device", "layer", "block"):  # each stage adds its own noise
+        if config.noise.allocation != "equal_budget":
+            yield (
+                f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
+                f"noise: use noise=equal_budget with {several}."
+            )
+        if clip.policy == "adaptive" and clip.rescale:
+            yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
+    keys = ("model.rematerialize", "train.compile", "train.ema", "eval.shots", "explain", "export")
+    yield from _not_for(several, config, *keys)
 
 
 def _recorded(config: RunConfig) -> Iterator[str]:
     """Settings that a CUDA graph of a microbatch cannot contain."""
-    graph, kind = "train.cuda_graph=true", config.parallel.kind
     if not config.train.cuda_graph:
         return
+    graph = "train.cuda_graph=true"
+    yield from _not_for(graph, config, "train.compile", "model.rematerialize", "pipeline.stages")
     if config.train.device == "cpu":
         yield f"{graph} is for NVIDIA's GPUs: leave it out with train.device=cpu."
-    if config.train.compile:
-        yield f"{graph} and train.compile=true both take the place of the model's code: choose one."
-    if config.model.rematerialize:
-        yield f"{graph} is not for model.rematerialize=true, which asks where generators stand: leave one out."
-    if config.pipeline.stages > 1 or (config.parallel.ranks > 1 and kind != "ddp"):
-        what = f"pipeline.stages={config.pipeline.stages}" if config.pipeline.stages > 1 else f"parallel.kind={kind}"
-        yield f"{graph} is not for {what}, whose processes wait for each other inside of a microbatch: leave it out."
+    if config.parallel.ranks > 1:
+        yield from _not_for(graph, config, "parallel.kind")
 
 
 def _parallel(config: RunConfig) -> Iterator[str]:
     """Settings that replicas cannot do, and clipping modes that sharded parameters cannot have."""
-    clip, ranks, sharded = config.clip, config.parallel.ranks, config.parallel.kind == "fsdp"
+    clip, sharded = config.clip, config.parallel.kind == "fsdp"
     if sharded and config.pipeline.stages > 1:
         yield "parallel.kind=fsdp is not for pipelines, whose stages are shards already: use parallel.kind=ddp."
-    if ranks == 1:
+    if config.parallel.ranks == 1:
         return
-    if config.eval.shots is not None or config.explain:
-        what = "explain=true" if config.explain else "eval.shots"
-        yield f"{what} trains nothing, so one process is enough: give parallel.ranks=1."
-    if sharded and (config.train.compile or config.export is not None):
-        what = "train.compile=true" if config.train.compile else "export"
-        yield f"{what} is not for parallel.kind=fsdp: leave it out (model.pt is in the run's folder), or use ddp."
-    if sharded and config.train.ema:
-        yield f"train.ema={config.train.ema} is not for parallel.kind=fsdp: leave it out, or use ddp."
+    yield from _not_for(f"parallel.ranks={config.parallel.ranks}", config, "eval.shots", "explain")
+    if sharded:
+        yield from _not_for("parallel.kind=fsdp", config, "train.compile", "export", "train.ema")
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
         yield (
-            "parallel.kind=fsdp shards parameters layer by layer, "
-            f"and clip.grouping={clip.grouping} needs all at once: "
-            "use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
+            f"parallel.kind=fsdp shards parameters layer by layer, and clip.grouping={clip.grouping} needs all at "
+            "once: use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
         )
-
-
-def _apart(config: RunConfig, several: str) -> Iterator[str]:
-    """Settings that need the thresholds of all stages, each of which adds its own noise."""
-    if config.noise.allocation != "equal_budget":
-        yield (
-            f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "
-            f"noise: use noise=equal_budget with {several}."
-        )
-    if config.clip.policy == "adaptive" and config.clip.rescale:
-        yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
