@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "groupwise"
 ORDER = (
     {"errors", "atomic", "checkout"},
-    {"cache", "metrics", "rows", "torchvision_import"},
+    {"cache", "metrics", "options", "rows", "torchvision_import"},
     {"config", "clipping", "privacy", "data"},
     {"models", "training"},
     {"tasks", "private"},
@@ -26,7 +26,7 @@ ORDER = (
 """Each may import what stands above it, and itself."""
 ALONE = {
     "clipping": {"cache", "errors"},
-    "privacy": {"cache", "errors"},
+    "privacy": {"cache", "errors", "options"},
     "data": {"atomic", "cache", "errors", "torchvision_import"},
     "metrics": {"errors"},
 }

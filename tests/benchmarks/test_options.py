@@ -34,7 +34,7 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (throughput, "wrokload=mlp", "did you mean workload?"),
         (throughput, "workload=gpt", "did you mean gpt2?"),
         (throughput, "method=gohst", "did you mean ghost?"),
-        (throughput, "rounds=many", "rounds does not fit"),
+        (throughput, "rounds=many", "rounds=many does not fit"),
         (throughput, "batch=4,x", "batch=4,x"),
         (throughput, "dtype=float16", "float32"),
         (throughput, "device=tpu", "cpu or cuda"),

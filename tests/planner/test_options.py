@@ -3,8 +3,9 @@
 import pytest
 
 from groupwise.errors import UserError
+from groupwise.options import read
 from groupwise.planner.__main__ import main
-from groupwise.planner.options import HELP, PlanOptions, parse, size
+from groupwise.planner.options import PlanOptions, size
 
 
 def test_values_are_read_by_type():
@@ -16,11 +17,11 @@ def test_values_are_read_by_type():
         "dtype=bfloat16",
         "accelerator=a100_80gb",
     ]
-    options = parse([*given, "targets=q_proj, v_proj", "memory=40GB"])
+    options = read(PlanOptions, [*given, "targets=q_proj, v_proj", "memory=40GB"])
     assert (options.devices, options.epochs, options.rematerialize, options.dtype) == (8, 2.5, False, "bfloat16")
     assert options.adapted == ("q_proj", "v_proj")
     assert options.room == pytest.approx(40e9 - 1e9)
-    assert parse([*given, "microbatch=null"]).microbatch is None
+    assert read(PlanOptions, [*given, "microbatch=null"]).microbatch is None
 
 
 def test_defaults_are_those_of_the_accelerator():
@@ -38,11 +39,11 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text, found):
     [
         ("devices", "cannot be read as key=value"),
         ("device=3", r"no key device \(did you mean devices\?\)"),
-        ("devices=two", "devices does not fit: .*Integer"),
-        ("devices=0", "devices=0 was given; give a number above 0"),
+        ("devices=two", "devices=two does not fit: a whole number"),
+        ("devices=0", "devices=0 was given; give a finite number above 0"),
         ("epochs=inf", "epochs=inf was given"),
         ("rank=-1", "rank=-1 was given"),
-        ("rematerialize=perhaps", "rematerialize does not fit: .*bool"),
+        ("rematerialize=perhaps", "rematerialize=perhaps does not fit: true or false"),
         ("memory=much", "memory=much was given; give a size such as 32GB"),
         ("memory=0GB", "memory=0GB was given"),
         ("memory=0.5GB", "leaves no room beside the 1 GB"),
@@ -56,14 +57,13 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text, found):
 )
 def test_a_mistake_is_one_sentence(argument, message):
     with pytest.raises(UserError, match=message):
-        parse([argument])
+        read(PlanOptions, [argument])
 
 
 def test_help_names_every_key(capsys):
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.strip() == HELP
-    for key in vars(PlanOptions()):
-        assert f"  {key}=" in HELP
+    said = capsys.readouterr().out
+    assert "devices=16" in said and all(f"  {key}=" in said for key in vars(PlanOptions()))
 
 
 def test_a_mistake_ends_with_2_and_says_so(capsys):

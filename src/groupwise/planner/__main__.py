@@ -1,7 +1,9 @@
-"""Plans a pipeline from the command line:  python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB
+"""What a private pipeline needs on each device and how long it takes, without allocating the model:
 
-Goes from options to a plan: which microbatch fits and is fastest, what each device holds, how long a step takes.
-`--help` lists the options. Exit codes: 0, 2 for a mistake or a model that does not fit.
+python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB microbatch=1
+python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512
+
+Exit codes: 0, 2 for a mistake or a model that does not fit.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
 
-from groupwise.errors import INTERRUPTED, UserError, command
+from groupwise.errors import UserError
+from groupwise.options import command
 from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.estimate import Estimate, Memory, Times, bubble_fraction
 from groupwise.planner.footprint import Work
-from groupwise.planner.options import HELP, PlanOptions, parse
+from groupwise.planner.options import PlanOptions
 
 
 @dataclass(frozen=True)
@@ -180,24 +182,15 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a plan; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(given):
-        print(HELP)
-        return 0
+def run(options: PlanOptions) -> None:
+    """Print a plan."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        options = parse(given)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            print(report(make_plan(Estimate(options))))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        print(report(make_plan(Estimate(options))))
 
+
+main = command(PlanOptions, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,68 +3,51 @@
 python -m groupwise.privacy epsilon=8 delta=1e-5 n=50000 batch=4096 epochs=300
 """
 
-import math
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from groupwise.errors import UserError, command, did_you_mean
-from groupwise.privacy.accountants import is_whole
+from groupwise.errors import UserError
+from groupwise.options import command, option
+from groupwise.privacy.accounting import ACCOUNTANTS
 from groupwise.privacy.plan import PrivacyPlan, make_plan
 
-HELP = """python -m groupwise.privacy [key=value ...]
-
-  epsilon=8 or sigma=2.5   the budget, or the noise multiplier: the other follows
-  n=50000                  training examples, N
-  batch=4096               examples that a step draws in expectation, B
-  epochs=300 or steps=T    the length; an epoch is N/B steps
-  delta=1e-5               by default N^-1.1
-  accountant=prv           or pld, rdp
-
-Prints what is promised, and the epsilon spent along the way."""
-NUMBERS = ("epsilon", "sigma", "n", "batch", "epochs", "steps", "delta")
 TURNS = 10
 """Lines of the table, at most."""
 
 
-def read_plan(words: Sequence[str]) -> PrivacyPlan:
-    """The plan that the words ask for.
+@dataclass
+class Options:
+    """The options of the command line."""
 
-    Raises:
-        UserError: a word that is no key=value, a key that is missing or unknown, a value out of range.
-    """
-    given: dict[str, float] = {}
-    accountant = "prv"
-    for word in words:
-        key, _, text = word.partition("=")
-        if key == "accountant":
-            accountant = text
-            continue
-        if key not in NUMBERS:
-            raise UserError(f"there is no key {key}{did_you_mean(key, (*NUMBERS, 'accountant'))}; --help lists them.")
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (math.isfinite(number) or word == "epsilon=inf"):
-            raise UserError(f"{word} does not fit: a number was expected.")
-        given[key] = int(number) if is_whole(number) else number
+    epsilon: float | None = option(None, "the budget, from which sigma follows; or", infinite=True)
+    sigma: float | None = option(None, "the noise multiplier, from which epsilon follows", zero=True)
+    n: int | None = option(None, "training examples, N")
+    batch: float | None = option(None, "examples that a step draws in expectation, B")
+    epochs: float | None = option(None, "the length; an epoch is N/B steps; or")
+    steps: int | None = option(None, "the length in steps, T")
+    delta: float | None = option(None, "by default N^-1.1")
+    accountant: str = option("prv", f"of {', '.join(ACCOUNTANTS)}", among=ACCOUNTANTS)
+
+
+def plan_of(given: Options) -> PrivacyPlan:
+    """The plan that was asked for; raises `UserError` for an option that is missing or out of range."""
     for one, other in (("epsilon", "sigma"), ("epochs", "steps")):
-        if (one in given) == (other in given):
+        if (getattr(given, one) is None) == (getattr(given, other) is None):
             raise UserError(f"give one of {one} and {other}; --help lists the keys.")
-    if missing := [key for key in ("n", "batch") if key not in given]:
-        raise UserError(f"{missing[0]} is missing; --help lists the keys.")
-    size, batch = given["n"], given["batch"]
-    if not 0 < batch <= size:
-        raise UserError(f"batch={batch:g} n={size:g} do not fit: give a batch above 0 and at most n.")
-    steps = given["steps"] if "steps" in given else round(given["epochs"] * size / batch)
+    size, batch = given.n, given.batch
+    if size is None or batch is None:
+        raise UserError(f"{'batch' if size else 'n'} is missing; --help lists the keys.")
+    if batch > size:
+        raise UserError(f"batch={batch:g} n={size} do not fit: give a batch of at most n.")
+    steps = round(given.epochs * size / batch) if given.steps is None else given.steps  # type: ignore[operator]
     return make_plan(
-        dataset_size=size,  # type: ignore[arg-type]  # refused where it is not whole
+        dataset_size=size,
         expected_batch_size=batch,
-        steps=steps,  # type: ignore[arg-type]
-        delta=given.get("delta", size**-1.1),
-        epsilon=given.get("epsilon"),
-        noise_multiplier=given.get("sigma"),
-        accountant=accountant,
+        steps=steps,
+        delta=size**-1.1 if given.delta is None else given.delta,
+        epsilon=given.epsilon,
+        noise_multiplier=given.sigma,
+        accountant=given.accountant,
     )
 
 
@@ -75,17 +58,13 @@ def table(plan: PrivacyPlan) -> list[str]:
     return [f"{'step':>9}  {'epoch':>8}  {'epsilon':>8}", *rows]
 
 
-@command
-def main() -> int:
-    """Print the plan's statement and the table; returns the exit code."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & {*words}:
-        print(HELP)
-        return 0
-    plan = read_plan(words)
+def run(given: Options) -> None:
+    """Print the plan's statement and the table."""
+    plan = plan_of(given)
     print(plan.statement(), *table(plan), sep="\n")
-    return 0
 
+
+main = command(Options, run)
 
 if __name__ == "__main__":
     sys.exit(main())
