@@ -1,6 +1,5 @@
 """Runs one configuration to its row: everything is checked and made before anything is written."""
 
-import textwrap
 import time
 import warnings
 from functools import partial
@@ -19,7 +18,7 @@ from groupwise.models.hub import find_source
 from groupwise.pipeline.checkpoint import read_weights
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan
-from groupwise.privacy.plan import WIDTH
+from groupwise.privacy.plan import folded
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.arithmetic import arithmetic
@@ -86,9 +85,9 @@ def _run(
         start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
-        _say(f"Data: {described['source']}; {described['generated']}.")
+        print(folded(f"Data: {described['source']}; {described['generated']}."))
     if "public_text" in described:
-        _say(f"Public in-domain text: {described['public_text']}.")
+        print(folded(f"Public in-domain text: {described['public_text']}."))
     _check_exports(config, task)
     if config.eval.shots is not None:
         return evaluate_in_context(config, record, task, device)
@@ -98,13 +97,15 @@ def _run(
     earlier = earlier_runs_of(config)
     if plan.noise_multiplier > 0:
         if earlier:
-            _say(f"  {sentence(counted(earlier, config.task, described))}")
+            print(folded(f"  {sentence(counted(earlier, config.task, described))}"))
         if config.data.train_limit or config.data.holdout:
-            _say(f"  Neighbouring data sets differ by {neighbours_of(config)}.")
+            print(folded(f"  Neighbouring data sets differ by {neighbours_of(config)}."))
         if config.data.public:
-            _say("  Public data: the key follows from the seed, so the run can be made again. Not a private release.")
+            again = "the key follows from the seed, so the run can be made again. Not a private release."
+            print(folded(f"  Public data: {again}"))
         if config.debug.noise_seed is not None:
-            _say("  NOT PRIVATE all the same: debug.noise_seed makes the noise predictable, which is for tests only.")
+            known = "debug.noise_seed makes the noise predictable, which is for tests only."
+            print(folded(f"  NOT PRIVATE all the same: {known}"))
     checkpoint, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
@@ -123,10 +124,6 @@ def _run(
         record.close()
         if trainer.private.engine is not None:
             trainer.private.engine.detach()
-
-
-def _say(text: str) -> None:
-    print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
 
 
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from groupwise.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from groupwise.pipeline.evaluation import evaluate_outcomes, evaluate_pipeline
+from groupwise.pipeline.evaluation import StageLink, evaluate_outcomes, evaluate_pipeline
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.tasks import make_task
 from tests.pipeline.ranks import run_ranks
@@ -58,12 +58,12 @@ def on_stages(rank, world):
         task, token_loss = make(name)
         stage = cut(task.model, choose_ranges(task.model, world), rank, token_loss=token_loss)
         task.model = stage
-        metrics = [evaluate_pipeline(task, stage, *call, device=CPU) for call in calls]
+        metrics = [evaluate_pipeline(task, StageLink(stage, CPU), *call) for call in calls]
         found[name] = (metrics, task.outputs(), all(module.training for module in stage.modules()))
     feed = task.feed("valid", CPU)
     filled = feed.microbatches(np.arange(5), 4)  # the second has three fillers
-    found["filled"] = evaluate_outcomes(stage, filled, CPU)
-    found["plain"] = evaluate_outcomes(stage, feed.microbatches(np.arange(5), 5), CPU)
+    found["filled"] = evaluate_outcomes(StageLink(stage, CPU), filled)
+    found["plain"] = evaluate_outcomes(StageLink(stage, CPU), feed.microbatches(np.arange(5), 5))
     return found
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
-from groupwise.pipeline.evaluation import generate_on_stages
+from groupwise.pipeline.evaluation import StageLink, generate_on_stages
 from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import import_torchvision
@@ -80,7 +80,7 @@ def on_stages(rank, world):
         for case in CASES:
             if case[0] == family:
                 settings = settings_of(SETTINGS[case[1]])
-                found[case] = generate_on_stages(stage, tokenizer, prompts, settings, device=CPU)
+                found[case] = generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings)
         found[family, "left"] = (
             all(module.training for module in stage.modules()),
             torch.equal(torch.get_rng_state(), random),
@@ -90,13 +90,13 @@ def on_stages(rank, world):
     pair = dist.new_group([1, 2])
     if rank:
         stage = cut(make_model("gpt2"), ((0, 3), (3, 4)), rank - 1, rematerialize=True)
-        found["pair"] = generate_on_stages(stage, tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU, group=pair)
+        found["pair"] = generate_on_stages(StageLink(stage, CPU, pair), tokenizer, prompts, settings_of(SETTINGS[1]))
     return found
 
 
 def failure(stage, tokenizer, prompts):
     try:
-        generate_on_stages(stage, tokenizer, prompts, settings_of({}), device=CPU)
+        generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings_of({}))
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -141,7 +141,9 @@ def test_one_stage_alone(expected, caplog):
     tokenizer = make_tokenizer()
     prompts = tokenizer(PROMPTS).input_ids
     stage = cut(make_model("gpt2"), ((0, 4),), 0)
-    assert generate_on_stages(stage, tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU) == expected["gpt2", 1]
+    assert (
+        generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings_of(SETTINGS[1])) == expected["gpt2", 1]
+    )
     with pytest.raises(UserError, match="A prompt has 0 tokens"):
-        generate_on_stages(stage, tokenizer, [[]], settings_of({}), device=CPU)
+        generate_on_stages(StageLink(stage, CPU), tokenizer, [[]], settings_of({}))
     assert not caplog.records, "transformers has nothing to complain about"

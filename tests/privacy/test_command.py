@@ -49,7 +49,7 @@ def test_help(monkeypatch, capsys):
         ("epsilon=4 batch=500 steps=3", "n is missing"),
         ("epsilon=4 n=5000 bach=500 steps=3", "did you mean batch?"),
         ("epsilon=four n=5000 batch=500 steps=3", "epsilon=four does not fit"),
-        ("epsilon=4 n=inf batch=500 steps=3", "n=inf was given; give a finite number"),
+        ("epsilon=4 n=inf batch=500 steps=3", "n=inf does not fit: a whole number"),
         ("epsilon=4 n=5000 batch=nan steps=3", "batch=nan does not fit"),
         ("epsilon=4 n=5000 batch=5001 steps=3", "at most n"),
         ("epsilon=4 n=5000.5 batch=500 steps=3", "n=5000.5 does not fit: a whole number"),

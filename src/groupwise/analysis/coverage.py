@@ -1,5 +1,7 @@
 """Lists all cells of all tables and figures: reproduced, reduced only, or not run and why."""
 
+import math
+
 import pandas as pd
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
@@ -25,8 +27,9 @@ from groupwise.analysis.statistics import (
     REPRODUCED,
     STATUSES,
     UNINFORMATIVE,
-    needs,
-    why_not_run,
+    UNPRINTED,
+    compare,
+    summarise,
 )
 from groupwise.analysis.table_lines import table_lines
 from groupwise.rows import markdown
@@ -84,17 +87,14 @@ def _uncompared(
     there: dict[str, pd.DataFrame], expected: int, sweep: Sweep, cell: str, floors: Floors
 ) -> tuple[str, str]:
     """The status of a figure's cell, from its rows at the largest scale that has any."""
-    if not there:
-        return NOT_RUN, why_not_run(sweep, [cell])
-    scale, own = next(iter(there.items()))
-    if scale == PAPER:
-        return (RUN, "") if len(own) >= expected else (INCOMPLETE, f"{len(own)} of {expected} seeds")
-    task = settings_of(cell).get("task", "")
+    scale, own = next(iter(there.items()), ("", pd.DataFrame()))
+    task, weak = settings_of(cell).get("task", ""), ""
     for metric in (metric for at, metric in floors if at == task and metric in own):
         values = pd.to_numeric(own[metric], errors="coerce")
-        if values.notna().any() and (why := why_uninformative(task, metric, float(values.mean()), floors)):
-            return UNINFORMATIVE, f"scale={scale}; {why}"
-    return REDUCED, f"scale={scale}; {needs([cell])}"
+        weak = weak or (why_uninformative(task, metric, float(values.mean()), floors) if values.notna().any() else "")
+    seeds = summarise([0.0] * len(own))  # the paper prints nothing that their values could be compared with
+    status, why = compare({"note": "", "value": math.nan}, seeds, expected, scale, [cell], sweep, weak)
+    return (RUN if status == UNPRINTED else status), why
 
 
 def page(folders: Folders) -> Page:

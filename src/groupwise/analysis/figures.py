@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from groupwise.analysis.results import Folders, Measured, read_floors, read_pape
 from groupwise.analysis.run_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
+    draw_against_time,
     draw_gradnorm_cifar,
     draw_gradnorm_sst2,
     draw_quantile_budget,
-    draw_runtime_metrics,
-    draw_runtime_nll,
     draw_target_quantile,
 )
 from groupwise.errors import UserError, unknown
@@ -51,12 +51,13 @@ class Kind:
 
 
 NORM = ("norm", "epoch")
+NLL, TEXTS = ("test/nll",), ("test/bleu", "test/rougeL")
 KINDS = {
     "adaptive_vs_fixed": Kind(draw_adaptive_vs_fixed, paper="adaptivity"),
     "target_quantile": Kind(draw_target_quantile),
     "quantile_budget": Kind(draw_quantile_budget),
-    "runtime_nll": Kind(draw_runtime_nll, ("seconds", "test/nll"), "_curves"),
-    "runtime_metrics": Kind(draw_runtime_metrics, ("seconds", "test/bleu", "test/rougeL"), "_curves"),
+    "runtime_nll": Kind(partial(draw_against_time, metrics=NLL), ("seconds", *NLL), "_curves"),
+    "runtime_metrics": Kind(partial(draw_against_time, metrics=TEXTS), ("seconds", *TEXTS), "_curves"),
     "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
     "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }

@@ -141,17 +141,8 @@ LABELS = {"test/nll": "test negative log-likelihood", "test/bleu": "test BLEU", 
 UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-def draw_runtime_nll(curves: pd.DataFrame, beside: Beside) -> Any:
-    """Test loss against wall time of training."""
-    return _against_time(curves, ["test/nll"], beside)
-
-
-def draw_runtime_metrics(curves: pd.DataFrame, beside: Beside) -> Any:
-    """BLEU and ROUGE-L against wall time of training."""
-    return _against_time(curves, ["test/bleu", "test/rougeL"], beside)
-
-
-def _against_time(curves: pd.DataFrame, metrics: list[str], beside: Beside) -> Any:
+def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, ...]) -> Any:
+    """Metrics of the test set against wall time of training, a panel each."""
     scale, task = curves["scale"].iloc[0], str(curves["task"].iloc[0])
     size, unit = next(((size, unit) for size, unit in UNITS if curves["seconds"].max() >= 2 * size), UNITS[-1])
     times = curves.groupby(["clip", "step"])["seconds"].mean() / size

@@ -77,15 +77,7 @@ class StageLink:
 
 
 def evaluate_pipeline(
-    task: TextGeneration,
-    stage: Stage,
-    split: Split,
-    batch_size: int,
-    limit: int | None = None,
-    final: bool = False,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    task: TextGeneration, link: StageLink, split: Split, batch_size: int, limit: int | None = None, final: bool = False
 ) -> dict[str, float]:
     """The metrics that the task's `evaluate` would give for the whole model; all processes call it and get them.
 
@@ -93,30 +85,21 @@ def evaluate_pipeline(
 
     Args:
         task: gives data and metrics; its own model is not used.
-        stage: the part of the model on this process.
         split, batch_size, limit, final: as `evaluate` takes them.
-        device: of this process.
-        group: the processes of the pipeline, in the order of the stages; None takes all.
     """
-    feed = task.feed(split, device)
+    feed = task.feed(split, link.device)
     rows = feed.order(np.arange(min(limit or len(feed), len(feed))))
     parts = (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
-    outcomes = evaluate_outcomes(stage, (feed.microbatches(part, len(part))[0] for part in parts), device, group)
-    write = partial(generate_on_stages, stage, device=device, group=group) if final else None
-    return task.metrics(split, rows, outcomes, write)
+    outcomes = evaluate_outcomes(link, (feed.microbatches(part, len(part))[0] for part in parts))
+    return task.metrics(split, rows, outcomes, partial(generate_on_stages, link) if final else None)
 
 
-def evaluate_outcomes(
-    stage: Stage,
-    microbatches: Iterable[Microbatch],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
+def evaluate_outcomes(link: StageLink, microbatches: Iterable[Microbatch]) -> Tensor:
     """The losses of all examples on every process, in order and without fillers, on the CPU: (n,).
 
     The microbatches may differ in shape. A stage starts the next one as soon as it has sent one on.
     """
-    link, found = StageLink(stage, device, group), []
+    stage, found = link.stage, []
     with eval_mode(stage), torch.no_grad():
         for microbatch in microbatches:
             reads: dict[str, Any] = {name: microbatch.kwargs[name] for name in stage.reads if name in microbatch.kwargs}
@@ -127,28 +110,21 @@ def evaluate_outcomes(
 
 
 def generate_on_stages(
-    stage: Stage,
+    link: StageLink,
     tokenizer: Any,
     prompts: Sequence[list[int]],
     settings: GenerateConfig,
     ends: Sequence[int] = (),
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it and get them.
 
     Args:
-        stage: of a causal language model.
         tokenizer, prompts, settings, ends: as in `generate`.
-        device: of this process.
-        group: the processes of the pipeline, in the order of the stages; None takes all.
 
     Raises:
         UserError: as `generate`, on every process.
     """
-    searcher = Searcher(StageLink(stage, device, group))
-    return generate(searcher, tokenizer, prompts, settings, ends, device=device, progress=stage.first)
+    return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device, progress=link.stage.first)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):

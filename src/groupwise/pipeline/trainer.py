@@ -19,7 +19,7 @@ from torch import Tensor
 from groupwise.errors import UserError
 from groupwise.models.trainable import MovedAdapters
 from groupwise.pipeline import checkpoint
-from groupwise.pipeline.evaluation import evaluate_pipeline
+from groupwise.pipeline.evaluation import StageLink, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
 from groupwise.privacy import AdaptiveThresholds, NoiseSource
 from groupwise.tasks.text_generation import TextGeneration
@@ -127,16 +127,8 @@ class PipelineTrainer(Trainer):
     ) -> dict[str, float]:
         """The task's own metrics, from forward passes of the pipeline; the same on every process."""
         assert isinstance(self.task, TextGeneration)
-        return evaluate_pipeline(
-            self.task,
-            self.runner.stage,
-            split,
-            batch_size,
-            limit,
-            final,
-            device=self.private.device,
-            group=self.runner.group,
-        )
+        link = StageLink(self.runner.stage, self.private.device, self.runner.group)
+        return evaluate_pipeline(self.task, link, split, batch_size, limit, final)
 
     def named_thresholds(self) -> dict[str, float]:
         """Group -> C_k of all stages; the group of a whole stage has the stage's name."""

@@ -63,22 +63,11 @@ _LIMITS = (
 )
 
 
-def plan_statement(plan: "PrivacyPlan") -> str:
-    """Return several lines of at most `WIDTH` columns for a person: guarantee, mechanism, figures, limits."""
-    if plan.noise_multiplier == 0.0:
-        lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(plan)]
-    else:
-        note = [f"  Note: epsilon was found {plan.note}; it is an upper bound all the same."] if plan.note else []
-        lines = [_headline(plan), _sampling(plan), _noise(plan), *note, _LIMITS]
-    return "\n".join(_folded(line) for line in lines)
-
-
-def _folded(line: str) -> str:
-    """Break it between words; a figure stays with its name."""
-    whole = line.replace(" = ", "\xa0=\xa0")
-    return textwrap.fill(whole, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).replace(
-        "\xa0", " "
-    )
+def folded(text: str, indent: str = "  ") -> str:
+    """The text in lines of at most `WIDTH` columns, broken between words; a figure stays with its name."""
+    whole = text.replace(" = ", "\xa0=\xa0")
+    lines = textwrap.fill(whole, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\xa0", " ")
 
 
 def _headline(plan: "PrivacyPlan") -> str:
@@ -188,8 +177,13 @@ class PrivacyPlan:
         return self.sampling == "poisson" and math.isfinite(self.epsilon) and self.noise_multiplier > 0.0
 
     def statement(self) -> str:
-        """Return the plan in words: mechanism, adjacency, what is public, the figures, and what is not covered."""
-        return plan_statement(self)
+        """Return the plan in words, for a person: guarantee, mechanism, figures, and what is not covered."""
+        if self.noise_multiplier == 0.0:
+            lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(self)]
+        else:
+            note = [f"  Note: epsilon was found {self.note}; it is an upper bound all the same."] if self.note else []
+            lines = [_headline(self), _sampling(self), _noise(self), *note, _LIMITS]
+        return "\n".join(map(folded, lines))
 
     def progress(self, step: int) -> float:
         """Return an upper bound on the ε spent after ``step`` steps, for a progress bar.

@@ -12,7 +12,6 @@ import copy
 import hashlib
 import json
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from groupwise.config.checks import value_at
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig, TuningConfig
 from groupwise.errors import UserError
-from groupwise.privacy.plan import WIDTH
+from groupwise.privacy.plan import folded
 from groupwise.privacy.tuning import SearchCost, Training, TruncatedNegativeBinomial, calibrate_search, search_cost
 from groupwise.sweeps.prepare import PlannedSweep
 from groupwise.training.record import neighbours_of
@@ -77,7 +76,7 @@ class Search:
         ]
         if self.cost.grid <= self.cost.search:
             lines.append("  So few settings cost less if all of them are run and shown, without tuning=accounted.")
-        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines)
+        return "\n".join(map(folded, lines))
 
 
 def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:

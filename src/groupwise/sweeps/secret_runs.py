@@ -17,16 +17,15 @@ import math
 import os
 import secrets
 import shutil
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from groupwise.atomic import lock, remove, write_atomically, write_json, write_text
 from groupwise.config.identity import config_hash, save_config
 from groupwise.config.schema import PathsConfig, RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy.plan import WIDTH
+from groupwise.privacy.plan import folded
 from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.rows import HELD_OUT
 from groupwise.sweeps.accounted import Search, Setting
@@ -56,11 +55,14 @@ def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
     """
     folder = search.folder
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder):
+    held = lock(folder / ".lock")
+    if held is None:
+        raise UserError(f"another process runs the search in {folder}: wait for it to end.")
+    with held:
         if not (folder / "DONE").is_file():
             settings = _drawn(search)
             notice = f"Running in secret; do not release {folder / UNRELEASED}."
-            print(textwrap.fill(notice, WIDTH, subsequent_indent="  "), flush=True)
+            print(folded(notice), flush=True)
             _release(search, [(_score(row), setting, run) for row, setting, run in _runs(search, settings, train)])
         shutil.rmtree(folder / UNRELEASED, ignore_errors=True)
         return _released(folder)
@@ -75,34 +77,25 @@ def _drawn(search: Search) -> list[int]:
     unreleased = search.folder / UNRELEASED
     path = unreleased / STATE
     sigmas = [f"{setting.training.noise_multiplier:.9g}" for setting in search.settings]
-    valid_for = {
-        "key": search.key,
-        "examples": search.examples,
-        "delta": search.delta,
-        "law": str(search.count),
-        "sigmas": sigmas,
-    }
+    valid_for = [search.key, search.examples, search.delta, str(search.count), *sigmas]
     if not path.is_file():
         if any(unreleased.glob("[0-9]*")):  # logs and records of runs
             raise UserError(f"{path} is gone, without which the search cannot go on with the same draw: restore it.")
         unreleased.mkdir(mode=0o700, exist_ok=True)
         write_text(unreleased / "NOT-TO-BE-RELEASED.txt", WARNING)
-        settings = draw_settings(search.count, len(search.settings))
-        state = {"settings": settings, "valid_for": valid_for}
-        write_atomically(path, lambda file: file.write(json.dumps(state).encode()))
-        return settings
+        drawn = {"settings": draw_settings(search.count, len(search.settings)), "valid_for": valid_for}
+        write_atomically(path, lambda file: file.write(json.dumps(drawn).encode()))
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        sound = all(0 <= of < len(search.settings) for of in state["settings"])
-        same = state["valid_for"] == valid_for
+        settings, same = state["settings"], state["valid_for"] == valid_for
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} was changed after the search wrote it: restore it.") from error
-    if not same or not sound:
+    if not same:
         raise UserError(
             f"{search.folder} was begun with other data, noise or libraries: restore those, or give another "
             "paths.results for another release, whose epsilon adds to the first."
         )
-    return state["settings"]
+    return settings
 
 
 def draw_settings(count: TruncatedNegativeBinomial, settings: int) -> list[int]:
@@ -208,11 +201,4 @@ def _released(folder: Path) -> list[str]:
         ]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder / RELEASED} was changed after the search wrote it: restore it.") from error
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="    ")]
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    held = lock(folder / ".lock")
-    if held is None:
-        raise UserError(f"another process runs the search in {folder}: wait for it to end.")
-    return held
+    return [folded(line, "    ") for line in lines]

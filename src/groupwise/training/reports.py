@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from groupwise.atomic import write_text
 from groupwise.config.identity import flat_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, reason
-from groupwise.privacy.plan import WIDTH
+from groupwise.privacy.plan import folded
 from groupwise.rows import METRICS
 from groupwise.training.record import RunRecord
 
@@ -171,8 +170,7 @@ def result_lines(row: Mapping[str, Any]) -> list[str]:
         if key.startswith(METRICS) and isinstance(value, int | float) and "loss" not in key and "nll" not in key
     ]
     text = "  ".join([*figures, f"in\xa0{row['system.wall_seconds']:.0f}\xa0s"])
-    reached = textwrap.fill(text, WIDTH, subsequent_indent="  ").replace("\xa0", " ")
-    return [*_spent(row), *reached.splitlines()]
+    return [*_spent(row), *folded(text).splitlines()]
 
 
 def _spent(row: Mapping[str, Any]) -> list[str]:
