@@ -1,10 +1,8 @@
 """A search's best cell is the best mean over seeds, among cells that were all run as often."""
 
-import csv
-
 import pytest
 
-from groupwise.sweeps.best import candidates, main, search_metric
+from groupwise.sweeps.best import candidates, search_metric
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),
@@ -34,22 +32,6 @@ def test_the_best_mean_of_each_mode_and_who_was_not_considered(rows):
 def test_a_loss_is_better_when_lower(rows):
     found = candidates(rows, "valid/loss")
     assert list(found["cell"][found["best"]]) == [ROWS[0][0], ROWS[4][0]]
-
-
-def test_the_command(tmp_path, rows, capsys):
-    with open(tmp_path / "search_mini.csv", "w") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    assert main(["search", "scale=mini", "--measured", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert (
-        out.splitlines()[0]
-        == "valid/accuracy 87.00 (standard deviation 1.41), 2 seeds: clip=flat optim.learning_rate=2"
-    )
-    assert err.startswith("not considered, 1 seeds")
-    assert main(["search", "scale=mini", "--measured", str(tmp_path), "--metric", "test/bleu"]) == 2
-    assert main(["search", "scale=paper", "--measured", str(tmp_path)]) == 2
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
     assert text.count("| best |") == 1 and "learning_rate=8 task=cifar` | 42.00 | 1 |  |" in text
     (measured / "search_cifar_mini.csv").write_text("sweep,cell,seed,scale\nsearch_cifar,clip=flat task=cifar,0,mini\n")
     assert main(options) == 2
-    assert "no row has valid/accuracy" in capsys.readouterr().err
+    assert "no row of the search has valid/accuracy" in capsys.readouterr().err
 
 
 def test_what_others_report_stands_beside_their_cell(tmp_path):
