@@ -152,7 +152,7 @@ from groupwise.privacy import NoiseSource, make_plan, release_gradients
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 engine = attach(model, per_layer(model), thresholds=0.5)
-plan = make_plan(dataset_size=64, expected_batch_size=16, steps=4, epsilon=8, delta=1e-3, cache=False, accountant="rdp")
+plan = make_plan(dataset_size=64, expected_batch_size=16, steps=4, epsilon=8, delta=1e-3, accountant="rdp")
 before = [parameter.detach().clone() for parameter in model.parameters()]
 x, y = torch.randn(64, 4), torch.randint(2, (64,))
 losses = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")

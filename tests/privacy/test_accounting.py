@@ -150,7 +150,7 @@ def test_prv_brackets_to_a_fifth_of_a_percent_or_to_a_hundredth(mechanism, half)
 
 
 def test_no_bound_is_below_zero():
-    bounds = epsilon_prv(60.0, 0.001, 1, 1e-5, eps_error=0.01)
+    bounds = accounting._compose(60.0, 0.001, 1, 1e-5, 0.01)
     assert bounds.lower == 0.0 <= bounds.estimate <= bounds.upper < 0.02
 
 
@@ -257,7 +257,7 @@ def test_accountants_are_silent(caplog):
     before = logger.level
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        epsilon_prv(2.0, 1.0, 3, 1e-5, eps_error=0.1)
+        accounting._compose(2.0, 1.0, 3, 1e-5, 0.1)
         accounting._coarse.cache_clear()
     with caplog.at_level(logging.INFO, logger="absl"):
         epsilon_rdp(0.3, 0.1, 100, 1e-5)

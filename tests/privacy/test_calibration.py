@@ -145,18 +145,20 @@ class TestCache:
 
     @pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, 1e-200, 0.9, 1.3, 1e9, "1.25", [1.25], None])
     def test_what_is_not_proven_again_is_not_believed(self, monkeypatch, value):
-        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: value)
-        assert calibrate(*self.SETTING) == calibrate(*self.SETTING, cache=False)
-
-    def test_it_can_be_left_out(self, searches, own_cache):
-        calibrate(*self.SETTING, cache=False)
-        calibrate(*self.SETTING, cache=False)
-        assert len(searches) == 2
-        assert not own_cache.exists()
+        found = {}
+        for kept in (value, None):
+            monkeypatch.setattr(calibration, "read_cache", lambda kind, key, kept=kept: kept)
+            found[str(kept)] = calibrate(*self.SETTING)
+        assert len(set(found.values())) == 1
 
 
 class TestSearch:
     """The search itself, on curves for which an answer is known; each call of an accountant takes seconds."""
+
+    @pytest.fixture(autouse=True)
+    def _without_cache(self, monkeypatch):
+        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: None)
+        monkeypatch.setattr(calibration, "write_cache", lambda kind, key, value: None)
 
     @pytest.fixture
     def search(self, monkeypatch):
@@ -170,7 +172,7 @@ class TestSearch:
                 return EpsilonBounds(0.0, curve(sigma), curve(sigma), "noted")
 
             monkeypatch.setattr(calibration, "epsilon_bounds", bounds)
-            return calibrate(epsilon, 1e-5, 0.02, 300, "rdp", cache=False), asked
+            return calibrate(epsilon, 1e-5, 0.02, 300, "rdp"), asked
 
         return run
 
@@ -217,7 +219,7 @@ class TestSearch:
                 lambda sigma, *_, c=curve, a=asked: a.append(sigma) or EpsilonBounds(0.0, c(sigma), c(sigma)),
             )
             with pytest.raises(UserError, match="no noise multiplier"):
-                calibrate(1.0, 1e-5, 0.02, 300, "rdp", cache=False)
+                calibrate(1.0, 1e-5, 0.02, 300, "rdp")
             assert all(1e-9 < sigma < 1e12 for sigma in asked)
             assert any(low < sigma < high for sigma in asked)
 

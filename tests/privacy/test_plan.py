@@ -263,9 +263,7 @@ def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(giv
     assert plan.progress(-1) == plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
 
 
-def test_the_search_is_remembered_unless_told_otherwise(own_cache):
-    make(cache=False)
-    assert not own_cache.exists()
+def test_the_search_is_remembered(own_cache):
     make()
     assert len(list(own_cache.rglob("*.json"))) == 1
 

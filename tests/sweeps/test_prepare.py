@@ -37,13 +37,13 @@ def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(swept):
         for epsilon in (4.0, 8.0)
     ]
     assert (first.returncode, rows(first.stdout)) == (0, ran)
-    shared, head, *cells = first.stdout.splitlines()[-10:]
-    assert (shared, head.split()) == ("Cells of task=cifar", ["state", "valid/accuracy", "epsilon", "cell"])
-    assert cells[0].split() == ["done", "50.00", "clip=flat", "privacy.epsilon=3", "seed=0"]
-    assert [cell.split()[1] for cell in cells] == ["50.00"] * 4 + ["51.00"] * 4
+    counts, *cells = first.stdout.splitlines()[-9:]
+    assert counts == "  smoke  8 cells: 8 done"
+    assert cells[0] == "  done         clip=flat privacy.epsilon=3 task=cifar seed=0  valid/accuracy 50.00, 60 s"
+    assert [cell.split()[-3] for cell in cells] == ["50.00,"] * 4 + ["51.00,"] * 4
     again = checkout.sweep()
     assert (again.returncode, rows(again.stdout)) == (0, [])
-    assert again.stdout.splitlines() == first.stdout.splitlines()[-10:]
+    assert again.stdout.splitlines() == cells
     assert "8 of 8 cells are done already" in again.stderr
     assert len(list((checkout.root / "results" / "sweeps").iterdir())) == 1
 

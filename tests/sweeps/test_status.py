@@ -28,7 +28,9 @@ def folder(tmp_path, monkeypatch):
         (run / ".lock").touch()
         (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
         (run / "privacy.json").write_text(json.dumps({"plan": {"steps": 20}}))
-    (tmp_path / "results/runs/done/result.json").write_text(json.dumps({"system.wall_seconds": 100.0}))
+    (tmp_path / "results/runs/done/result.json").write_text(
+        json.dumps({"system.wall_seconds": 100.0, "valid/accuracy": 50.123, "plan.spent_epsilon": 7.99612})
+    )
     (tmp_path / "results/runs/done/DONE").touch()
     (sweep / "failed" / f"{'failed':0>12}.txt").write_text("RuntimeError: a bug\ncell: x\n")
     with open(tmp_path / "results/runs/running/.lock") as lock:
@@ -59,7 +61,8 @@ def test_lines(folder, capsys):
         "clip=interrupted",
         "clip=waiting",
     ]
-    assert cells[0].endswith("(100 s)") and cells[2].endswith("RuntimeError: a bug")
+    assert cells[0].endswith("valid/accuracy 50.12, epsilon 7.996 (not a guarantee), 100 s")
+    assert cells[2].endswith("RuntimeError: a bug")
     assert len(status(folder)) == 5  # the failed one alone
 
 

@@ -23,10 +23,10 @@ from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
-from groupwise.sweeps.collect import finished_table, sweep_table
 from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
 from groupwise.sweeps.multirun import run_cells
 from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
+from groupwise.sweeps.status import finished, lines_of, status
 
 SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
 """Hydra's flags that run no cells, or that Hydra refuses together with ``-m``."""
@@ -90,8 +90,7 @@ def launch(conf: Path, train: Train) -> int:
         return MISTAKE
     if folder is not None:
         if (folder / CELLS).is_file():  # another sweeper than Hydra's own chooses its cells as it goes
-            for line in sweep_table(folder):
-                print(line)
+            print(*status(folder, each=True), sep="\n")
         return report_sweep(folder)
     for mistake in failed:
         report(mistake)
@@ -147,8 +146,7 @@ def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
                 file=sys.stderr,
             )
         if done == len(planned.cells):
-            for line in finished_table((cell.name, cell.run) for cell in planned.cells):
-                print(line)
+            print(*lines_of([finished(cell.name, cell.run) for cell in planned.cells]), sep="\n")
             return None
         refuse_without_weights(planned.cells)
     folder = begin_sweep(planned)

@@ -87,25 +87,22 @@ def _upper(bound: float, note: str = "") -> EpsilonBounds:
     return EpsilonBounds(0.0, bound, bound, note)
 
 
-def epsilon_prv(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, eps_error: float | None = None
-) -> EpsilonBounds:
+def epsilon_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> EpsilonBounds:
     """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the figure to claim.
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. ``eps_error`` is the half-width of
-    the bracket (the δ error is δ/1000); by default 0.2 % of ε, at most 0.01. The losses composed are those of removing
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. The half-width of the bracket is
+    0.2 % of ε, at most 0.01; the δ error is δ/1000. The losses composed are those of removing
     an example; that adding one costs no more is proven for one step and, for the paper's settings, confirmed by the
     PLD accountant, which composes both. Where the PRV accountant fails its own checks, or ε or δ is not for it, the
     answer is the PLD accountant's, and ``note`` says so.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     mechanism = (noise_multiplier, sample_rate, int(steps), delta)
-    reason = "" if eps_error else _out_of_reach(*mechanism)
+    reason = _out_of_reach(*mechanism)
     if not reason:
         try:
-            if eps_error is None:
-                eps_error = min(MAX_ERROR, RELATIVE_ERROR * max(_coarse(*mechanism).estimate, 1e-6))
-            return _compose(*mechanism, eps_error)
+            share = RELATIVE_ERROR * max(_coarse(*mechanism).estimate, 1e-6)
+            return _compose(*mechanism, min(MAX_ERROR, share))
         except COMPOSITION_FAILURES:  # little noise at a high rate: cifar at scale=smoke, sst2 at scale=demo
             reason = "the PRV accountant finds no grid for these numbers that passes its own checks"
     return _upper(epsilon_pld(*mechanism), f"by the PLD accountant, since {reason}")

@@ -39,9 +39,7 @@ class Calibration:
     note: str = ""
 
 
-def calibrate(
-    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv", *, cache: bool = True
-) -> Calibration:
+def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv") -> Calibration:
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
@@ -62,14 +60,13 @@ def calibrate(
     mechanism = (sample_rate, int(steps), delta, accountant)
     names = ("version", "epsilon", "sample_rate", "steps", "delta", "accountant")
     key = dict(zip(names, (3, epsilon, *mechanism), strict=True))
-    if cache and isinstance(sigma := read_cache("noise_multiplier", key), float):
+    if isinstance(sigma := read_cache("noise_multiplier", key), float):
         with contextlib.suppress(UserError):  # of a file that was changed
             bounds = epsilon_bounds(sigma, *mechanism)
             if (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon:
                 return Calibration(sigma, bounds.upper, bounds.note)
     found = _search(epsilon, delta, sample_rate, int(steps), accountant)
-    if cache:
-        write_cache("noise_multiplier", key, found.noise_multiplier)
+    write_cache("noise_multiplier", key, found.noise_multiplier)
     return found
 
 

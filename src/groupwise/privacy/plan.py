@@ -250,13 +250,12 @@ def make_plan(
     quantile_budget: float = 0.0,
     sampling: str = "poisson",
     accountant: str = "prv",
-    cache: bool = True,
 ) -> PrivacyPlan:
     """Make the plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is accounted for).
 
     ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With
-    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. ``cache`` allows
-    the on-disk cache of σ. Numpy's numbers become Python's, which files keep. Warns when δ ≥ 1/N or δ > `LARGE_DELTA`.
+    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. Numpy's numbers
+    become Python's, which files keep. Warns when δ ≥ 1/N or δ > `LARGE_DELTA`.
     Raises :class:`UserError` for anything out of range.
     """
     if (epsilon is None) == (noise_multiplier is None):
@@ -283,7 +282,7 @@ def make_plan(
         shown, note = bounds.upper, bounds.note
     elif epsilon > 0.0:
         shown = _python(epsilon)
-        found = calibrate(shown, without.delta, without.sample_rate, without.steps, accountant, cache=cache)
+        found = calibrate(shown, without.delta, without.sample_rate, without.steps, accountant)
         sigma, note = found.noise_multiplier, found.note
     else:
         raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")

@@ -1,9 +1,9 @@
-"""Collects the finished runs of a sweep as rows of `results/measured`, and prints them as a table."""
+"""Collects the finished runs of a sweep as rows of `results/measured`."""
 
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,8 @@ from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, command
 from groupwise.rows import FIRST, METRICS, NOT_IN_TABLES, Row, read_table, table_path, write_table
-from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
-from groupwise.sweeps.folder import read_cells
 from groupwise.sweeps.prepare import PlannedCell, table_cells
-from groupwise.sweeps.status import DONE, State, cell_states
 
 BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
 """Other files of a sweep than its rows, and the columns that they begin with."""
@@ -153,70 +150,6 @@ def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedC
     """In the order of the file, the seeds of a cell together."""
     places = {name: place for place, name in enumerate(dict.fromkeys(cell.name for cell, _ in cells))}
     return sorted(cells, key=lambda pair: (places[pair[0].name], pair[0].seed))
-
-
-def sweep_table(folder: Path) -> list[str]:
-    """The table of the sweep in `folder`; nothing if no cell is done.
-
-    Raises:
-        UserError: it is not a sweep's folder.
-    """
-    cells = read_cells(folder)
-    states = cell_states(folder, cells)
-    rows = [_row(Path(cell["run"])) if state.kind == DONE else {} for cell, state in zip(cells, states, strict=True)]
-    return table(states, rows)
-
-
-def finished_table(cells: Iterable[tuple[str, Path]]) -> list[str]:
-    """The table of cells that are done, by name and folder of the run."""
-    named = list(cells)
-    return table([State(name, DONE) for name, _ in named], [_row(run) for _, run in named])
-
-
-def table(states: Sequence[State], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line per cell; settings that all cells share are printed once.
-
-    Args:
-        states: of the cells.
-        rows: their result rows; empty for a cell that is not done.
-    """
-    if not any(rows):
-        return []
-    shared = _shared([state.name.split() for state in states])
-    heads = [*(name for name in HEADLINES if any(name in row for row in rows)), "epsilon"]
-    lines = [["state", *heads, "cell"]]
-    for state, row in zip(states, rows, strict=True):
-        own = " ".join(word for word in state.name.split() if word not in shared)
-        lines.append([state.kind, *(_figure(row, head) for head in heads), own])
-    first, *middle = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
-    found = [f"Cells of {' '.join(shared)}"] if shared else []
-    for kind, *figures, cell in lines:
-        figures = [text.rjust(width) for text, width in zip(figures, middle, strict=True)]
-        found.append("  ".join([kind.ljust(first), *figures, cell]).rstrip())
-    return [*found, "* not a guarantee"] if any(map(_claimed_only, rows)) else found
-
-
-def _shared(names: Sequence[list[str]]) -> list[str]:
-    """Words that all of several names have, in the order of the first."""
-    return [word for word in names[0] if all(word in name for name in names)] if len(names) > 1 else []
-
-
-def _row(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-
-
-def _figure(row: Mapping[str, Any], head: str) -> str:
-    if head == "epsilon":
-        spent = row.get("plan.spent_epsilon", "")
-        return f"{spent:.3f}{'*' if _claimed_only(row) else ''}" if isinstance(spent, int | float) else str(spent)
-    return f"{row[head]:.2f}" if head in row else ""
-
-
-def _claimed_only(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("plan.spent_epsilon"), int | float) and not row.get("plan.private")
 
 
 @command

@@ -14,6 +14,7 @@ from statistics import mean
 from typing import Any
 
 from groupwise.errors import command
+from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.folder import CELLS, is_done, read_cells
 
 DONE, RUNNING, FAILED, INTERRUPTED, WAITING = STATES = ("done", "running", "failed", "interrupted", "waiting")
@@ -27,7 +28,7 @@ class State:
     kind: str
     """A name of `STATES`; interrupted: begun, but no process runs it."""
     note: str = ""
-    """Failed: the reason; running: the step."""
+    """Done: the metric, ε and time; failed: the reason; running: the step."""
     seconds: float | None = None
     """Done: the seconds of its training."""
 
@@ -41,7 +42,7 @@ def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
 def _state(folder: Path, cell: dict[str, Any], job: str | None, locks: set[int]) -> State:
     name, run = cell["name"], Path(cell["run"])
     if is_done(folder, cell):
-        return State(name, DONE, seconds=_number(run / "result.json", "system.wall_seconds"))
+        return finished(name, run)
     lock = run / ".lock"
     if job == "RUNNING" or (lock.exists() and lock.stat().st_ino in locks):
         return _running(name, run)
@@ -84,11 +85,24 @@ def _jobs(folder: Path) -> dict[str, str]:
     return {key: queued[number] for key, number in numbers.items() if number in queued}
 
 
-def _number(path: Path, key: str) -> float | None:
+def finished(name: str, run: Path) -> State:
+    """A cell whose run is done."""
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))[key])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        row = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return State(name, DONE)
+    said = [f"{metric} {row[metric]:.2f}" for metric in HEADLINES if metric in row]
+    spent, seconds = row.get("plan.spent_epsilon"), row.get("system.wall_seconds")
+    if isinstance(spent, int | float):
+        said.append(f"epsilon {spent:.3f}{'' if row.get('plan.private') else ' (not a guarantee)'}")
+    said += [] if seconds is None else [f"{seconds:.0f} s"]
+    return State(name, DONE, ", ".join(said), seconds)
+
+
+def lines_of(cells: Sequence[State]) -> list[str]:
+    """A line for each cell."""
+    width = max(map(len, STATES))
+    return [f"  {cell.kind:{width}}  {cell.name}  {cell.note}".rstrip() for cell in cells]
 
 
 def status(folder: Path, each: bool = False) -> list[str]:
@@ -106,9 +120,7 @@ def status(folder: Path, each: bool = False) -> list[str]:
     lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}", *until]
     if counts[INTERRUPTED]:
         lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
-    shown = cells if each else [cell for cell in cells if cell.kind == FAILED]
-    width = max(map(len, STATES))
-    return lines + [f"  {cell.kind:{width}}  {cell.name}  {_note(cell)}".rstrip() for cell in shown]
+    return lines + lines_of(cells if each else [cell for cell in cells if cell.kind == FAILED])
 
 
 def seconds_left(cells: Sequence[State]) -> float | None:
@@ -121,10 +133,6 @@ def seconds_left(cells: Sequence[State]) -> float | None:
     if not counts[RUNNING] or not took:
         return None
     return mean(took) * (counts[RUNNING] + counts[WAITING]) / counts[RUNNING]
-
-
-def _note(cell: State) -> str:
-    return f"({cell.seconds:.0f} s)" if cell.seconds is not None else cell.note
 
 
 def _in_words(seconds: float) -> str:
