@@ -1,8 +1,8 @@
 """The paper's claims as differences between cells."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from groupwise.analysis.results import settings_of
 from groupwise.analysis.statistics import Contrast
 
 MARGIN = 1.0
@@ -35,90 +35,67 @@ SEARCH = "search_"
 """Prefix of the sweeps that choose settings; their rows are no evidence for claims."""
 OURS = ("scatter_cnn", "lite0_cifar")
 """Sweeps on a model that is not the paper's, at whatever scale."""
-CIFAR, SST2 = {"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}
-
-
-def _clip(*names: str) -> tuple[Mapping[str, str], ...]:
-    return tuple({"clip": name} for name in names)
-
-
-def _both(says: str, sweep: str, plus: tuple[str, ...], minus: tuple[str, ...], kind: str) -> tuple[Claim, ...]:
-    tasks = {"CIFAR-10": CIFAR, "SST-2": SST2}
-    return tuple(
-        Claim(says, on, Contrast(sweep, _clip(*plus), _clip(*minus), where), kind) for on, where in tasks.items()
-    )
-
-
-NOISELESS = {"task": "cifar", "privacy": "noiseless"}
+CIFAR, SST2 = "task=cifar", "task=sst2 model=roberta_base"
+LARGE, NOISELESS = "task=sst2 model=roberta_large", "task=cifar privacy=noiseless"
+SCATTERING, FEATURES = "CIFAR-10, scattering network", "CIFAR-10, head on features of ImageNet"
 WITHOUT_NOISE = "CIFAR-10 without noise"
-TABLES = ("table2text", "E2E and DART")
 LOSES = "Fixed per-layer clipping loses to flat clipping"
 RECOVER = "Adaptive thresholds recover what fixed ones lose per layer"
 ON_PAR = "Adaptive per-layer clipping is on par with flat clipping"
+SHARES = "How the noise is shared among layers hardly matters"
+SMALL = "A small share r of the budget suffices for the quantiles"
 HELPS_LESS = "Adaptivity helps flat clipping less than per-layer clipping"
 ADAPTIVE_ON_PAR = "Adaptive per-layer clipping is on par with adaptive flat clipping"
-ANCHORS = (("scatter_cnn", "CIFAR-10, scattering network"), ("lite0_cifar", "CIFAR-10, head on features of ImageNet"))
+BOTH, CROSSED = "clip=adaptive_layer clip=flat", "clip=fixed_layer clip=adaptive_flat"
+BLEU, ROUGE = "test/bleu", "test/rougeL"
 
 
-def _noiseless(says: str, plus: str, minus: str, kind: str) -> Claim:
-    return Claim(says, WITHOUT_NOISE, Contrast("adaptive_vs_fixed", _clip(plus), _clip(minus), NOISELESS), kind)
+def _claim(
+    says: str, on: str, sweep: str, plus: str, minus: str, kind: str, where: str = "", metric: str = "valid/accuracy"
+) -> Claim:
+    """A claim of settings in words, "key=value"; of several in `plus` or `minus` each is a term."""
+    terms = [tuple(settings_of(word) for word in side.split()) for side in (plus, minus)]
+    return Claim(says, on, Contrast(sweep, *terms, settings_of(where), metric), kind)
 
 
-def _anchors(
-    says: str, plus: tuple[str, ...], minus: tuple[str, ...], kind: str, anchors: tuple[tuple[str, str], ...] = ANCHORS
-) -> tuple[Claim, ...]:
-    return tuple(Claim(says, on, Contrast(sweep, _clip(*plus), _clip(*minus), CIFAR), kind) for sweep, on in anchors)
-
-
-def _on_par(on: str, sweep: str, where: Mapping[str, str]) -> Claim:
-    return Claim(ON_PAR, on, Contrast(sweep, _clip("adaptive_layer"), _clip("flat"), where), ALIKE)
-
-
-def _texts(says: str, sweep: tuple[str, str], plus: str, minus: str, kind: str) -> tuple[Claim, ...]:
-    name, on = sweep
-    return tuple(
-        Claim(says, f"{on}, {label}", Contrast(name, _clip(plus), _clip(minus), metric=metric), kind)
-        for label, metric in (("BLEU", "test/bleu"), ("ROUGE-L", "test/rougeL"))
-    )
-
-
+FIXED, ADAPTIVE, FLAT = "clip=fixed_layer", "clip=adaptive_layer", "clip=flat"
+TEXTS, NOISE, SHARE = "table2text", "noise_allocation", "quantile_budget"
+GLOBAL, TENTH = "noise=global", "clip.quantile_budget=0.1"
 CLAIMS = (
-    *_both(LOSES, "fixed_per_layer", ("fixed_layer",), ("flat",), LESS),
-    _noiseless(LOSES, "fixed_layer", "flat", LESS),
-    *_anchors(LOSES, ("fixed_layer",), ("flat",), LESS),
-    *_both(RECOVER, "adaptivity", ("adaptive_layer",), ("fixed_layer",), MORE),
-    _noiseless(RECOVER, "adaptive_layer", "fixed_layer", MORE),
-    *_anchors(RECOVER, ("adaptive_layer",), ("fixed_layer",), MORE),
-    _on_par("CIFAR-10", "cifar", CIFAR),
-    _noiseless(ON_PAR, "adaptive_layer", "flat", ALIKE),
-    *_anchors(ON_PAR, ("adaptive_layer",), ("flat",), ALIKE),
-    _on_par("SST-2, RoBERTa-base", "adaptivity", SST2),
-    _on_par("SST-2, RoBERTa-base, attention only", "sst2_epochs", SST2),
-    _on_par("SST-2, RoBERTa-large, attention only", "sst2_epochs", SST2 | {"model": "roberta_large"}),
-    *_texts(LOSES, TABLES, "fixed_layer", "flat", LESS),
-    *_texts(RECOVER, TABLES, "adaptive_layer", "fixed_layer", MORE),
-    *_texts(ON_PAR, TABLES, "adaptive_layer", "flat", ALIKE),
-    *_texts(ON_PAR, ("runtime_metrics", "E2E, run for the figures of time"), "adaptive_layer", "flat", ALIKE),
-    *(
-        Claim(
-            "How the noise is shared among layers hardly matters",
-            f"SST-2, {label} against global",
-            Contrast("noise_allocation", ({"noise": noise},), ({"noise": "global"},), SST2),
-            ALIKE,
-        )
-        for noise, label in (("equal_budget", "equal budget"), ("weighted", "weighted"))
-    ),
-    *(
-        Claim(
-            "A small share r of the budget suffices for the quantiles",
-            f"SST-2, r = {share} % against 10 %",
-            Contrast("quantile_budget", ({"clip.quantile_budget": r},), ({"clip.quantile_budget": "0.1"},), SST2),
-            NO_WORSE,
-        )
-        for r, share in (("0.0001", "0.01"), ("0.001", "0.1"), ("0.01", "1"))
-    ),
-    *_both(HELPS_LESS, "adaptivity", ("adaptive_layer", "flat"), ("fixed_layer", "adaptive_flat"), MORE),
-    *_anchors(HELPS_LESS, ("adaptive_layer", "flat"), ("fixed_layer", "adaptive_flat"), MORE, ANCHORS[1:]),
-    *_both(ADAPTIVE_ON_PAR, "adaptivity", ("adaptive_layer",), ("adaptive_flat",), ALIKE),
-    *_anchors(ADAPTIVE_ON_PAR, ("adaptive_layer",), ("adaptive_flat",), ALIKE, ANCHORS[1:]),
+    _claim(LOSES, "CIFAR-10", "fixed_per_layer", FIXED, FLAT, LESS, CIFAR),
+    _claim(LOSES, "SST-2", "fixed_per_layer", FIXED, FLAT, LESS, SST2),
+    _claim(LOSES, WITHOUT_NOISE, "adaptive_vs_fixed", FIXED, FLAT, LESS, NOISELESS),
+    _claim(LOSES, SCATTERING, "scatter_cnn", FIXED, FLAT, LESS, CIFAR),
+    _claim(LOSES, FEATURES, "lite0_cifar", FIXED, FLAT, LESS, CIFAR),
+    _claim(RECOVER, "CIFAR-10", "adaptivity", ADAPTIVE, FIXED, MORE, CIFAR),
+    _claim(RECOVER, "SST-2", "adaptivity", ADAPTIVE, FIXED, MORE, SST2),
+    _claim(RECOVER, WITHOUT_NOISE, "adaptive_vs_fixed", ADAPTIVE, FIXED, MORE, NOISELESS),
+    _claim(RECOVER, SCATTERING, "scatter_cnn", ADAPTIVE, FIXED, MORE, CIFAR),
+    _claim(RECOVER, FEATURES, "lite0_cifar", ADAPTIVE, FIXED, MORE, CIFAR),
+    _claim(ON_PAR, "CIFAR-10", "cifar", ADAPTIVE, FLAT, ALIKE, CIFAR),
+    _claim(ON_PAR, WITHOUT_NOISE, "adaptive_vs_fixed", ADAPTIVE, FLAT, ALIKE, NOISELESS),
+    _claim(ON_PAR, SCATTERING, "scatter_cnn", ADAPTIVE, FLAT, ALIKE, CIFAR),
+    _claim(ON_PAR, FEATURES, "lite0_cifar", ADAPTIVE, FLAT, ALIKE, CIFAR),
+    _claim(ON_PAR, "SST-2, RoBERTa-base", "adaptivity", ADAPTIVE, FLAT, ALIKE, SST2),
+    _claim(ON_PAR, "SST-2, RoBERTa-base, attention only", "sst2_epochs", ADAPTIVE, FLAT, ALIKE, SST2),
+    _claim(ON_PAR, "SST-2, RoBERTa-large, attention only", "sst2_epochs", ADAPTIVE, FLAT, ALIKE, LARGE),
+    _claim(LOSES, "E2E and DART, BLEU", TEXTS, FIXED, FLAT, LESS, metric=BLEU),
+    _claim(LOSES, "E2E and DART, ROUGE-L", TEXTS, FIXED, FLAT, LESS, metric=ROUGE),
+    _claim(RECOVER, "E2E and DART, BLEU", TEXTS, ADAPTIVE, FIXED, MORE, metric=BLEU),
+    _claim(RECOVER, "E2E and DART, ROUGE-L", TEXTS, ADAPTIVE, FIXED, MORE, metric=ROUGE),
+    _claim(ON_PAR, "E2E and DART, BLEU", TEXTS, ADAPTIVE, FLAT, ALIKE, metric=BLEU),
+    _claim(ON_PAR, "E2E and DART, ROUGE-L", TEXTS, ADAPTIVE, FLAT, ALIKE, metric=ROUGE),
+    _claim(ON_PAR, "E2E, run for the figures of time, BLEU", "runtime_metrics", ADAPTIVE, FLAT, ALIKE, metric=BLEU),
+    _claim(ON_PAR, "E2E, run for the figures of time, ROUGE-L", "runtime_metrics", ADAPTIVE, FLAT, ALIKE, metric=ROUGE),
+    _claim(SHARES, "SST-2, equal budget against global", NOISE, "noise=equal_budget", GLOBAL, ALIKE, SST2),
+    _claim(SHARES, "SST-2, weighted against global", NOISE, "noise=weighted", GLOBAL, ALIKE, SST2),
+    _claim(SMALL, "SST-2, r = 0.01 % against 10 %", SHARE, "clip.quantile_budget=0.0001", TENTH, NO_WORSE, SST2),
+    _claim(SMALL, "SST-2, r = 0.1 % against 10 %", SHARE, "clip.quantile_budget=0.001", TENTH, NO_WORSE, SST2),
+    _claim(SMALL, "SST-2, r = 1 % against 10 %", SHARE, "clip.quantile_budget=0.01", TENTH, NO_WORSE, SST2),
+    _claim(HELPS_LESS, "CIFAR-10", "adaptivity", BOTH, CROSSED, MORE, CIFAR),
+    _claim(HELPS_LESS, "SST-2", "adaptivity", BOTH, CROSSED, MORE, SST2),
+    _claim(HELPS_LESS, FEATURES, "lite0_cifar", BOTH, CROSSED, MORE, CIFAR),
+    _claim(ADAPTIVE_ON_PAR, "CIFAR-10", "adaptivity", ADAPTIVE, "clip=adaptive_flat", ALIKE, CIFAR),
+    _claim(ADAPTIVE_ON_PAR, "SST-2", "adaptivity", ADAPTIVE, "clip=adaptive_flat", ALIKE, SST2),
+    _claim(ADAPTIVE_ON_PAR, FEATURES, "lite0_cifar", ADAPTIVE, "clip=adaptive_flat", ALIKE, CIFAR),
 )
