@@ -54,8 +54,8 @@ def _claim(
     says: str, on: str, sweep: str, plus: str, minus: str, kind: str, where: str = "", metric: str = "valid/accuracy"
 ) -> Claim:
     """A claim of settings in words, "key=value"; of several in `plus` or `minus` each is a term."""
-    terms = [tuple(settings_of(word) for word in side.split()) for side in (plus, minus)]
-    return Claim(says, on, Contrast(sweep, *terms, settings_of(where), metric), kind)
+    added, subtracted = (tuple(settings_of(word) for word in side.split()) for side in (plus, minus))
+    return Claim(says, on, Contrast(sweep, added, subtracted, settings_of(where), metric), kind)
 
 
 FIXED, ADAPTIVE, FLAT = "clip=fixed_layer", "clip=adaptive_layer", "clip=flat"
