@@ -18,6 +18,10 @@ def other_state() -> None:
     Use().private.load_state_dict(Use(steps=4).private.state_dict())
 
 
+def other_threshold() -> None:
+    Use(threshold=5.0).private.load_state_dict(Use().private.state_dict())
+
+
 def of_another_optimizer() -> None:
     use = Use()
     state = use.train(1).private.state_dict()
@@ -103,7 +107,8 @@ class Apart(Alone):
 
 
 STATES: dict[str, Misuse] = {
-    "a state of another plan": (other_state, "another plan"),
+    "a state of another plan": (other_state, "was made with .*give the same"),
+    "a state of another threshold": (other_threshold, r"was made with threshold=1\.0, and here it is 5\.0"),
     "a state of another model": (does_not_fit, "does not fit this model"),
     "a state taken in the middle of a step": (state_within_a_step, "within a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "have not the same key"),

@@ -197,7 +197,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "resuming with another budget": (other_budget, "threshold is 2.0 and was 1.0"),
     "resuming on other weights": (other_weights, "are not those that were saved"),
     "resuming without the optimiser's state": (no_optimizer_state, "are not those that were saved"),
-    "resuming on other data": (other_data, "another plan"),
+    "resuming on other data": (other_data, "was made with dataset_size="),
     "resuming without the key": (without_the_key, ".noise_key.pt: bring it there if the run was killed"),
     "resuming where the folder was moved to": (after_a_move, "-moved.noise_key.pt: bring it there if"),
     "resuming into another folder": (into_another_folder, "lies outside of output_dir"),

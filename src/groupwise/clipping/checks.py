@@ -49,9 +49,11 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
     if not isinstance(losses, Tensor):
         raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
     if losses.dim() != 1 or not losses.is_floating_point():
+        model_s_own = "" if losses.dim() else " A Hugging Face model's own .loss is a mean: compute it from the logits."
         raise UserError(
-            f"The loss must be one value per example, a float tensor of shape (batch,); {tuple(losses.shape)} was "
-            "given: use reduction='none' and reduce over everything but the batch."
+            f"The loss must be one value per example, a float tensor of shape (batch,); {losses.dtype} of shape "
+            f"{tuple(losses.shape)} was given: use reduction='none' and reduce over everything but the batch."
+            f"{model_s_own}"
         )
     if isinstance(losses, PerExample):
         raise UserError(

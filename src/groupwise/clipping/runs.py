@@ -60,6 +60,9 @@ class Draws(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
+        self._batch: list[tuple[str, Tensor]] = []
+        self._keeps = False
+        self._row: tuple[int, int, Iterator[tuple[str, Tensor]]] | None = None
         self._place, self._generators, self._calm, self._forced = place, generators, calm, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +76,7 @@ class Draws(TorchDispatchMode):
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
         calm = self._calm or name in FOLLOWING_VALUES
-        changed = _CHANGED.get(name) or ({"dropout_p": _nothing} if "dropout_p" in given else {})
+        changed = _CHANGED.get(name) or ({"dropout_p": _nothing} if "dropout_p" in names else {})  # 0 is not given
         if calm and changed:
             given |= {key: make(given) for key, make in changed.items()}
             args, kwargs = (
@@ -88,9 +91,41 @@ class Draws(TorchDispatchMode):
             made.fill_(self._forced[1])
         if calm and name in _EXPECTED:
             made.copy_(torch.as_tensor(_EXPECTED[name](given)))
+        elif calm and not changed and isinstance(made, Tensor):
+            self._repeat(name, made)
         if name in FOLLOWING_VALUES and not self._calm:
             self._generators.seed_torch(len(self.taken))
         return made
+
+    # -- numbers whose expectation is not known ---------------------------------------------------------------------
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, numbers that a batch draws are kept, where their expectation is not known."""
+        self._batch, self._keeps = [], True
+        try:
+            yield
+        finally:
+            self._keeps = False
+
+    @contextmanager
+    def repeating(self, row: int, rows: int) -> Iterator[None]:
+        """Inside, an example alone gets the numbers that it was given as a row of the batch, of so many rows."""
+        self._row = row, rows, iter(self._batch)
+        try:
+            yield
+        finally:
+            self._row = None
+
+    def _repeat(self, name: str, made: Tensor) -> None:
+        if self._keeps:
+            self._batch.append((name, made.detach().clone()))
+        elif self._row is not None:
+            row, rows, kept = self._row
+            known, batch = next(kept, ("", made))
+            axes = [axis for axis, n in enumerate(made.shape) if batch.shape[axis : axis + 1] == (n * rows,)]
+            if known == name and axes:
+                made.copy_(batch.unflatten(axes[0], (rows, -1)).select(axes[0], row))
 
 
 def _nothing(given: dict[str, Any]) -> float:

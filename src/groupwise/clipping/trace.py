@@ -190,7 +190,8 @@ def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: i
     """The plan that the passes show; `others` by the row of the example that was replaced."""
     for tracer in (fewer, *others.values()):
         for label, _ in sorted(tracer.shapes.keys() ^ more.shapes.keys()):
-            _refuse(label, more.shapes.get((label, 0), ()), "is used more often in some batches than in others")
+            what = "is used more often in some batches than in others (call it once for a batch, not for each example)"
+            _refuse(label, more.shapes.get((label, 0), ()), what)
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
         moved: dict[int, set[int]] = {}

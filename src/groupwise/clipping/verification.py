@@ -1,5 +1,6 @@
 """Checks a model and its engine on a few real examples before training: the engine must equal a slow loop over them."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,13 @@ NEGLIGIBLE = 1e-5
 """Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
 normalisation, say), and is not compared."""
 CONSTANT = (
-    "if the examples are constant (all zeros, say), normalisations magnify rounding, so give others; if they are not, "
-    "please report this for built-in layers"
+    "if batches are padded, mask the padding; if the examples are constant (all zeros, say), normalisations magnify "
+    "rounding, so give others; else please report this for built-in layers"
+)
+NOT_ALONE = (
+    "Random numbers are drawn by Python or numpy, or for one example at a time, and cannot be repeated for an example "
+    "alone. So examples are compared within their batch only: make sure that padding is masked, and that no loss "
+    "depends on the size of its batch; or draw by torch, with the batch as first axis."
 )
 MANY = 64
 """Rows of the larger batch that is compared, at most."""
@@ -68,11 +74,13 @@ def verify(
     with unchanged(engine.model) as generators, moved_parameters(engine.model), _kept(engine):
         runs = Runs(engine.model, losses_of, generators)
         buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-        calms = check_draws(runs, some)
+        calms, repeats = check_draws(runs, some)
+        if not repeats:
+            warnings.warn(NOT_ALONE, stacklevel=2)
         _check_buffers(engine, buffers)
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
-        compare = _Comparison(engine, runs, calms, tolerance, loss_tolerance)
+        compare = _Comparison(engine, runs, repeats, tolerance, loss_tolerance)
         many = min(most, MANY) if calms and len(some) > 1 else 1  # copies may draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
         if not norms.isfinite().any():
@@ -131,9 +139,9 @@ class _Comparison:
 
     engine: ClippingEngine
     runs: Runs
-    calms: bool
-    """Whether all random numbers can be put to their expectation. Otherwise an example does not meet alone what it
-    meets in its batch, and the loop takes its gradient from there."""
+    repeats: bool
+    """Whether random numbers can be put to their expectation, or repeated. Otherwise an example does not meet alone
+    what it meets in its batch, and the loop takes its gradient from there."""
     tolerance: float
     loss_tolerance: float
 
@@ -148,15 +156,20 @@ class _Comparison:
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
+        with runs.drawing(calm=True) as draws:  # backward passes draw, too, where layers are checkpointed
 
-        def loss_of(example: int) -> Tensor:
-            with FrozenStatistics():
-                loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
-            alone[example] = loss.detach()
-            return loss
+            def losses_of(some: Sequence[int]) -> Tensor:
+                with draws.keeping():
+                    return runs.losses(some)
 
-        with runs.drawing(calm=True):  # backward passes draw, too, where layers are checkpointed
-            losses = engine.losses(runs.losses, examples)
+            def loss_of(example: int) -> Tensor:
+                row = examples.index(example)
+                with FrozenStatistics(), draws.repeating(row, len(examples)):
+                    loss = runs.losses([example])[0] if self.repeats else runs.losses(examples)[row]
+                alone[example] = loss.detach()
+                return loss
+
+            losses = engine.losses(losses_of, examples)
             engine.backward(losses)
             sums = {name: parameter.grad for name, parameter in engine.model.named_parameters()}
             thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
@@ -175,7 +188,7 @@ class _Comparison:
             raise UserError(
                 f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found[row]):.6g} among others: a "
                 f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded: compute "
-                "each loss from its own example alone."
+                "each loss from its own example alone; mask padding, and divide by the example's own length."
             )
 
     def _check_norms(self, examples: list[int], found: Tensor, norms: Tensor, off: Tensor) -> None:

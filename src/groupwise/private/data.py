@@ -64,7 +64,7 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
         return data, Loading(**given)
     warnings.warn(
         "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
-        "not, as every step draws each example with probability batch_size / N.",
+        "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing).",
         stacklevel=4,
     )
     own = {"collate_fn": data.collate_fn, "num_workers": data.num_workers, "pin_memory": data.pin_memory}

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -176,4 +177,4 @@ def make_private(
             sums=sums,
             ranks=ranks,
         )
-        return Private(core, undo.pop_all())
+        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise})

@@ -1,5 +1,6 @@
 """Trains privately, a step at a time, in the user's own loop."""
 
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
+EARLY = "\n  This epsilon is a guarantee if nothing of the run decided when to stop; else the plan's is."
 USED: set[bytes] = set()
 """Derived from the keys of trainings that have begun in this process."""
 
@@ -36,8 +38,9 @@ class Step:
         number: how many steps were taken, this one included.
         plan: of the training.
         nonprivate: straight from the data, without noise, over all processes: "loss", the mean over the examples that
-            were drawn, "batch_size", how many they are, "clipped", the share of them that was clipped, by group,
-            "nonfinite", how many were left out, and "examples_per_second", which tells how many they are.
+            were drawn (NaN without any), "batch_size", how many they are, "clipped", the share of them that was
+            clipped, by the group's name, "nonfinite", how many were left out, and "examples_per_second", which tells
+            how many they are.
     """
 
     number: int
@@ -79,9 +82,10 @@ class Private:
         print(private.statement())
     """
 
-    def __init__(self, core: PrivateStep, undo: ExitStack) -> None:
+    def __init__(self, core: PrivateStep, undo: ExitStack, settings: dict[str, Any]) -> None:
         assert core.engine is not None and isinstance(core.sums, DatasetSums), "make_private makes no other"
-        self.core, self.engine, self._sums = core, core.engine, core.sums
+        self.core, self.engine, self._sums, self._settings = core, core.engine, core.sums, settings
+        self._names = [group.name for group in core.engine.groups]
         self._restore = undo
         """Restores the model."""
         self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
@@ -159,7 +163,8 @@ class Private:
         """The plan in words, and what was spent."""
         secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
-        return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps."
+        early = "" if self.executed in (0, self.plan.steps) else EARLY
+        return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps.{early}"
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -191,9 +196,9 @@ class Private:
         parts = core.ranks.gather((released.loss, released.nonfinite))
         drawn = max(released.drawn, 1)
         shown = {
-            "loss": sum(loss for loss, _ in parts) / drawn,
+            "loss": sum(loss for loss, _ in parts) / drawn if released.drawn else math.nan,
             "batch_size": released.drawn,
-            "clipped": ((released.drawn - released.counts) / drawn).tolist(),
+            "clipped": dict(zip(self._names, ((released.drawn - released.counts) / drawn).tolist(), strict=True)),
             "nonfinite": sum(nonfinite for _, nonfinite in parts),
             "examples_per_second": released.drawn / seconds,
         }
@@ -292,7 +297,7 @@ class Private:
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
-        state = self.core.state_dict() | {"processes": self._processes}
+        state = self.core.state_dict() | {"processes": self._processes, "clip": self._settings}
         return with_checksum(state)
 
     def save(self, path: str | Path) -> None:
@@ -318,10 +323,14 @@ class Private:
                 "gradients: call make_private again, and load the state before the first step."
             )
         named = state if isinstance(state, dict) else {}
-        if "plan" in named and named["plan"] != self.plan.to_dict():
-            raise UserError(
-                "The state was made under another plan (data, budget, steps or groups): give the same ones."
-            )
+        for part, here in (("plan", self.plan.to_dict()), ("clip", self._settings)):
+            there = named.get(part, here)
+            if isinstance(there, dict) and there != here:
+                name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
+                raise UserError(
+                    f"The state was made with {name}={there.get(name)}, and here it is {here.get(name)}: give the "
+                    "same, as one noise on two different gradients would show them."
+                )
         if named.get("processes", self._processes) != self._processes:
             raise UserError(
                 f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
