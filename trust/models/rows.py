@@ -60,7 +60,9 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
         speed = f"; {ratios[len(ratios) // 2]:.2f} × the time of a non-private step (median)" if ratios else ""
         sentences.append(f"- `{mode}`: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}{speed}.")
     worst = max((float(row["error"]) for row in rows if row["status"] == EXACT), default=0.0)
-    return f"{len(names)} architectures; the worst error of an exact row is {worst:.0e}.\n\n" + "\n".join(sentences)
+    return f"{len(names)} architectures; the largest relative error of an exact one is {worst:.0e}.\n\n" + "\n".join(
+        sentences
+    )
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:

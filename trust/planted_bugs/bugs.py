@@ -244,4 +244,8 @@ def empty_batches_skipped() -> AbstractContextManager[object]:
 def mean_loss() -> AbstractContextManager[object]:
     """Losses are divided by the size of the batch before they are clipped."""
     real = ClippingEngine.backward
-    return patch.object(ClippingEngine, "backward", lambda self, losses: real(self, losses / len(losses)))
+
+    def backward(self: ClippingEngine, losses: Tensor, present: Tensor | None = None) -> None:
+        real(self, losses / len(losses), present)
+
+    return patch.object(ClippingEngine, "backward", backward)
