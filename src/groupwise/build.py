@@ -1,7 +1,7 @@
 """Builds the trainer of a run: alone, as a replica, in shards, or one stage of a pipeline."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -210,10 +210,8 @@ def _folder_of_weights(config: RunConfig) -> Path | None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-        try:
+        with suppress(HFValidationError, LocalEntryNotFoundError):
             folder = Path(snapshot_download(model.source, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError):
-            return None
     return folder if any((folder / name).is_file() for name in (SINGLE, INDEX)) else None
 
 

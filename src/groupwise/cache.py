@@ -29,14 +29,12 @@ def read_cache(kind: str, key: dict[str, Any]) -> Any | None:
         return None
 
 
-def write_cache(kind: str, key: dict[str, Any], value: Any) -> bool:
-    """Store a JSON ``value`` under ``key`` atomically; False where the folder cannot be written. Never raises."""
+def write_cache(kind: str, key: dict[str, Any], value: Any) -> None:
+    """Store a JSON ``value`` under ``key`` atomically, where the folder can be written. Never raises."""
     with contextlib.suppress(OSError):
         path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"key": key, "value": value}, indent=1))
-        return True
-    return False
 
 
 def _path(kind: str, key: dict[str, Any]) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 from groupwise.errors import UserError
 
@@ -98,8 +99,11 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     """
     check_texts(hypotheses)
     from rouge_score.rouge_scorer import RougeScorer
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-    scorer = RougeScorer(["rougeL"], tokenizer=_ChallengeTokens())
+    split = Tokenizer13a()
+    tokens = SimpleNamespace(tokenize=lambda text: [t for t in split(text.lower()).split() if t not in DROPPED])
+    scorer = RougeScorer(["rougeL"], tokenizer=tokens)
     total = 0.0
     for hypothesis, texts in zip(hypotheses, references, strict=True):
         scores = [scorer.score(text, hypothesis)["rougeL"] for text in texts]
@@ -107,15 +111,3 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
         if precision and recall:
             total += (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision)
     return 100.0 * total / len(hypotheses)
-
-
-class _ChallengeTokens:
-    """The interface that rouge-score asks of a tokeniser."""
-
-    def __init__(self) -> None:
-        from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-
-        self._split = Tokenizer13a()
-
-    def tokenize(self, text: str) -> list[str]:
-        return [token for token in self._split(text.lower()).split() if token not in DROPPED]

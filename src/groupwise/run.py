@@ -251,8 +251,7 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
         row = record.finish(metrics, plan={"steps": 0, "private": False}, system=resources(device, seconds))
     finally:
         record.close()
-    text = "  ".join(f"{key} {value:.2f}" for key, value in metrics.items())
-    print(f"{text}  in {seconds:.0f} s\nRecord: {record.folder}")
+    print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
 
 

@@ -118,11 +118,9 @@ def _places(config: RunConfig) -> Iterator[str]:
         try:
             place = Path(str(value)).expanduser()
             os.stat(place)
-        except RuntimeError:
-            yield f"{key}={value} begins with the home of somebody who has none on this machine: write the folder out."
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             pass
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError) as error:  # too long a name, or the home of nobody
             yield f"{key}={value} can be no path ({reason(error)}): give another."
         if key in WRITTEN and (why := why_unwritable(place)):
             yield f"{key}={value} cannot be written ({why}): give another folder."

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -126,7 +126,7 @@ class PrivateTrainer(Trainer):
         rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
         losses = self._given_losses or find_losses(
             model,
-            [self._inputs([row]) for row in rows],
+            [self._prepare_inputs(self._collate([self._data[row]])) for row in rows],
             tolerance=0.02 if self.args.bf16 else 1e-5,
             smoothing=self.args.label_smoothing_factor,
         )
@@ -147,9 +147,6 @@ class PrivateTrainer(Trainer):
         )
         if not self._resuming:
             resume.keep_key(self._folder, self.private.core.noise)
-
-    def _inputs(self, rows: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        return self._prepare_inputs(self._collate([self._data[int(row)] for row in rows]))
 
     def _longest_first(self, drawn: np.ndarray) -> np.ndarray:
         return drawn if self._lengths is None else drawn[np.argsort(-self._lengths[drawn], kind="stable")]

@@ -59,16 +59,15 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
         data: a dataset, or a DataLoader, whose sampler and batch size are not used.
         given: fields of `Loading`, None for those that were not given.
     """
-    given = {name: value for name, value in given.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
-        return data, Loading(**given)
+        return data, Loading(**asked)
     warnings.warn(
         "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
         "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing).",
         stacklevel=4,
     )
-    own = {"collate_fn": data.collate_fn, "num_workers": data.num_workers, "pin_memory": data.pin_memory}
-    return data.dataset, Loading(**{**own, **given})
+    return data.dataset, Loading(**{name: getattr(data, name) for name in given} | asked)
 
 
 SAMPLE = 12

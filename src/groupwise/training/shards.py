@@ -68,10 +68,10 @@ def use_shards(model: nn.Module, ranks: Alone | Ranks) -> None:
         shard: Any = parameter
         if not hasattr(shard, "to_local") or any(not place.is_shard() for place in shard.placements):
             raise UserError(f"Parameter {name!r} is whole in every process: put all parameters into shards, or none.")
-        if shard.device_mesh.ndim != 1 or shard.device_mesh.size() != ranks.replicas:
+        if (mesh := tuple(shard.device_mesh.shape)) != (ranks.replicas,):
             raise UserError(
-                f"Parameter {name!r} is in shards over a mesh of shape {tuple(shard.device_mesh.shape)}, and ranks has "
-                f"{ranks.replicas} replicas: shard over all processes in one dimension, and give ranks=Ranks()."
+                f"Parameter {name!r} is in shards over a mesh of shape {mesh}, and ranks has {ranks.replicas} "
+                "replicas: shard over all processes in one dimension, and give ranks=Ranks()."
             )
     for module in sharded(model):
         policy: Any = module._get_fsdp_state()._mp_policy
