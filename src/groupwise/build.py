@@ -145,17 +145,10 @@ def _stage_sums(
 
 def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
     """Refuse a checkpoint of another plan, or of something else."""
-    if state is None:
-        return
-    if not {"plan", "step", "noise_key", "noise_is_secret", "microbatches"} <= state.keys():
+    if state is not None and state.get("plan") != plan.to_dict():
         raise UserError(
-            "The checkpoint is none of a run, or an earlier version's: bring its own back, or start afresh with "
-            "overwrite=true."
-        )
-    if state["plan"] != plan.to_dict():
-        raise UserError(
-            "The checkpoint was made under another privacy plan (other data, software or settings): bring those "
-            "back, or start afresh with overwrite=true."
+            "The checkpoint was made under another privacy plan (other data, software or settings), or by another "
+            "version: bring those back, or start afresh with overwrite=true."
         )
 
 

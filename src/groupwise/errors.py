@@ -20,10 +20,6 @@ class UserError(ValueError):
 
 def reason(error: BaseException) -> str:
     """A library's error message on one line, short enough for brackets in a sentence of ours."""
-    if isinstance(error, MemoryError):
-        return "it takes more memory than there is"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
     if isinstance(error, KeyError):
         return f"{error} is missing"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -70,7 +70,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[" * 100_000, r"not readable JSON \(it is nested too deeply\)"),
+        ("[" * 100_000, r"not readable JSON \(maximum recursion depth exceeded"),
         ("[1" + "0" * 5000 + "]", "not readable JSON .*digits"),
         ('[{"a": "\\ud800"}]', "a lone surrogate"),
     ],

@@ -1,4 +1,4 @@
-"""Lists every key of the command line with its type and allowed values, from the schema."""
+"""Lists every key of the command line with its type and allowed values, from the schema, and other libraries' names."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -68,3 +68,23 @@ def groups(conf: Path) -> dict[str, list[str]]:
     chosen = (folder for folder in conf.iterdir() if folder.is_dir() and folder.name not in ("recipe", "size", "hydra"))
     files = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in chosen}
     return dict(sorted({**files, "scale": sorted(SCALES)}.items()))
+
+
+OURS = {
+    "module": "model",
+    **dict.fromkeys(("data_loader", "dataloader", "train_loader", "dataset"), "data"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss"), "losses"),
+    "target_epsilon": "epsilon",
+    "eps": "epsilon",
+    "target_delta": "delta",
+    **dict.fromkeys(("sigma", "noise_scale", "noise_std"), "noise_multiplier"),
+    **dict.fromkeys(("max_grad_norm", "l2_norm_clip", "clipping_norm", "max_norm", "clip_norm"), "threshold"),
+    **dict.fromkeys(("clipping", "clipping_mode", "grad_sample_mode"), "clip"),
+    **dict.fromkeys(("expected_batch_size", "logical_batch_size", "bs"), "batch_size"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("num_steps", "max_steps", "n_steps", "total_steps"), "steps"),
+    **dict.fromkeys(("physical_batch_size", "max_physical_batch_size", "micro_batch_size"), "microbatch"),
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+}
+"""A setting's name in Opacus, JAX Privacy, TensorFlow Privacy or transformers -> its name here."""

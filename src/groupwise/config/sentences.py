@@ -11,8 +11,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from groupwise.config.keys import expected, key_types
-from groupwise.config.names import OURS
+from groupwise.config.keys import OURS, expected, key_types
 from groupwise.errors import UserError, did_you_mean, message
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)

@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from transformers import TrainingArguments
 
-from groupwise.config.names import OURS
+from groupwise.config.keys import OURS
 from groupwise.errors import UserError, did_you_mean
 
 

@@ -15,11 +15,6 @@ import torch
 from groupwise.clipping.precision import kept_precisions
 from groupwise.errors import UserError
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-FIXED_WORKSPACE = ":4096:8"
-"""One of the two values with which cuBLAS adds up in one order."""
-
-
 PLACES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 
 
@@ -59,7 +54,7 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
     )
     matmul.allow_bf16_reduced_precision_reduction = False
     if deterministic:
-        os.environ.setdefault(WORKSPACE, FIXED_WORKSPACE)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS adds up in one order
         cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True)
     try:

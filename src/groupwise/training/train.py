@@ -7,6 +7,7 @@ agreed on once per step, together with the sums that the step reports. Only the 
 import io
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,7 +110,7 @@ def train(
                 raise KeyboardInterrupt
     seconds = elapsed + time.monotonic() - began
     throughput = examples / max(seconds - evaluating, 1e-9)
-    with _signals_to(_interrupt):
+    with _stop_flag(at_once=True):
         final = measure(final=True)
     for tracker in trackers:
         tracker.log(plan.steps, final)
@@ -236,36 +237,22 @@ def export(
 
 
 @contextmanager
-def _stop_flag() -> Iterator[list[int]]:
+def _stop_flag(at_once: bool = False) -> Iterator[list[int]]:
     """A list that is no longer empty once the process was asked to stop: the loop then saves at the end of its step.
 
-    Only a second Ctrl-C interrupts at once: a cluster may send SIGTERM more than once.
+    Only a second Ctrl-C interrupts at once, unless `at_once` is set: a cluster may send SIGTERM more than once.
     """
     stop: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if number == signal.SIGINT in stop:
+        if at_once or number == signal.SIGINT in stop:
             raise KeyboardInterrupt
         stop.append(number)
 
-    with _signals_to(ask):
+    here = threading.current_thread() is threading.main_thread()  # which alone gets signals
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    try:
         yield stop
-
-
-def _interrupt(number: int, _: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def _signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Inside, `handler` gets SIGINT and SIGTERM."""
-    try:
-        before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread, which alone gets signals
-        yield
-        return
-    try:
-        yield
     finally:
         for number, own in before.items():
             signal.signal(number, own)
