@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.main import get_args_parser
 from omegaconf import DictConfig
 
+from groupwise.config.checks import refuse_unused
 from groupwise.config.compose import check_typed, register, to_run_config
-from groupwise.config.idle import refuse_idle
 from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -107,7 +107,7 @@ def _single(composed: DictConfig) -> RunConfig:
     if launcher is not None:
         raise UserError(f"{launcher} is for sweeps: add -m, with which one value is a sweep of one cell.")
     config = to_run_config(composed)
-    refuse_idle(HydraConfig.get().overrides.task, config)
+    refuse_unused(HydraConfig.get().overrides.task, config)
     if config.tuning.name != "off":
         raise UserError("tuning=accounted is for sweeps: add -m and a sweep, such as +sweep=search_sst2.")
     return config

@@ -1,17 +1,17 @@
-"""Refuses invalid configurations, each in one sentence, before anything is loaded or written."""
+"""Refuses invalid configurations, and settings without effect, each in one sentence, before anything is loaded."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import why_unwritable
 from groupwise.config.keys import CHOICES, LIMITS, expected, fits, key_types
-from groupwise.config.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
+from groupwise.config.schema import BELOW_ONE, INSIDE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean, reason
 
 PLACES = (
@@ -24,6 +24,19 @@ LARGEST_WHOLE, LARGEST = 2**62, 1e15
 """The largest seed, size or number of steps, and the largest other number: beyond them libraries overflow."""
 GENERATION = ("e2e", "dart", "samsum")
 """Tasks of texts to be written; their model can be split into stages."""
+ADAPTIVE = (
+    *("initial_threshold", "target_quantile", "quantile_learning_rate", "quantile_budget"),
+    *("rescale", "minimum", "maximum"),
+)
+READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{f"clip.{name}": ("clip.policy", ("adaptive",)) for name in ADAPTIVE},
+    "clip.gamma": ("clip.rule", ("automatic",)),
+    "model.lora": ("model.trains", ("lora",)),
+    "optim.momentum": ("optim.name", ("sgd",)),
+    **dict.fromkeys(("optim.beta1", "optim.beta2", "optim.eps"), ("optim.name", ("adam", "adamw"))),
+    **dict.fromkeys(("tuning.eta", "tuning.runs", "tuning.outside"), ("tuning.name", ("accounted",))),
+}
+"""Key, or section of keys -> the key on which its effect depends, and the values needed there."""
 DEFAULTS = RunConfig()
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
@@ -101,6 +114,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be zero or more."
         if says["within"] == BELOW_ONE and not 0 <= value < 1:
             yield f"{key}={value} must lie in [0, 1)."
+        if says["within"] == INSIDE and not 0 < value < 1:
+            yield f"{key}={value} must lie strictly between 0 and 1."
         if not math.isfinite(value) and not says["infinite"]:
             yield f"{key}={value} must be finite."
         if says["most"] is not None and value > says["most"]:
@@ -185,11 +200,6 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 def _privacy(config: RunConfig) -> Iterator[str]:
     privacy = config.privacy
-    if privacy.delta is not None and not 0 < privacy.delta < 1:
-        yield (
-            f"privacy.delta={privacy.delta} must lie strictly between 0 and 1, "
-            "and well below one over the number of training examples."
-        )
     if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
         both = "null" if privacy.epsilon is None else "given"
         yield f"privacy.epsilon and privacy.noise_multiplier are both {both}: give one, the other null."
@@ -235,13 +245,6 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
     clip = config.clip
     if clip.grouping == "none":
         yield "clip.policy=adaptive has no threshold to adapt with clip.grouping=none: use clip.policy=fixed."
-    if not 0 < clip.quantile_budget < 1:
-        yield (
-            f"clip.quantile_budget={clip.quantile_budget} must lie strictly between 0 and 1: it is the "
-            "share of the privacy budget that pays for the counts, and the gradients need the rest."
-        )
-    if not 0 < clip.target_quantile < 1:
-        yield f"clip.target_quantile={clip.target_quantile} must lie strictly between 0 and 1."
     if clip.minimum > clip.maximum:
         yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
     one_group = clip.grouping == "flat" or (clip.grouping == "device" and config.pipeline.stages == 1)
@@ -305,3 +308,38 @@ def _parallel(config: RunConfig) -> Iterator[str]:
             f"parallel.kind=fsdp shards parameters layer by layer, and clip.grouping={clip.grouping} needs all at "
             "once: use clip=adaptive_layer, fixed_layer or ghost, or parallel.kind=ddp."
         )
+
+
+def why_unused(key: str, config: RunConfig) -> str:
+    """Why a key has no effect, and what to do; empty if it has one."""
+    clip, steps = config.clip, config.train.steps
+    if key.startswith("clip.") and clip.grouping == "none":
+        return "" if key in ("clip.name", "clip.grouping", "clip.policy") else "nothing is clipped, so leave it out."
+    if needed := READ_WITH.get(key) or READ_WITH.get(key.rpartition(".")[0]):
+        beside, values = needed
+        if (value := value_at(config, beside)) not in values:
+            return f"it is not read with {beside}={value}, so leave it out, or choose {beside}={' or '.join(values)}."
+    if key == "clip.threshold" and clip.policy == "adaptive" and clip.initial_threshold and not clip.rescale:
+        return (
+            f"these thresholds start at clip.initial_threshold={clip.initial_threshold:g} and are not held to C "
+            "(clip.rescale=false), so give one of these two."
+        )
+    return f"train.steps={steps} is given, so make one of them null." if key == "train.epochs" and steps else ""
+
+
+def complaint(override: str, config: RunConfig) -> str:
+    """The sentence for an override, ``key=value``, without effect; empty if it has one."""
+    override = override.lstrip("+")
+    why = why_unused(override.partition("=")[0], config)
+    return why and f"{override} changes nothing: {why}"
+
+
+def refuse_unused(overrides: Sequence[str], config: RunConfig) -> None:
+    """Refuse settings on a command line that have no effect; recipes may have them.
+
+    Raises:
+        UserError: naming one.
+    """
+    for override in overrides:
+        if problem := complaint(override, config):
+            raise UserError(problem)

@@ -18,8 +18,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from groupwise.config.checks import validate, value_at
-from groupwise.config.idle import refuse_idle
+from groupwise.config.checks import refuse_unused, validate, value_at
 from groupwise.config.keys import FREE_KEYS, expected, fits, key_types
 from groupwise.config.resolvers import register_resolvers
 from groupwise.config.schema import Command, PrivacyConfig, RunConfig
@@ -50,7 +49,7 @@ def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> 
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         config = to_run_config(compositions_of(conf).compose(overrides))
     if typed:
-        refuse_idle(overrides, config)
+        refuse_unused(overrides, config)
     return config
 
 

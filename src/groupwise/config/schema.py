@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.rows import SCALES
 
-POSITIVE, NOT_NEGATIVE, BELOW_ONE = "greater than zero", "zero or more", "in [0, 1)"
+POSITIVE, NOT_NEGATIVE, BELOW_ONE, INSIDE = "greater than zero", "zero or more", "in [0, 1)", "in (0, 1)"
 
 
 def one_of(default: str, *choices: str) -> Any:
@@ -135,11 +135,11 @@ class ClipConfig:
     """C, the norm of the whole clipped gradient; each of K groups gets C/sqrt(K)."""
     initial_threshold: float | None = number(None, POSITIVE)
     """Adaptive: where each C_k starts; null starts at C/sqrt(K)."""
-    target_quantile: float = 0.6
+    target_quantile: float = number(0.6, INSIDE)
     """q: the share of examples that a threshold should leave unclipped."""
     quantile_learning_rate: float = number(0.3, POSITIVE)
     """The step of the geometric threshold update (eta in the paper)."""
-    quantile_budget: float = 0.01
+    quantile_budget: float = number(0.01, INSIDE)
     """r: the share of the privacy budget that pays for the counts."""
     rescale: bool = True
     """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
@@ -169,7 +169,7 @@ class PrivacyConfig:
 
     epsilon: float | None = number(8.0, POSITIVE, infinite=True)
     """inf means no noise and no guarantee."""
-    delta: float | None = 1e-5
+    delta: float | None = number(1e-5, INSIDE)
     """null: 1/N^1.1, N the number of training examples."""
     noise_multiplier: float | None = number(None, NOT_NEGATIVE)
     sampling: str = one_of("poisson", "poisson", "shuffle")

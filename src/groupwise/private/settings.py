@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from groupwise.clipping import Partition
-from groupwise.config.checks import validate_clipping
-from groupwise.config.idle import why_idle
+from groupwise.config.checks import validate_clipping, why_unused
 from groupwise.config.schema import ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import PrivacyPlan
@@ -61,7 +60,7 @@ def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings:
     except UserError as error:
         raise UserError(str(error).replace("clip.", "")) from error
     for name, value in given.items():
-        if why := why_idle(f"clip.{name}", RunConfig(clip=config)):
+        if why := why_unused(f"clip.{name}", RunConfig(clip=config)):
             raise UserError(f"{name}={value} changes nothing: {why.replace('clip.', '')}")
     return config
 

@@ -9,9 +9,9 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from groupwise.config.checks import complaint
 from groupwise.config.compose import Compositions, compositions_of, parse, to_run_config
 from groupwise.config.identity import config_hash
-from groupwise.config.idle import complaint
 from groupwise.config.schema import RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
