@@ -162,8 +162,6 @@ def _together(config: RunConfig) -> Iterator[str]:
     if (train.batch_size is None) == (train.sample_rate is None):
         both = "null" if train.batch_size is None else "given"
         yield f"train.batch_size and train.sample_rate are both {both}: give one, the other null."
-    if train.sample_rate is not None and train.sample_rate > 1:
-        yield f"train.sample_rate={train.sample_rate} is a probability: give at most 1."
     if any(not 0 <= epoch < math.inf for epoch in train.keep):
         yield f"train.keep={train.keep} are epochs: give numbers of zero or more."
     if model.frozen_dtype == "bfloat16" and train.precision != "bfloat16":
@@ -194,8 +192,6 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
         yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
     if not -100 <= config.eval.generate.length_penalty <= 100:
         yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must lie in [-100, 100]."
-    if config.eval.prompt_set not in (0, 1, 2):
-        yield f"eval.prompt_set={config.eval.prompt_set} is not one of 0, 1, 2."
 
 
 def _privacy(config: RunConfig) -> Iterator[str]:

@@ -217,7 +217,7 @@ class TrainConfig:
 
     batch_size: int | None = number(4096, POSITIVE)
     """B: the expected logical batch size; one noisy update each. null derives it from sample_rate."""
-    sample_rate: float | None = number(None, POSITIVE)
+    sample_rate: float | None = number(None, POSITIVE, most=1)
     """rho: the probability that an example is drawn at a step, B = rho N; instead of batch_size."""
     epochs: float = number(300.0, POSITIVE)
     steps: int | None = number(None, POSITIVE)
@@ -276,7 +276,7 @@ class EvalConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     shots: int | None = number(None, NOT_NEGATIVE)
     """Train nothing, and generate from a prompt with this many training examples before the input; null trains."""
-    prompt_set: int = 0
+    prompt_set: int = number(0, NOT_NEGATIVE, most=2)
     """The set of examples in the prompt (the paper averages over three)."""
 
 
