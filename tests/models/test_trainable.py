@@ -6,7 +6,7 @@ import torch
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
-from groupwise.models.trainable import PATIENCE, MovedAdapters, add_adapters, choose_trainable
+from groupwise.models.trainable import add_adapters, choose_trainable
 
 CLASSES = ("negative", "positive")
 
@@ -116,13 +116,6 @@ def adapters(model) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if "lora_" in name}
 
 
-def move(model, *marks: str) -> None:
-    with torch.no_grad():
-        for name, parameter in adapters(model).items():
-            if any(mark in name for mark in marks):
-                parameter.add_(1e-3)
-
-
 @pytest.mark.parametrize("target", ["c_atn", "attn", "wte", "ln_1", "proj", "lm_head"])
 def test_an_unknown_target_is_named_with_what_there_is(gpt2, target):
     with pytest.raises(UserError, match=rf"targets={target} names no layer .*some of c_attn, c_fc, c_proj\."):
@@ -135,34 +128,3 @@ def test_a_type_without_usual_targets_and_a_rank_of_nothing(gpt2):
     gpt2.config.model_type = "homemade"
     with pytest.raises(UserError, match=r"no default layers for homemade: give model\.lora\.targets, some of c_attn"):
         add_adapters(gpt2, LoraConfig())
-
-
-# -- every adapter learns ---------------------------------------------------------------------------------------------
-
-
-def test_an_input_side_has_one_step_more(gpt2):
-    model = add_adapters(gpt2, LoraConfig(rank=2, targets=TARGETS))
-    watch = MovedAdapters(model)
-    move(model, ".lora_B.")
-    watch.check(0)
-    move(model, ".lora_B.", "h.0.attn.c_attn.lora_A", "h.1.", "h.0.mlp")
-    with pytest.raises(UserError, match=r"'.*h\.0\.attn\.c_proj\.lora_A.*' did not move in step 1"):
-        watch.check(1)
-
-
-def test_empty_batches_are_waited_for_but_not_for_ever(gpt2):
-    model = add_adapters(gpt2, LoraConfig(rank=2, targets=TARGETS))
-    watch = MovedAdapters(model)
-    for step in range(PATIENCE - 1):
-        watch.check(step)
-    move(model, ".lora_B.")
-    watch.check(PATIENCE - 1)
-    for step in range(PATIENCE - 1):
-        watch.check(PATIENCE + step)
-    with pytest.raises(UserError, match=rf"No adapter moved in {PATIENCE} steps"):
-        watch.check(2 * PATIENCE - 1)
-
-
-def test_a_model_without_adapters_is_refused(gpt2):
-    with pytest.raises(UserError, match=r"no adapter that trains: use model\.trains=lora"):
-        MovedAdapters(gpt2)

@@ -139,22 +139,12 @@ def test_what_the_record_says(sst2):
     assert short["cut_examples"] > 0 and short["longest"] == 12
 
 
-def test_lora_trains_adapters_and_the_head_and_watches_them():
+def test_lora_trains_adapters_and_the_head():
     model = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["query"])}
     task = make_task(config(model=model), CPU)
     names = {name for name, p in task.model.named_parameters() if p.requires_grad}
     assert any("lora_A" in name for name in names) and any("classifier" in name for name in names)
     assert all("lora_" in name or "classifier" in name for name in names)
-    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        task.losses_of(EXAMPLES).sum().backward()
-        optimizer.step()
-        task.check_update(step)
-    stuck = make_task(config(model=model), CPU)
-    next(p for name, p in stuck.model.named_parameters() if "lora_B" in name).data.add_(1)
-    with pytest.raises(UserError, match="did not move"):
-        stuck.check_update(0)
 
 
 def test_export_is_a_folder_that_transformers_reads(tmp_path):

@@ -21,19 +21,21 @@ from tests.pipeline.ranks import run_ranks
 from tests.training.data_parallel import ADAPTIVE_LAYER, BATCHES, PointsTask, build
 
 
-class StoppedTask(PointsTask):
-    """Asks its process to stop while step 1 runs."""
-
-    def check_update(self, step):
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def session(folder, ranks, stops=False, resumes=False):
     """One session in `folder`; returns its row, or the name of what ended it."""
     config = RunConfig(paths=PathsConfig(results=str(folder)))
     config.train.batch_size, config.train.checkpoint_every, config.eval.batch_size = 8, 3600, 8
-    trainer = build(ADAPTIVE_LAYER, ranks, sigma=1.0, task=(StoppedTask if stops else PointsTask)())
+    trainer = build(ADAPTIVE_LAYER, ranks, sigma=1.0, task=PointsTask())
+    take = trainer.step
+
+    def stopped(step):
+        parts = take(step)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return parts
+
+    if stops:
+        trainer.step = stopped
     record = RunRecord.open(config)
     state = load_checkpoint(record.checkpoint) if resumes else {}
     if resumes:

@@ -81,10 +81,6 @@ def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> N
         parameter.requires_grad_(name in names or is_head(model, name))
 
 
-PATIENCE = 10
-"""Consecutive steps in which no adapter may change (Poisson sampling draws an empty batch now and then)."""
-
-
 def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
     """Freeze the model and put an adapter B·A·alpha/rank beside each target layer; returns peft's wrapper.
 
@@ -158,48 +154,6 @@ def check_adapters(model: nn.Module, logits_of: Callable[[list[np.ndarray]], Ten
 
 MADE_UP = 12
 """Tokens of a row that `check_adapters` makes up."""
-
-
-class MovedAdapters:
-    """Checks that every adapter learns: all B after the first step that changes one, then all A.
-
-    B starts at zero, and A has no gradient before B has changed. The copies are freed as soon as they are not needed.
-    With noise everything changes, so `check_adapters` checks before training.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if "lora_" in name and p.requires_grad]
-        if not named:
-            raise UserError("The model has no adapter that trains: use model.trains=lora.")
-        self._waiting = [
-            {name: (p, p.detach().clone()) for name, p in named if f".lora_{side}." in name} for side in "BA"
-        ]
-        self._idle = 0
-
-    def check(self, step: int) -> None:
-        """Check the adapters after step `step`, 0-based; costs nothing once both factors have changed.
-
-        Raises:
-            UserError: naming an adapter that did not change while others did; or none has changed for long.
-        """
-        if not self._waiting:
-            return
-        still = [name for name, (now, before) in self._waiting[0].items() if torch.equal(now, before)]
-        if not still:
-            self._waiting.pop(0)
-            self._idle = 0
-        elif len(still) < len(self._waiting[0]):
-            raise UserError(
-                f"Adapter {still[0]!r} did not move in step {step}, though others did, so the loss does not depend on "
-                "it: leave its layer out of model.lora.targets."
-            )
-        else:
-            self._idle += 1
-            if self._idle >= PATIENCE:
-                raise UserError(
-                    f"No adapter moved in {PATIENCE} steps (such as {still[0]!r}): raise optim.learning_rate or "
-                    "train.batch_size."
-                )
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -7,7 +7,7 @@ batch, and all hold the one threshold.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import UserError
-from groupwise.models.trainable import MovedAdapters
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import StageLink, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
@@ -66,7 +65,6 @@ class PipelineTrainer(Trainer):
     runner: StageRunner
     one_group: bool = False
     """All stages together are one group (flat); else each stage has groups of its own."""
-    _adapters: MovedAdapters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         stage, private = self.runner.stage, self.private
@@ -76,8 +74,6 @@ class PipelineTrainer(Trainer):
             thresholds = private.thresholds
             if isinstance(thresholds, AdaptiveThresholds) and thresholds.rescale_to is not None:
                 raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
-        if any("lora_" in name and parameter.requires_grad for name, parameter in stage.named_parameters()):
-            self._adapters = MovedAdapters(stage)
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
@@ -100,10 +96,6 @@ class PipelineTrainer(Trainer):
         loss, clipped, square, *nonfinite = totals
         whole = {"noise_norm": math.sqrt(square), "nonprivate/clipped": clipped}
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
-
-    def _check_update(self, step: int) -> None:
-        if self._adapters is not None:
-            self._adapters.check(step)
 
     def state_dict(self) -> dict[str, Any]:
         """All state of the stage that the next step depends on, without frozen weights, which are loaded again."""

@@ -20,7 +20,7 @@ from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.published import provenance_of
-from groupwise.models.trainable import MovedAdapters, check_adapters
+from groupwise.models.trainable import check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.model_card import write_model_card
@@ -54,7 +54,7 @@ class TextTask(Task):
         self.precision = autocast(config.train.precision, self.device)
         network = MeanPooled(model) if config.model.pool == "mean" else model
         self._network = torch.compile(network) if config.train.compile else network
-        self._adapters = MovedAdapters(model) if config.model.trains == "lora" else None
+        self._adapts = config.model.trains == "lora"
 
     def describe_data(self) -> dict[str, Any]:
         """Source, SHA-256 of the files, counts, lengths and how many examples were cut."""
@@ -64,14 +64,9 @@ class TextTask(Task):
         """Longest first, so that microbatches need little padding; equal lengths keep their order."""
         return examples[longest_first(self._lengths[examples])]
 
-    def check_update(self, step: int) -> None:
-        """Raises `UserError` if an adapter does not change."""
-        if self._adapters is not None:
-            self._adapters.check(step)
-
     def check_adapters(self) -> None:
         """Raises `UserError` if the model's output, on random tokens, does not depend on an adapter."""
-        if self._adapters is not None:
+        if self._adapts:
             check_adapters(self.model, lambda rows: self.logits(self.model, self.inputs(rows, self.device)))
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:

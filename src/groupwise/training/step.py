@@ -81,7 +81,6 @@ class Trainer:
         rate = float(self.schedule.get_last_lr()[0])
         released = self.private.step()
         self.schedule.step()
-        self._check_update(step)
         if self.average is not None:
             self.average.update(step)
         self._known = {"learning_rate": rate, "nonprivate/batch_size": float(released.drawn)}
@@ -95,10 +94,6 @@ class Trainer:
         """Metrics of the last step, from the sums over all processes; `nonprivate/` has those that are no release."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
-
-    def _check_update(self, step: int) -> None:
-        if not self.private.in_shards:  # what the task remembers are parameters from before they were sharded
-            self.task.check_update(step)
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on."""

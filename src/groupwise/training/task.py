@@ -73,9 +73,6 @@ class Task(ABC):
         """The same examples in the order in which they share microbatches: the largest first, like beside like."""
         return examples
 
-    def check_update(self, step: int) -> None:  # noqa: B027 (most tasks have nothing to look at)
-        """Look at the weights after step `step` (0-based); raises `UserError` when some did not learn."""
-
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
         """Texts that the last final evaluation made, by split, for the run's record."""
         return {}
