@@ -29,11 +29,11 @@ from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
 from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.record import RunRecord, neighbours_of
+from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import result_lines
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
-from groupwise.training.train import export, train
+from groupwise.training.train import train
 
 
 @oom_as_user_error()
@@ -133,7 +133,9 @@ def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) 
     task = make_task(config, torch.device("cpu"))
     _check_exports(config, task)
     start_from(task.model, str(record.folder))
-    export(record, task, task.export, {key: value for key, value in row.items() if key.startswith(METRICS)})
+    metrics = {key: value for key, value in row.items() if key.startswith(METRICS)}
+    task.export(Path(str(config.export)).expanduser(), provenance_of(record, task.describe_data(), metrics))
+    print(f"Exported: {config.export}")
 
 
 def _check_exports(config: RunConfig, task: Task) -> None:

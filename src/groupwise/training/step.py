@@ -144,6 +144,7 @@ class Trainer:
         """Write the model for other programs, on the main process."""
         with self._averaged():
             self.task.export(folder, provenance)
+        print(f"Exported: {folder}")
 
     def machine(self) -> dict[str, Any]:
         """Columns of the result row about the machines of all processes."""

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from groupwise.training.provenance import resources, usable_cores
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import FilesTracker, result_lines
 from groupwise.training.step import Trainer
-from groupwise.training.task import Task
 
 CURVE = 100
 """Times that a run writes the thresholds that it has released."""
@@ -203,7 +202,9 @@ def _close(
     if not main:
         return {}
     if record.config.export is not None:
-        export(record, trainer.task, trainer.export, final)
+        trainer.export(
+            Path(record.config.export).expanduser(), provenance_of(record, trainer.task.describe_data(), final)
+        )
     said = {name: privacy[name] for name in ("private", "neighbours_differ_by", "replayed_steps")}
     said |= {f"total_{name}": value for name, value in privacy.get("total", {}).items()}
     row = record.finish(
@@ -220,20 +221,6 @@ def _close(
     )
     print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
-
-
-def export(
-    record: RunRecord, task: Task, write: Callable[[Path, dict[str, Any]], None], metrics: Mapping[str, float]
-) -> None:
-    """Write the model of a run that is accounted for to `export=FOLDER` for other programs, with its provenance.
-
-    Args:
-        write: writes the model of `task` and the provenance to a folder.
-        metrics: the final ones.
-    """
-    folder = Path(str(record.config.export)).expanduser()
-    write(folder, provenance_of(record, task.describe_data(), metrics))
-    print(f"Exported: {folder}")
 
 
 @contextmanager
