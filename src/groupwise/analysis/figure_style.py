@@ -9,20 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.results import LEARNT, Floors, Folders, Measured, fault, read_all, settings_of
+from groupwise.analysis.results import LEARNT, SCALES, Floors, Folders, Measured, fault, read_all, settings_of
 from groupwise.analysis.statistics import Summary, summarise
 from groupwise.atomic import write_atomically, write_text
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import read_sweep
 
 PAPER = "paper"
-WORDS = {
-    "lite": ": scale=lite (real data, published weights of small models)",
-    "midi": ": scale=midi (real data, a narrow network)",
-    "mini": ": scale=mini (real data, small models)",
-    "demo": ": scale=demo (embedded data, small models)",
-    "smoke": ": scale=smoke (a few steps)",
-}
 GREY = "#666666"
 GRID = "#d9d9d9"
 WEAK = "#999999"
@@ -68,7 +61,8 @@ class Beside(NamedTuple):
 
 def note(figure: Any, scale: str, text: str) -> None:
     """Keep the figure's caption, as its label: whether it is reduced, then what it shows. It is not drawn."""
-    reduced = "" if scale == PAPER else f"Reduced, no reproduction{WORDS.get(scale, '')}. "
+    which = f": scale={scale} ({SCALES[scale]})" if scale in SCALES else ""
+    reduced = "" if scale == PAPER else f"Reduced, no reproduction{which}. "
     figure.set_label(reduced + text)
 
 

@@ -27,7 +27,7 @@ import pandas as pd
 
 from groupwise.checkout import CHECKOUT
 from groupwise.errors import UserError, unknown
-from groupwise.rows import KEYS, ORIGIN, SCALES, read_table, table_path
+from groupwise.rows import KEYS, ORIGIN, read_table, table_path
 from groupwise.sweeps.cells import Sweep
 
 TABLES = ("fixed_per_layer", "cifar", "glue", "sst2_epochs", "table2text", "samsum", "noise_allocation", "adaptivity")
@@ -100,7 +100,14 @@ def settings_of(cell: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in cell.split())
 
 
-SHOWN = tuple(scale for scale in SCALES if scale != "smoke")
+SCALES = {
+    "paper": "the paper's cell",
+    "lite": "real data, published weights (MiniLM-L3, 17 M; EfficientNet-Lite0, ImageNet): not the paper's",
+    "midi": "real data; images of 16 pixels on a network a quarter as wide, texts on a GPT-2 of a million parameters",
+    "mini": "real data, smaller and on a small network, a short training",
+    "demo": "embedded or generated data and a small network",
+}
+SHOWN = tuple(SCALES)
 """The scales that are shown, in order of preference; smoke is for tests."""
 CONSTANT = "constant_answers.csv"
 """The constant-prediction baselines, beside the measured rows; made by scripts/constant_answers.py."""

@@ -14,7 +14,16 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis.results import HYPERPARAMETERS, TABLES, Folders, Page, cost_of, read_measured, read_paper
+from groupwise.analysis.results import (
+    HYPERPARAMETERS,
+    SCALES,
+    TABLES,
+    Folders,
+    Page,
+    cost_of,
+    read_measured,
+    read_paper,
+)
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
@@ -113,13 +122,6 @@ def anchor(heading: str) -> str:
     return "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -_").replace(" ", "-")
 
 
-SCALES = {
-    "paper": "the paper's cell",
-    "lite": "real data, published weights (MiniLM-L3, 17 M; EfficientNet-Lite0, ImageNet): not the paper's",
-    "midi": "real data; images of 16 pixels on a network a quarter as wide, texts on a GPT-2 of a million parameters",
-    "mini": "real data, smaller and on a small network, a short training",
-    "demo": "embedded or generated data and a small network",
-}
 ADJACENCY = {"add_remove": "adding or removing one training example"}
 SAMPLING = {"poisson": "Poisson samples", "shuffle": "shuffled batches, so ε is as published and no guarantee"}
 COMMON = ("Counts are centred", "Poisson or shuffled", "The number of steps")

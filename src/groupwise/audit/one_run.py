@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.audit.attacker import Attacker, Evidence, log_ratio
 from groupwise.audit.bounds import one_run_epsilon
-from groupwise.audit.canaries import LOUD, CanaryTask, Picked, Present, make_canaries
+from groupwise.audit.canaries import LOUD, Block, CanaryTask, Present, make_canaries
 from groupwise.audit.options import Setting
 from groupwise.build import build_trainer
 from groupwise.config.schema import RunConfig
@@ -100,29 +100,19 @@ def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
         engine.detach()
 
 
-WIDTH = 2
-
-
 class CanaryStage(Stage):
-    """Two layers of rows of canaries; a stage adds its own part to the losses that it received, and sends them on."""
+    """A block of canaries; a stage adds its own part to the losses that it received, and sends them on."""
 
     reads = ("labels",)
 
     def __init__(self, index: int, count: int, canaries: int, level: float, dropout: float) -> None:
         super().__init__(index, count)
-        self.level = LOUD * level * (index + 1)
-        self.rows = nn.Embedding(canaries, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-        self.picked = Picked(canaries, 3, dropout=dropout)
-
-    def own(self, who: Tensor) -> Tensor:
-        """This stage's part of the losses, (b,)."""
-        return self.level * (self.dropout(self.rows(who)).sum(1) + 0.5 * self.picked(who))
+        self.block = Block(canaries, LOUD * level * (index + 1), dropout)
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
         """(b, 1) numbers of canaries, or (b, 2) of the stage before → (b, 2): all parts up to here, and zeros."""
         who = x[:, 0] if self.first else kwargs["labels"]
-        part = self.own(who)
+        part = self.block(who)
         so_far = part if self.first else x[:, 0] + part
         return torch.stack([so_far, torch.zeros_like(so_far)], 1)
 
@@ -132,7 +122,7 @@ class CanaryStage(Stage):
 
     def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
         """(b, 2)."""
-        return b, WIDTH
+        return b, 2
 
 
 def audit_pipeline(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
@@ -155,7 +145,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
     trainer = build_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
     trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
-    attacker = Attacker(trainer, plain, lambda model, who: model.own(who), setting)  # type: ignore[operator]
+    attacker = Attacker(trainer, plain, lambda model, who: model.block(who), setting)  # type: ignore[operator]
     by_stage = ranks.gather(follow(setting, attacker, plan))
     dist.destroy_process_group()
     together = [sum(parts[1:], parts[0]) for parts in zip(*by_stage, strict=True)]

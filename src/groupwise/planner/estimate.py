@@ -15,7 +15,7 @@ from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.shapes import build, configuration
+from groupwise.planner.shapes import configuration
 
 MOMENTS = 2  # of Adam
 UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
@@ -149,13 +149,7 @@ class Estimate:
             rematerialize=options.rematerialize,
             rates=RATES[options.device.kind],
         )
-        self.model = build(
-            config,
-            rank=options.rank,
-            targets=options.adapted,
-            dtype=options.weights_dtype,
-            attention=options.attention,
-        )
+        self.model = self.work.model(config, options.weights_dtype)
         self.blocks = len(find_parts(self.model).blocks)
         self.imagined = lru_cache(None)(footprint)
 

@@ -136,6 +136,10 @@ class Work:
         """Whether frozen weights are narrower than what trains, so that passes run under autocast."""
         return self.rank > 0 and self.dtype != "float32"
 
+    def model(self, config: Any, dtype: str, device: str = "meta") -> nn.Module:
+        """The model of that configuration; see `shapes.build`."""
+        return build(config, self.rank, self.targets, dtype, self.attention, device)
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -151,14 +155,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
     dtype = "bfloat16" if work.half else work.dtype  # float16 is as wide, and nothing is clipped under it
-    model = build(
-        with_blocks(work.config, stops[-1]),
-        rank=work.rank,
-        targets=work.targets,
-        dtype=dtype,
-        attention=work.attention,
-        device=device,
-    )
+    model = work.model(with_blocks(work.config, stops[-1]), dtype, device)
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.half else nullcontext
     return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)

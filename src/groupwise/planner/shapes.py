@@ -69,7 +69,7 @@ def with_blocks(config: Any, blocks: int) -> Any:
 
 
 def build(
-    config: Any, *, rank: int, targets: Sequence[str], dtype: str, attention: str = "sdpa", device: str = "meta"
+    config: Any, rank: int, targets: Sequence[str], dtype: str, attention: str = "sdpa", device: str = "meta"
 ) -> nn.Module:
     """The causal language model of a configuration, in training mode.
 
