@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import pandas as pd
+
 from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim
 from groupwise.analysis.results import (
     LEARNT,
@@ -24,19 +26,20 @@ from groupwise.analysis.results import (
     read_floors,
     read_measured,
     read_paper,
+    settings_of,
     why_uninformative,
 )
 from groupwise.analysis.statistics import (
     SAME,
     Contrast,
-    Differences,
-    Place,
     Summary,
     detectable,
     differences,
     holm,
+    over_seeds,
     p_beyond,
     p_trend,
+    places_of,
     summarise,
 )
 from groupwise.analysis.tables import number
@@ -114,11 +117,11 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     for scale in SHOWN:
         if file_of(sweep, scale, folders.measured).is_file():
             found += _at_scale(claim, sweep, scale, paper, folders)
-    nothing = Verdict(claim, "", "", _mean(paper, paper.places), summarise([]), 0, why="no pairs of runs")
+    nothing = Verdict(claim, "", "", _mean(paper, places_of(paper)), summarise([]), 0, why="no pairs of runs")
     return found or [nothing]
 
 
-def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[Differences, Differences]:
+def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The contrast's pairs at that scale, and those that its sweep has there.
 
     Raises:
@@ -132,21 +135,21 @@ def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folder
     return differences(contrast, values), differences(contrast, dict.fromkeys(planned, 0.0))
 
 
-def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: Differences, folders: Folders) -> list[Verdict]:
+def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folders: Folders) -> list[Verdict]:
     pairs, wanted = measured_pairs(claim.contrast, sweep, scale, folders)
-    if not pairs.pairs:
+    if pairs.empty:
         return []
     weak = _weak(claim.contrast, pairs, folders)
     why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders) if not weak else _in_words(weak, wanted)
-    places = [place for place in pairs.places if _task(claim.contrast, place) not in weak] or pairs.places
-    whole = sum(map(len, pairs.pairs.values())) == sum(map(len, wanted.pairs.values()))
-    by_budget: dict[str, list[Place]] = {}
-    for place in pairs.places:
-        by_budget.setdefault(dict(place).get(BUDGET, ""), []).append(place)
-    parts = by_budget if whole and not weak and _depends(pairs, by_budget) else {"": places}
+    everywhere = places_of(pairs)
+    places = [place for place in everywhere if _task(claim.contrast, place) not in weak] or everywhere
+    by_budget: dict[str, list[str]] = {}
+    for place in everywhere:
+        by_budget.setdefault(settings_of(place).get(BUDGET, ""), []).append(place)
+    parts = by_budget if len(pairs) == len(wanted) and not weak and _depends(pairs, by_budget) else {"": places}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
     instead = [_instead(claim.contrast, sweep, scale)]
-    if len(places) < len(pairs.places):
+    if len(places) < len(everywhere):
         instead += [f"without task={task}" for task in weak]
     return [replace(verdict, instead=", ".join(filter(None, instead))) for verdict in found]
 
@@ -159,56 +162,55 @@ def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
 
 
 def _obstacle(
-    contrast: Contrast, sweep: Sweep, scale: str, pairs: Differences, wanted: Differences, folders: Folders
+    contrast: Contrast, sweep: Sweep, scale: str, pairs: pd.DataFrame, wanted: pd.DataFrame, folders: Folders
 ) -> str:
     """The reason why these pairs allow no verdict: some are missing, or say nothing; empty if there is none."""
-    planned = sum(map(len, wanted.pairs.values()))
-    if missing := planned - sum(map(len, pairs.pairs.values())):
-        return f"{missing} of {planned} pairs were not run"
-    full = differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)})
-    if left_out := len(set(full.places) - set(wanted.places)):
-        return f"scale={scale} leaves out {left_out} of {len(full.places)} places"
-    tasks = {_task(contrast, place) for place in wanted.places}
+    if missing := len(wanted) - len(pairs):
+        return f"{missing} of {len(wanted)} pairs were not run"
+    full = places_of(differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)}))
+    if left_out := len(set(full) - set(places_of(wanted))):
+        return f"scale={scale} leaves out {left_out} of {len(full)} places"
+    tasks = {_task(contrast, place) for place in places_of(wanted)}
     floors = read_floors(folders.measured)
     if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
         return "what one answer for every input scores is not known"
     return ""
 
 
-def _weak(contrast: Contrast, pairs: Differences, folders: Folders) -> dict[str, str]:
+def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, str]:
     """Tasks whose pairs say nothing, and why: they are left out of the effect, and keep the claim from a verdict."""
-    floors, tasks = read_floors(folders.measured), sorted({_task(contrast, place) for place in pairs.places})
+    floors, tasks = read_floors(folders.measured), sorted({_task(contrast, place) for place in places_of(pairs)})
     found = {task: why_uninformative(task, contrast.metric, _best(contrast, pairs, task), floors) for task in tasks}
     return {task: why for task, why in found.items() if why}
 
 
-def _in_words(weak: dict[str, str], wanted: Differences) -> str:
-    several = len({dict(place).get("task") for place in wanted.places}) > 1
+def _in_words(weak: dict[str, str], wanted: pd.DataFrame) -> str:
+    several = len({settings_of(place).get("task") for place in places_of(wanted)}) > 1
     return "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
 
 
-def _task(contrast: Contrast, place: Place) -> str:
-    return dict(place).get("task", contrast.where.get("task", ""))
+def _task(contrast: Contrast, place: str) -> str:
+    return settings_of(place).get("task", contrast.where.get("task", ""))
 
 
-def _best(contrast: Contrast, pairs: Differences, task: str) -> float:
-    """The mean of the better of a contrast's terms, over the pairs of one task."""
-    own = [means for at, means in pairs.levels.items() if _task(contrast, at) == task]
-    return max(sum(term) / len(own) for term in zip(*own, strict=True))
+def _best(contrast: Contrast, pairs: pd.DataFrame, task: str) -> float:
+    """The mean of the better of a contrast's terms, over the pairs of one task, a place counting once."""
+    own = [place for place in places_of(pairs) if _task(contrast, place) == task]
+    return float(pairs.drop(columns="effect").loc[own].groupby("place").mean().mean().max())
 
 
-def _depends(pairs: Differences, by_budget: dict[str, list[Place]]) -> bool:
+def _depends(pairs: pd.DataFrame, by_budget: dict[str, list[str]]) -> bool:
     if "" in by_budget:
         return False
-    p = p_trend([pairs.over_seeds(places) for places in by_budget.values()], [float(epsilon) for epsilon in by_budget])
+    p = p_trend([over_seeds(pairs, places) for places in by_budget.values()], [float(epsilon) for epsilon in by_budget])
     return not math.isnan(p) and p < LEVEL
 
 
 def _verdict(
-    claim: Claim, scale: str, epsilon: str, paper: Differences, pairs: Differences, places: list[Place], why: str
+    claim: Claim, scale: str, epsilon: str, paper: pd.DataFrame, pairs: pd.DataFrame, places: list[str], why: str
 ) -> Verdict:
-    measured = summarise(pairs.over_seeds(places))
-    printed = [place for place in paper.places if place in places]
+    measured = summarise(over_seeds(pairs, places))
+    printed = [place for place in places_of(paper) if place in places]
     verdict = Verdict(claim, scale, epsilon, _mean(paper, printed), measured, len(places))
     if not why and measured.n < LEAST:
         why = "one seed" if measured.n == 1 else f"{measured.n} seeds, fewer than {LEAST}"
@@ -252,13 +254,13 @@ def decide(found: Sequence[Verdict]) -> list[Verdict]:
     return decided
 
 
-def _mean(paper: Differences, places: Sequence[Place]) -> float:
-    return summarise(paper.over_seeds(places)).mean
+def _mean(paper: pd.DataFrame, places: Sequence[str]) -> float:
+    return summarise(over_seeds(paper, places)).mean
 
 
-def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> Differences:
+def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> pd.DataFrame:
     if sweep.name not in TABLES:
-        return Differences({}, {})
+        return differences(contrast, {})
     paper = read_paper(sweep.name, folders.paper)
     paper = paper[(paper["metric"] == contrast.metric) & (paper["cell"] != "") & paper["value"].notna()]
     names = list(dict.fromkeys(cell.name for cell in sweep.cells(PAPER)))

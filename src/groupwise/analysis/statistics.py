@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy.special import nctdtrinc
 from scipy.stats import f, t
 
@@ -123,55 +124,39 @@ class Contrast:
         return self.where.items() <= found and any(settings.items() <= found for _, settings in self.terms)
 
 
-Place = tuple[tuple[str, str], ...]
-"""The settings of a pair but its seed and what the contrast varies: budget, epochs, task, ..., sorted by key."""
+def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> pd.DataFrame:
+    """The pairs of a contrast: where all of its cells have a value, by place and seed, each term's value and `effect`.
 
-
-class Differences(NamedTuple):
-    """The values of a contrast: a difference for each pair, and the numbers behind them."""
-
-    pairs: dict[Place, dict[int, float]]
-    """By place and seed, sorted."""
-    levels: dict[Place, list[float]]
-    """The mean of each term over the pairs at one place."""
-
-    @property
-    def places(self) -> list[Place]:
-        return list(self.pairs)
-
-    def over_seeds(self, places: Sequence[Place]) -> list[float]:
-        """The mean difference over `places`, one number for each seed that all of them have: seeds are the clusters.
-
-        In a balanced design with fixed effects of places and a random effect of seeds, the t-test of these numbers is
-        exact for the mean effect, whatever the share of the variance that the seeds have.
-        """
-        seeds = set.intersection(*(set(self.pairs[place]) for place in places)) if places else set()
-        return [sum(self.pairs[place][seed] for place in places) / len(places) for seed in sorted(seeds)]
-
-
-def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> Differences:
-    """The contrast at each place and seed where all of its cells have a value; `values` is by cell and seed."""
+    A place is the settings of a pair but its seed and what the contrast varies (budget, epochs, task, ...), sorted:
+    "privacy.epsilon=3 task=cifar". `values` is by cell and seed.
+    """
     varied = {key for _, settings in contrast.terms for key in settings}
-    places: dict[tuple[Place, int], dict[int, float]] = {}
+    found = []
     for (cell, seed), value in values.items():
-        found = settings_of(cell)
-        if not contrast.where.items() <= found.items():
-            continue
-        rest = tuple(sorted((key, text) for key, text in found.items() if key not in varied))
-        for number, (_, settings) in enumerate(contrast.terms):
-            if settings.items() <= found.items():
-                places.setdefault((rest, seed), {})[number] = value
-    whole = [at for at in sorted(places) if len(places[at]) == len(contrast.terms)]
-    pairs: dict[Place, dict[int, float]] = {}
-    for place, seed in whole:
-        terms = places[place, seed]
-        pairs.setdefault(place, {})[seed] = sum(sign * terms[at] for at, (sign, _) in enumerate(contrast.terms))
+        own = settings_of(cell)
+        if contrast.where.items() <= own.items():
+            place = " ".join(sorted(f"{key}={text}" for key, text in own.items() if key not in varied))
+            of = [at for at, (_, settings) in enumerate(contrast.terms) if settings.items() <= own.items()]
+            found += [(place, seed, at, value) for at in of]
+    table = pd.DataFrame(found, columns=["place", "seed", "term", "value"]).astype({"value": float})
+    table = table.pivot(index=["place", "seed"], columns="term", values="value")
+    table = table.reindex(columns=range(len(contrast.terms))).dropna()
+    return table.assign(effect=sum(sign * table[at] for at, (sign, _) in enumerate(contrast.terms)))
 
-    levels = {
-        place: [sum(places[place, seed][at] for seed in seeds) / len(seeds) for at in range(len(contrast.terms))]
-        for place, seeds in pairs.items()
-    }
-    return Differences(pairs, levels)
+
+def places_of(pairs: pd.DataFrame) -> list[str]:
+    """The places of `differences`, sorted."""
+    return sorted(pairs.index.unique("place"))
+
+
+def over_seeds(pairs: pd.DataFrame, places: Sequence[str]) -> list[float]:
+    """The mean difference over `places`, one number for each seed that all of them have: seeds are the clusters.
+
+    In a balanced design with fixed effects of places and a random effect of seeds, the t-test of these numbers is
+    exact for the mean effect, whatever the share of the variance that the seeds have.
+    """
+    table = pairs.loc[list(places), "effect"].unstack("seed") if len(places) else pd.DataFrame()
+    return table.dropna(axis=1).mean().tolist()
 
 
 OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (

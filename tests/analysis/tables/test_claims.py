@@ -48,9 +48,8 @@ def test_differences_are_paired_over_all_else():
         ("clip=c privacy.epsilon=3 task=cifar", 0): 9.0,  # neither a nor b
     }
     found = differences(contrast, values)
-    assert found.pairs == {(("privacy.epsilon", "3"), ("task", "cifar")): {0: -2.0}}
-    assert found.levels == {(("privacy.epsilon", "3"), ("task", "cifar")): [1.0, 3.0]}
-    assert differences(contrast, {}).pairs == {}
+    assert found.to_dict("index") == {("privacy.epsilon=3 task=cifar", 0): {0: 1.0, 1: 3.0, "effect": -2.0}}
+    assert differences(contrast, {}).empty
 
 
 @pytest.mark.parametrize(
@@ -261,13 +260,13 @@ def test_the_projects_page_shows_what_its_rows_hold():
 def runs_in_pairs(contrast: Contrast, rows) -> set[str]:
     """The hashes of the rows that the contrast compares."""
     at = {(cell, seed): run for cell, seed, run in zip(rows["cell"], rows["seed"], rows["hash"], strict=True)}
-    pairs = differences(contrast, dict.fromkeys(at, 0.0)).pairs
+    pairs = differences(contrast, dict.fromkeys(at, 0.0)).index
     varied = {key for _, settings in contrast.terms for key in settings}
 
     def place(cell):
-        return tuple(sorted((key, text) for key, text in settings_of(cell).items() if key not in varied))
+        return " ".join(sorted(word for word in cell.split() if word.partition("=")[0] not in varied))
 
-    return {run for (cell, seed), run in at.items() if contrast.uses(cell) and seed in pairs.get(place(cell), {})}
+    return {run for (cell, seed), run in at.items() if contrast.uses(cell) and (place(cell), seed) in pairs}
 
 
 def test_no_pair_of_runs_that_speaks_to_a_claim_is_left_out():
