@@ -127,12 +127,12 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / "outputs-test.jsonl"
     lines = _lines(path, "source", "references", "output") if path.is_file() else []
-    places = dict.fromkeys(len(lines) * i // SAMPLES for i in range(min(SAMPLES, len(lines))))
-    return [
-        {"input": place, **{key: lines[place][key] for key in ("source", "output")}}
-        | {"reference": next(iter(lines[place]["references"]), "")}
-        for place in places
-    ]
+    found = []
+    for place in dict.fromkeys(len(lines) * i // SAMPLES for i in range(min(SAMPLES, len(lines)))):
+        line = lines[place]
+        reference = next(iter(line["references"]), "")
+        found.append({"input": place, "source": line["source"], "reference": reference, "output": line["output"]})
+    return found
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
