@@ -105,6 +105,9 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return MISTAKE
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
 
     return run
 

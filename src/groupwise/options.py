@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from groupwise import errors
-from groupwise.errors import INTERRUPTED, UserError, did_you_mean
+from groupwise.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 BOOLS = {"true": True, "false": False}
@@ -86,10 +86,6 @@ def command(
         if {"-h", "--help"} & set(given):
             print(f"{inspect.getdoc(inspect.getmodule(run))}\n\n{help_text(schema)}")
             return 0
-        try:
-            return run(read(schema, given)) or 0
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
+        return run(read(schema, given)) or 0
 
     return main

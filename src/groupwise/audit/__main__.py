@@ -22,7 +22,7 @@ from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesse
 from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
 from groupwise.audit.two_worlds import audit_two_worlds
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
-from groupwise.errors import ProcessFailed, UserError
+from groupwise.errors import BUG, ProcessFailed, UserError, command, report
 from groupwise.privacy import PrivacyPlan
 from groupwise.rows import csv_text, markdown
 
@@ -102,6 +102,7 @@ EXAMPLES = """examples:
 exit codes: 0 no bound above its claim, 1 a bound above its claim, 2 a mistake on the command line"""
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Audit, and print a table; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -130,17 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("results/trust/audit.csv"), help="where --all writes")
     parser.error = _refuse  # type: ignore[method-assign]
+    given = parser.parse_intermixed_args(arguments)
     try:
-        given = parser.parse_intermixed_args(arguments)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _all(given) if given.all else _one(given)
-    except (ProcessFailed, *COMPOSITION_ERRORS) as error:
-        print(f"error: {in_one_sentence(error)}", file=sys.stderr)
-        return 2 if not isinstance(error, ProcessFailed) else 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except ProcessFailed as error:
+        report(error)
+        return BUG
+    except COMPOSITION_ERRORS as error:
+        raise UserError(in_one_sentence(error)) from error
 
 
 def _refuse(message: str) -> NoReturn:
