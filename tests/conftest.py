@@ -45,6 +45,16 @@ def _one_cache(tmp_path_factory):
             yield
 
 
+@pytest.fixture(autouse=True)
+def _as_many_threads_as_before():
+    """Commands compute on one thread, and set that for the whole process."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    yield
+    if before and torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def few_objects():
     """Only what is made from here on is looked through each time that a test asks for garbage."""

@@ -19,6 +19,7 @@ from benchmarks.device_table import (
 )
 from benchmarks.job import Job
 from benchmarks.worker import DeviceLost, Together
+from tests.benchmarks.pretended import TIMES, answering, row
 
 
 @pytest.fixture
@@ -34,18 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
             if method == lost.get("method"):
                 del lost["method"]
                 raise DeviceLost("an illegal memory access")
-            row = {"workload": f"{case.workload} (tiny)", "method": method, "round": 0, "status": "ok", "device": "cpu"}
-            times = {"cpu_seconds": 1.0, "wall_seconds": 1.0, "noise_seconds": 0.1, "examples_per_second": 4.0}
-            same = {
-                "threads": 1,
-                "dtype": case.dtype,
-                "batch": 4,
-                "layers": None,
-                "memory_format": "contiguous",
-                "parameters": 3,
-                "peer": None,
-            }
-            rows.append({**row, **times, **same, "peak_bytes": 8, "flops": 2})
+            rows.append(row(method, workload=f"{case.workload} (tiny)", dtype=case.dtype))
         return rows
 
     monkeypatch.setattr(device_table, "run", run)
@@ -80,24 +70,13 @@ def test_a_lost_gpu_is_told_in_a_row_and_the_rest_goes_on(asked: list[Any], tmp_
 def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits, tried = {"none": 100, "adaptive_layer": 100, "flat": 64, "ghost": 8}, []
 
-    class Answers:
-        def __init__(self, job: Job, limit: float) -> None:
-            self.job = job
+    def answer(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
+        if job.batch > fits[job.method]:
+            return {"refused": "out of memory"}
+        tried.append((job.method, job.batch, do))
+        return {"peak_bytes": 8, "batch": job.batch} if do == "measure" else TIMES
 
-        def __enter__(self) -> "Answers":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def ask(self, do: str, steps: int = 0) -> dict[str, Any]:
-            if self.job.batch > fits[self.job.method]:
-                return {"refused": "out of memory"}
-            tried.append((self.job.method, self.job.batch, do))
-            times = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
-            return {"peak_bytes": 8, "batch": self.job.batch} if do == "measure" else times
-
-    monkeypatch.setattr(device_table, "Together", Answers)
+    monkeypatch.setattr(device_table, "Together", answering(answer))
     assert measure_largest(options(tmp_path), lambda: len(tried) > 5) == LEFT
     assert measure_largest(options(tmp_path), lambda: False) == 0
     rows = pd.read_csv(tmp_path / LARGEST.file).set_index("method")

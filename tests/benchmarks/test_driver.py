@@ -1,7 +1,5 @@
 """The driver, with processes that only pretend: interleaving, formats of a peer, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,46 +7,34 @@ import pytest
 from benchmarks import driver
 from benchmarks.job import Job
 from groupwise.errors import UserError
+from tests.benchmarks.pretended import TIMES, answering
 
 asked: list[tuple[str, str, str]] = []
 
 
-class Pretended:
-    """Answers from a table: method -> what `measure` says in each format, or a refusal at a round."""
+facts: dict[tuple[str, str], dict[str, Any]] = {}
+"""(method, format) -> what `measure` says beside what it usually says."""
+dies_at: dict[str, int] = {}
+"""Method -> the round, from 1, at which it is killed."""
 
-    facts: dict[tuple[str, str], dict[str, Any]] = {}  # noqa: RUF012
-    dies_at: dict[str, int] = {}  # noqa: RUF012
 
-    def __init__(self, job: Job, limit: float) -> None:
-        self.job, self.rounds = job, 0
-
-    def ask(self, do: str, steps: int = 0) -> dict[str, Any]:
-        asked.append((do, self.job.method, self.job.memory_format))
-        if do == "measure":
-            usual = {"peak_bytes": 10, "flops": 5, "seconds": 1.0, "sums": 2.0, "parameters": 7}
-            usual |= {"batch": 4, "layers": 2}
-            return usual | self.facts.get((self.job.method, self.job.memory_format), {})
-        self.rounds += 1
-        if self.dies_at.get(self.job.method) == self.rounds:
-            return {"refused": "killed"}
-        return {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
-
-    def __enter__(self) -> Pretended:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+def pretend(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
+    """A process's answer."""
+    asked.append((do, job.method, job.memory_format))
+    if do == "measure":
+        usual = {"peak_bytes": 10, "flops": 5, "seconds": 1.0, "sums": 2.0, "parameters": 7}
+        return {**usual, "batch": 4, "layers": 2, **facts.get((job.method, job.memory_format), {})}
+    return {"refused": "killed"} if asked.count(asked[-1]) == dies_at.get(job.method) else TIMES
 
 
 @pytest.fixture(autouse=True)
-def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked.clear()
-    monkeypatch.setattr(Pretended, "facts", {})
-    monkeypatch.setattr(Pretended, "dies_at", {})
+def nothing_before() -> None:
+    for each in (asked, facts, dies_at):
+        each.clear()
 
 
 def rows(workload: str, *methods: str, rounds: int = 2) -> list[dict[str, Any]]:
-    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, Pretended)
+    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, answering(pretend))
 
 
 def test_rounds_are_interleaved() -> None:
@@ -69,13 +55,13 @@ def test_rounds_are_interleaved() -> None:
     ],
 )
 def test_a_peer_gets_its_faster_format_that_is_right(contiguous: dict, last: dict, chosen: str) -> None:
-    Pretended.facts = {("opacus_hooks", "contiguous"): contiguous, ("opacus_hooks", "channels_last"): last}
+    facts.update({("opacus_hooks", "contiguous"): contiguous, ("opacus_hooks", "channels_last"): last})
     found = rows("wrn16_4_conv", "none", "opacus_hooks", rounds=1)
     assert [row["memory_format"] for row in found if row["method"] == "opacus_hooks"] == [chosen]
 
 
 def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
-    Pretended.facts = {("opacus_ghost", "contiguous"): {"refused": "tied weights"}}
+    facts.update({("opacus_ghost", "contiguous"): {"refused": "tied weights"}})
     found = rows("gpt2", "none", "opacus_ghost")
     refused = [row for row in found if row["method"] == "opacus_ghost"]
     assert [row["status"] for row in refused] == ["refused: tied weights"]
@@ -84,7 +70,7 @@ def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
 
 
 def test_a_death_in_a_round_ends_that_method_alone() -> None:
-    Pretended.dies_at = {"flat": 2}
+    dies_at["flat"] = 2
     found = rows("mlp", "none", "flat", rounds=3)
     assert [(row["round"], row["status"]) for row in found if row["method"] == "flat"] == [
         (0, "ok"),
@@ -94,6 +80,6 @@ def test_a_death_in_a_round_ends_that_method_alone() -> None:
 
 
 def test_without_plain_training_there_is_nothing_to_compare() -> None:
-    Pretended.facts = {("none", "contiguous"): {"refused": "out of memory"}}
+    facts.update({("none", "contiguous"): {"refused": "out of memory"}})
     with pytest.raises(UserError, match="out of memory"):
         rows("mlp", "none", "flat")

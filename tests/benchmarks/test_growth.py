@@ -19,9 +19,6 @@ def tiny(monkeypatch):
     small = {name: replace(network, start=TINY[name]) for name, network in NETWORKS.items()}
     for module in (growing, growth):
         monkeypatch.setattr(module, "NETWORKS", small)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("network", TINY)

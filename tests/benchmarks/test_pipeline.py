@@ -2,16 +2,8 @@
 
 import pandas as pd
 import pytest
-import torch
 
 from benchmarks import pipeline
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.slow

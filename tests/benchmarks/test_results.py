@@ -1,32 +1,12 @@
 """The table of results: ratios within a round, and a file in which nothing is lost."""
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from benchmarks import results
 from benchmarks.results import THROUGHPUT, with_ratios
-
-
-def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **more: Any) -> dict[str, Any]:
-    return {
-        "workload": "mlp",
-        "method": method,
-        "memory_format": "contiguous",
-        "batch": 4,
-        "layers": None,
-        "device": "cpu",
-        "threads": 1,
-        "dtype": "float32",
-        "round": number,
-        "cpu_seconds": seconds,
-        "wall_seconds": None if seconds is None else 10 * seconds,
-        "peak_bytes": 100,
-        "flops": 50,
-        "status": "ok" if seconds else "refused: no",
-        **more,
-    }
+from tests.benchmarks.pretended import row
 
 
 def test_the_ratio_is_to_the_faster_plain_row_of_the_same_round() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import throughput
 from benchmarks.throughput import main
+from tests.benchmarks.pretended import row
 
 
 @pytest.mark.slow  # processes and driver have fast tests of their own
@@ -25,16 +26,13 @@ def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.Capt
 def test_an_interruption_keeps_what_was_finished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = {"method": "none", "memory_format": "contiguous", "status": "ok", "round": 0, "batch": 4, "layers": None}
-    numbers = {"cpu_seconds": 1.0, "wall_seconds": 1.0, "noise_seconds": 0.0, "examples_per_second": 4.0}
     done = []
 
     def run(case, *_: object) -> list[dict]:
         if done:
             raise KeyboardInterrupt
         done.append(case.workload)
-        machine = {"workload": case.workload, "device": "cpu", "threads": 1, "dtype": "float32", "parameters": 3}
-        return [{**plain, **numbers, **machine, "peak_bytes": 1, "flops": 1, "peer": None}]
+        return [row(workload=case.workload)]
 
     monkeypatch.setattr(throughput, "run", run)
     assert main(["workload=mlp,gpt2", f"out={tmp_path}"]) == 130

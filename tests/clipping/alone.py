@@ -43,14 +43,25 @@ def middle_thresholds(model: nn.Module, loss_of: Loss, partition: Partition, row
     return middle.mean(1).clamp_min(1e-6).tolist()
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every `.grad` that there is."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12
+) -> None:
+    """Each tensor is the other within a share of its norm."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error, size = float((found[name] - tensor).norm()), float(tensor.norm())
+        assert error <= rtol * size + atol, (name, error, size)
+
+
 def assert_sums(model: nn.Module, expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12) -> None:
     """Every parameter that trains has this sum as its `.grad`, and the others have none."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            error, size = (float(part.norm()) for part in (parameter.grad - expected[name], expected[name]))
-            assert error <= rtol * size + atol, (name, error, size)
-        else:
-            assert parameter.grad is None
+    assert expected.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert_equal(gradients(model), expected, rtol, atol)
 
 
 def assert_exact(

@@ -1,10 +1,10 @@
-"""Inputs that a model changes before its first layer, which no gradient marks as the batch's: exact at any batch."""
+"""Layers and parameters that are used in unusual ways, and inputs that no gradient marks as the batch's: exact."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import attach, flat, per_layer, shared_parameters
 from tests.clipping.alone import assert_exact
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
@@ -46,30 +46,150 @@ class Matrix(nn.Module):
         self.w = nn.Parameter(torch.randn(4, 4))
 
 
+class Own(nn.Module):
+    """A weight that goes through `made` before it is used."""
+
+    def __init__(self, made) -> None:
+        super().__init__()
+        self.below, self.weight, self.made = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.below(x) * self.made(self.weight)
+
+
+def out_of_place(weight: Tensor) -> Tensor:
+    return torch.zeros(2, 4).index_put((torch.tensor([0]),), weight).sum(0)
+
+
+class FixedBias(nn.Linear):
+    """A bias that is no parameter but a property of the class."""
+
+    def __init__(self, p: int, d: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(d, p))
+
+    @property
+    def bias(self) -> Tensor:
+        return torch.arange(1.0, 1 + len(self.weight))
+
+
+def by_buffer(layer: nn.Module, name: str) -> nn.Module:
+    values = torch.randn_like(getattr(layer, name))
+    delattr(layer, name)
+    layer.register_buffer(name, values)
+    return layer
+
+
+class Pairs(nn.Module):
+    """Two rows of each example, one after the other, through a norm; sequences first with heads through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.of_heads, self.head = nn.LayerNorm(2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = self.below(x)
+        left, right = self.norm(torch.cat([below, below.sin()])).chunk(2)
+        heads = self.of_heads((left * right).transpose(0, 1).unflatten(2, (2, 2)))
+        return self.head(heads.flatten(2).mean(0))
+
+
+class LearnedMask(nn.Module):
+    """Numbers added to the scores of every head."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.attention, self.mask = nn.MultiheadAttention(4, 2, batch_first=True), nn.Parameter(torch.randn(6, 6))
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        masks = {"attn_mask": self.mask} if self.by_name else {}
+        return self.attention(x, x, x, *([] if self.by_name else [None, True, self.mask]), **masks)[0]
+
+
+class FixedQueries(nn.Module):
+    """Queries that all examples share, through a layer, look at positions, as many as two batches have examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queries", torch.randn(1, 4, 8))
+        self.layer, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.layer(self.queries.expand(len(x), -1, -1))
+        return self.attention(queries, x, x)[0].square()
+
+
+class Rest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x[:, 0] * 9).long() % 7).square()
+
+
+class Frames(nn.Module):
+    """A convolution that runs twice on the frames of an example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.conv(x.flatten(0, 1)).tanh()).unflatten(0, x.shape[:2]).square()
+
+
+def under(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3))
+
+
 MODELS = {
-    "frames of a video, normalised": (lambda: nn.Conv2d(3, 4, 3), video, (5, 3, 6, 6)),
-    "points of a set, centred": (lambda: nn.Linear(3, 4), points, (5, 3)),
-    "patches": (lambda: nn.Linear(4, 4), patches, (4, 4)),
-    "two views": (lambda: nn.Linear(4, 4), pair, (4,)),
-    "a column as an index": (lambda: nn.Embedding(9, 4), lambda e, x: e((x[:, 0].abs() * 3).long() % 9), (4,)),
-    "straight-through rounding": (Matrix, lambda m, x: x @ (m.w + (m.w.round() - m.w).detach()).T, (4,)),
-    "a mask of small weights": (Matrix, lambda m, x: x @ (m.w * (m.w.abs() > 0.1)).T, (4,)),
-    "a triangle": (Matrix, lambda m, x: x @ (m.w * torch.ones(4, 4).tril()).T, (4,)),
+    "frames of a video, normalised": (lambda: Model(nn.Conv2d(3, 4, 3), video), (5, 3, 6, 6)),
+    "points of a set, centred": (lambda: Model(nn.Linear(3, 4), points), (5, 3)),
+    "patches": (lambda: Model(nn.Linear(4, 4), patches), (4, 4)),
+    "two views": (lambda: Model(nn.Linear(4, 4), pair), (4,)),
+    "a column as an index": (lambda: Model(nn.Embedding(9, 4), lambda e, x: e((x[:, 0].abs() * 3).long() % 9)), (4,)),
+    "straight-through rounding": (
+        lambda: Model(Matrix(), lambda m, x: x @ (m.w + (m.w.round() - m.w).detach()).T),
+        (4,),
+    ),
+    "a mask of small weights": (lambda: Model(Matrix(), lambda m, x: x @ (m.w * (m.w.abs() > 0.1)).T), (4,)),
+    "a triangle": (lambda: Model(Matrix(), lambda m, x: x @ (m.w * torch.ones(4, 4).tril()).T), (4,)),
+    "a table of what is left of a number, straight to the output": (Rest, (1,)),
+    "a weight, times three": (lambda: Own(lambda weight: 3 * weight), (4,)),
+    "a weight among zeros": (lambda: Own(out_of_place), (4,)),
+    "the sum of a weight": (lambda: Own(lambda weight: weight.sum()), (4,)),
+    "a bias that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "bias")), (5, 4)),
+    "a weight that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "weight")), (5, 4)),
+    "a norm's weight that is a buffer": (lambda: under(by_buffer(nn.LayerNorm(4), "weight")), (5, 4)),
+    "a bias that is a property": (lambda: under(FixedBias(4, 4)), (5, 4)),
+    "norms of rows in any order": (Pairs, (6, 4)),
+    "a mask that is learned": (lambda: LearnedMask(False), (6, 4)),
+    "a mask that is learned, by name": (lambda: LearnedMask(True), (6, 4)),
+    "queries that all share": (FixedQueries, (10, 8)),
+    "frames, twice": (Frames, (2, 3, 4, 4)),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_sums_and_norms_are_those_of_single_examples(name, mode):
-    make, use, shape = MODELS[name]
-    model, (make_partition, options) = Model(make(), use), MODES[mode]
+def test_outputs_sums_and_norms_are_those_of_single_examples(monkeypatch, name, mode):
+    monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)  # a few examples at a time
+    (make, shape), (make_partition, options) = MODELS[name], MODES[mode]
+    model = make()
     partition = make_partition(model)
     bounds = [0.1] * len(partition)
 
     def losses_of(x: Tensor, rows) -> Tensor:
-        return (model(x) * torch.arange(3.0).cos()).sum(1) * (torch.tensor(rows) + 1.0)
+        out = model(x).flatten(1)
+        return (out * torch.arange(float(out.shape[1])).cos()).sum(1) * (torch.tensor(list(rows)) + 1.0)
 
     with attach(model, partition, bounds, **options) as engine:
-        for batch in (5, 3, 6, 2, 5):
+        for batch in (5, 3, 6, 1, 2, 5):
             x = torch.randn(batch, *shape)
+            plain = model(x)
             assert_exact(engine, lambda rows, x=x: losses_of(x[list(rows)], rows), range(batch), bounds)
+            with engine.forward(batch):
+                torch.testing.assert_close(model(x), plain)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, clip_factors, flat, per_block, per_layer
 from groupwise.errors import UserError
+from tests.clipping.alone import assert_equal, gradients
 from tests.clipping.conftest import CASES, make_case
 from tests.clipping.test_against_reference import assert_equal_to_reference, truth_of
 from tests.clipping.traced import clip, clip_batch, trace_batch
@@ -65,48 +66,9 @@ def test_microbatches_dropped_forwards_and_checkpoints_change_nothing(double, ma
                         with engine.forward(len(dropped)):
                             model(dropped)  # its losses never come
                 clip_batch(engine, squares_of(run), rows)
-            found.append(({name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts))
-    for name, gradient in found[0][0].items():
-        torch.testing.assert_close(found[1][0][name], gradient, rtol=1e-12, atol=1e-15)
+            found.append((gradients(model), engine.counts))
+    assert_equal(found[1][0], found[0][0], rtol=1e-12)
     assert torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("make_partition", [per_layer, flat])
-def test_microbatches_in_flight(double, make_partition):
-    model, x = mlp(), torch.randn(6, 5)
-    norms = "ghost" if make_partition is flat else "bookkeeping"
-    with attach(model, make_partition(model), 0.3, norms=norms, direct=True) as engine:
-        clip_batch(engine, squares_of(model), x)
-        expected, counts = {name: p.grad.clone() for name, p in model.named_parameters()}, engine.counts
-        model.zero_grad()
-        engine.reset()
-        parts = x.split(3)
-        for _ in range(2 if norms == "ghost" else 1):
-            outputs = []
-            for m, part in enumerate(parts):
-                with engine.forward(3, microbatch=m):
-                    outputs.append(model(part))
-                engine.check_output(outputs[m])
-            if norms == "bookkeeping":
-                for m in (1, 0):
-                    with engine.backward_of(m):
-                        outputs[m].square().sum().backward()
-            elif engine.examples == 0:
-                squares = {}
-                for m in (1, 0):
-                    with engine.norms_of(m):
-                        outputs[m].square().sum().backward()
-                    squares[m] = engine.squared_norms[0]
-                assert all(p.grad is None for p in model.parameters())
-                engine.count_norms(torch.cat([squares[0], squares[1]])[None])
-            else:
-                for m in (1, 0):
-                    factors = engine.factors(squares[m])
-                    with engine.sums_of(m, factors):
-                        outputs[m].square().sum().backward()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
-    assert torch.equal(engine.counts, counts)
 
 
 def test_parameters_are_looked_up_when_the_layer_runs(double):

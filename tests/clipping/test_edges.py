@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.reference import clipped_sums
 from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.errors import UserError
-from tests.clipping.traced import clip, clip_batch, trace_batch
+from tests.clipping.alone import assert_exact, assert_sums, gradients
+from tests.clipping.traced import clip_batch, trace_batch
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -56,23 +56,17 @@ def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_a
     def differences(examples):
         return ((model(x[examples] + step) - model(x[examples] - step)) / (2 * step)).square()[:, 0]
 
-    partition = make_partition(model)
-    truth = clipped_sums(model, lambda i: differences([i])[0], [0, 1, 2], partition, [0.1] * len(partition))
-    model.zero_grad()
-    with attach(model, partition, 0.1) as engine:
+    def derivatives(examples):
+        at = x[examples].requires_grad_()
+        return torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum(1)
 
-        def derivatives(examples):
-            at = x[examples].requires_grad_()
-            return torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum(1)
-
-        clip(engine, differences, [0, 1, 2])
-        expected = [p.grad.clone() for p in model.parameters()]
+    with attach(model, make_partition(model), 0.1) as engine:
+        assert_exact(engine, differences, [0, 1, 2])
+        expected = gradients(model)
         for refused in (engine.trace, engine.clip):
             with pytest.raises(UserError, match=r"derivatives of the model by its input.*finite differences"):
                 refused(derivatives, [0, 1, 2])
-        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, truth.sums[name])
+        assert_sums(model, expected, 0, 0)
 
 
 def test_a_norm_that_equals_the_threshold_is_within_it():
@@ -95,20 +89,12 @@ def test_losses_of_a_forward_pass_of_another_size_are_refused_when_a_new_one_beg
 
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch, kind):
+def test_sums_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch, double, kind):
     layer, x = kind(3, 4, 3), torch.randn(7, 3, 6, 6) * torch.logspace(-1, 0, 7).view(7, 1, 1, 1)
-    found = []
-    for patched in (False, True):
-        if patched:
-            monkeypatch.setattr(conv, "GROUPED_FLOATS", 2 * (layer.weight.numel() + 4))
-        with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
-            clip_batch(engine, lambda x: layer(x).flatten(1).square().sum(1), x)
-            gradients = [p.grad.clone() for p in layer.parameters()]
-            found.append((engine.per_example_norms, engine.counts.clone(), *gradients))
-        layer.zero_grad()
-    for whole, part in zip(*found, strict=True):
-        assert whole.shape == part.shape
-        torch.testing.assert_close(part, whole)
+    monkeypatch.setattr(conv, "GROUPED_FLOATS", 2 * (layer.weight.numel() + 4))
+    with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
+        assert_exact(engine, lambda rows: layer(x[list(rows)]).flatten(1).square().sum(1), range(7))
+        assert engine.counts.tolist() == [float((engine.per_example_norms <= engine.thresholds[0]).sum())] != [7]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -133,9 +119,8 @@ def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchang
         with attach(model, make_partition(model), 0.5, norms=norms) as engine:
             run = partial(checkpoint, model, use_reentrant=False) if checkpointed else model
             clip_batch(engine, lambda x, run=run: run(x).flatten(1).square().sum(1), rows)
-        sums.append([p.grad.clone() for p in model.parameters()])
-    for without, beside in zip(*sums, strict=True):
-        torch.testing.assert_close(beside, without, rtol=1e-4, atol=1e-6)
+        sums.append(gradients(model))
+    torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-6)
 
 
 def test_a_parameter_that_is_not_the_models_is_refused():

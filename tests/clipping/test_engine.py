@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_block, per_layer
 from groupwise.errors import UserError
+from tests.clipping.alone import assert_equal, assert_sums, gradients
 from tests.clipping.traced import clip, clip_batch
 
 
@@ -30,10 +31,6 @@ def losses_of(model, batch, rows=slice(None)):
 
 def clipped(engine, batch, rows=range(6)):
     return clip(engine, partial(losses_of, engine.model, batch), rows)
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
@@ -150,7 +147,7 @@ def test_the_model_is_plain_before_between_and_after_passes(batch):
         assert [set(vars(module)) for module in model.modules()] == attributes and set(model.state_dict()) == before
         model.zero_grad()
         losses_of(model, batch).sum().backward()
-        assert all(torch.equal(model.get_parameter(name).grad, g) for name, g in gradients(untouched).items())
+        assert_sums(model, gradients(untouched), 0, 0)
         model.zero_grad()
 
     with attach(model, per_layer(model), 1.0) as engine:
@@ -182,8 +179,7 @@ def test_forward_without_backward_does_not_disturb_the_next_step(batch):
         with torch.no_grad(), engine.forward(6):
             losses_of(model, batch)
         clipped(engine, batch)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+        assert_sums(model, expected, rtol=1e-12)
         assert torch.equal(engine.counts, counts)
 
 
@@ -198,7 +194,7 @@ def test_counts_can_use_other_thresholds(batch):
         engine.set_thresholds(0.5, count=[float(norms.sort().values[3]) * 1.0001])
         clipped(engine, batch)
         assert engine.counts.tolist() == [4.0]
-        assert all(torch.equal(model.get_parameter(n).grad, g) for n, g in expected.items())
+        assert_sums(model, expected, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +240,7 @@ def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, o
             losses = losses * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
         engine.backward(losses)
         assert engine.nonfinite == 1
-        for name, gradient in expected.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-15)
+        assert_sums(model, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +265,7 @@ def test_non_reentrant_checkpointing(double, make_partition, norms):
         with attach(model, make_partition(model), 0.3, norms=norms) as engine:
             clip_batch(engine, lambda x: model(x).square().sum((1, 2)), x)
             results.append((gradients(model), engine.counts))
-    for name, gradient in results[0][0].items():
-        torch.testing.assert_close(results[1][0][name], gradient, rtol=1e-12, atol=1e-15)
+    assert_equal(results[1][0], results[0][0], rtol=1e-12)
     assert torch.equal(results[0][1], results[1][1])
 
 
@@ -301,8 +295,7 @@ def test_compiled_model_gives_the_same_sums(batch):
         expected = gradients(model)
         model.zero_grad()
         clip(engine, partial(losses_of, torch.compile(model), batch), range(6))
-        for name, gradient in expected.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-12)
+        assert_sums(model, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("direct", [False, True])

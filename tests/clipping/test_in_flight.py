@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,11 @@ from groupwise.clipping import ClippingEngine, attach, clip_factors, flat, per_b
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.errors import UserError
-from tests.clipping.alone import looped, middle_thresholds
+from tests.clipping.alone import assert_equal, gradients, looped, middle_thresholds
 from tests.clipping.traced import trace_batch
 from tests.combinations import pairs_fast
 
 SIZES = (4, 3, 5)
-RTOL = 1e-9
 
 
 class Block(nn.Module):
@@ -103,17 +103,7 @@ def make(double) -> Callable[..., Run]:
     return make_run
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = RTOL) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) <= rtol * float(gradient.norm()) + 1e-12, name
-
-
-def attach_traced(run: Run, partition: Partition, thresholds: list[float] | float, **options: str) -> ClippingEngine:
+def attach_traced(run: Run, partition: Partition, thresholds: list[float] | float, **options: Any) -> ClippingEngine:
     engine = attach(run.model, partition, thresholds, **options)
     engine.trace(run.losses, range(SIZES[0]))
     return engine
@@ -161,9 +151,13 @@ def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
 
 
 @pytest.mark.parametrize(
-    ("grouping", "kind", "remakes", "order"), pairs_fast(product(PARTITIONS, KINDS, ["kept", "remade"], ORDERS))
+    ("grouping", "kind", "remakes", "order", "direct"),
+    [
+        *pairs_fast(product(PARTITIONS, KINDS, ["kept", "remade"], ORDERS, [False])),
+        *product(["layer"], ["plain"], ["kept"], ORDERS, [True]),
+    ],
 )
-def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
+def test_any_order_equals_the_reference(make, grouping, kind, remakes, order, direct):
     thresholds, truth = truth_of(grouping, kind)
     torch.manual_seed(0)
     run = make(fillers=2, **KINDS[kind])
@@ -171,7 +165,7 @@ def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
     run.model.remakes = remakes == "remade"
     outputs: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
-    with attach_traced(run, partition, thresholds) as engine:
+    with attach_traced(run, partition, thresholds, direct=direct) as engine:
         for event in ORDERS[order]:
             m = int(event[1])
             if event[0] == "f":
@@ -187,15 +181,16 @@ def test_any_order_equals_the_reference(make, grouping, kind, remakes, order):
     assert_equal(gradients(run.model), truth.sums)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
-def test_norms_then_sums_are_flat_clipping(make, norms, kind):
+@pytest.mark.parametrize(
+    ("norms", "kind", "direct"), [*product(["bookkeeping", "ghost"], KINDS, [False]), ("ghost", "plain", True)]
+)
+def test_norms_then_sums_are_flat_clipping(make, norms, kind, direct):
     """Two pipeline passes: norms of all microbatches, factors, then sums."""
     run = make(fillers=1, **KINDS[kind])
     partition = flat(run.model)
     (threshold,) = thresholds = middle_thresholds(run.model, run.loss_of, partition, range(run.examples))
     truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, thresholds)
-    with attach_traced(run, partition, thresholds, norms=norms) as engine:
+    with attach_traced(run, partition, thresholds, norms=norms, direct=direct) as engine:
         outputs = [run_forward(engine, run, m) for m in range(3)]
         squares = {}
         for m in (1, 0, 2):

@@ -13,6 +13,7 @@ from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
 from groupwise.clipping.norm_terms import GramTerms, RowTerms, joined_sums, squares_together
 from groupwise.errors import UserError
+from tests.clipping.alone import assert_sums, gradients
 from tests.clipping.conftest import BATCH
 from tests.clipping.test_against_reference import MODES, each_case_in, truth_of
 from tests.clipping.traced import clip, clip_batch
@@ -32,9 +33,7 @@ def test_equal_to_single_examples(together, case, mode):
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
         clip(engine, case.losses, range(BATCH))
-    for name, parameter in case.model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, truth.sums[name], rtol=1e-8, atol=1e-11)
+    assert_sums(case.model, truth.sums, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-9)
 
 
@@ -44,10 +43,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[list[Tensor], Tensor]:
+def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[dict[str, Tensor], Tensor]:
     with attach(model, per_layer(model), 0.3, **options) as engine:
         clip_batch(engine, lambda x, w: model(x).flatten(1).square().sum(1) * w, x, weights)
-        sums = [p.grad.clone() for p in model.parameters()]
+        sums = gradients(model)
         model.zero_grad()
         return sums, engine.counts
 
@@ -75,8 +74,7 @@ def test_an_example_that_is_not_finite_stays_out_of_every_sum(together, value):
     found, counts = clipped(model, x, weights)
     kept = [0, 1, 3]
     expected, others = clipped(model, x[kept], weights[kept])
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, expected)
     assert torch.equal(counts, others)
 
 
@@ -91,8 +89,7 @@ def test_a_rule_of_ones_own_gets_several_groups_at_a_time(together):
     mine, _ = clipped(model, x, torch.ones(4), clip_rule=rule)
     usual, _ = clipped(model, x, torch.ones(4))
     assert shapes and all(norms[1:] == (4,) and at == (norms[0], 1) for norms, at in shapes)
-    for ours, theirs in zip(mine, usual, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(mine, usual)
 
 
 def test_a_layer_that_the_losses_do_not_reach_is_named(together):

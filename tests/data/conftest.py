@@ -1,6 +1,7 @@
 """Small stand-ins for CIFAR-10 in the layouts it may lie in."""
 
 import hashlib
+import os
 import pickle
 from pathlib import Path
 
@@ -18,6 +19,14 @@ def no_network(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     cifar10 = import_torchvision().datasets.CIFAR10
     monkeypatch.setattr(cifar10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """Where the published sets are, as far as they are there."""
+    if "GROUPWISE_DATA" not in os.environ:
+        pytest.skip("GROUPWISE_DATA (a folder with cifar10/, glue/, e2e/, dart/ and samsum/) is not set")
+    return Path(os.environ["GROUPWISE_DATA"])
 
 
 @pytest.fixture

@@ -16,9 +16,6 @@ import torch
 from groupwise.data.cifar10 import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
 from tests.data.refusals import refused
 
-REAL_DATA = os.environ.get("GROUPWISE_DATA", "")
-REAL_MOSAICS = Path(REAL_DATA) / "cifar10" / "test.webp"
-
 
 class TestBatches:
     def test_images_labels_and_fingerprints(self, tmp_path, make_batches):
@@ -156,9 +153,8 @@ class TestMosaics:
         assert "320×320 pixels" in refused(read_mosaics, root)
 
     @pytest.mark.slow  # it decodes 60,000 images; the other tests of mosaics read made-up ones
-    @pytest.mark.skipif(not REAL_MOSAICS.is_file(), reason="GROUPWISE_DATA names no folder with cifar10/test.webp")
-    def test_the_real_images(self):
-        data = read_mosaics(Path(REAL_DATA))
+    def test_the_real_images(self, real_data):
+        data = read_mosaics(real_data)
         assert data.x_train.shape == (50_000, 3, 32, 32)
         assert data.x_test.shape == (10_000, 3, 32, 32)
         assert data.y_train.bincount().tolist() == [5000] * 10

@@ -1,6 +1,5 @@
 """GLUE's own tsv files: by the names of the header, with labels as on the hub, and nothing skipped in silence."""
 
-import os
 import time
 from pathlib import Path
 
@@ -31,12 +30,6 @@ def mnli_row(first: str, second: str, label: str, columns: int) -> tuple[str, ..
 
 def mnli_header(columns: int) -> tuple[str, ...]:
     return (*MNLI_COLUMNS, *(f"label{i}" for i in range(2, columns - 10)), "gold_label")
-
-
-def real_data() -> Path:
-    if "GROUPWISE_DATA" not in os.environ:
-        pytest.skip("GROUPWISE_DATA (a folder with glue/) is not set")
-    return Path(os.environ["GROUPWISE_DATA"])
 
 
 def test_sst2_is_read_without_quoting_and_stripped(tmp_path):
@@ -113,18 +106,17 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, words):
     assert "\n" not in str(caught.value) and str(tmp_path / "dev.tsv") in str(caught.value)
 
 
-def test_the_real_sst2_in_less_than_a_second():
-    root = real_data()
+def test_the_real_sst2_in_less_than_a_second(real_data):
     start = time.process_time()
-    data = load_glue("sst2", root, hub="none")
+    data = load_glue("sst2", real_data, hub="none")
     assert time.process_time() - start < 1.0
     assert (len(data.train), len(data.valid[""])) == (67_349, 872)
     assert (data.train.labels.count(0), data.train.labels.count(1)) == (29_780, 37_569)
     assert data.valid[""].texts[0] == ("it 's a charming and often affecting journey .", None)
 
 
-def test_the_real_qqp_and_mnli():
-    folder = real_data() / "glue"
+def test_the_real_qqp_and_mnli(real_data):
+    folder = real_data / "glue"
     qqp, dropped = read_glue_tsv(folder / "QQP/dev.tsv", GLUE["qqp"])
     assert (len(qqp), qqp.labels.count(0), dropped) == (40_430, 25_545, 0)
     for name, count in (("matched", 9_815), ("mismatched", 9_832)):

@@ -1,7 +1,6 @@
 """SAMSum's files, in the paper's instruction format."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -66,10 +65,8 @@ def test_a_file_without_any_dialogue_is_refused(tmp_path):
     )
 
 
-def test_the_real_samsum():
-    if "GROUPWISE_DATA" not in os.environ:
-        pytest.skip("GROUPWISE_DATA (a folder with samsum/) is not set")
-    data = load_samsum(Path(os.environ["GROUPWISE_DATA"]))
+def test_the_real_samsum(real_data):
+    data = load_samsum(real_data)
     assert (len(data.train), len(data.valid), len(data.test)) == (14_731, 818, 819)
     assert not any("\r" in source or "\r" in target for source, target in data.train)
     assert data.source == "SAMSum, json files (training: train.json)"

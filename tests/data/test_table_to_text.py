@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,6 @@ def dart(root: Path, test: str = "dart-v1.1.1-full-test.json", train: str = "dar
     (folder / "dart-v1.1.1-full-dev.json").write_text(json.dumps([two, two]))
     (folder / test).write_text(json.dumps([entry(("A", "b", "C"), texts=("", "x"))]))
     return root
-
-
-def real_data() -> Path:
-    if "GROUPWISE_DATA" not in os.environ:
-        pytest.skip("GROUPWISE_DATA (a folder with e2e/ and dart/) is not set")
-    return Path(os.environ["GROUPWISE_DATA"])
 
 
 def test_an_mr_becomes_names_and_values():
@@ -133,16 +126,16 @@ def test_a_broken_dart_entry_is_told_with_its_number(tmp_path, broken):
     assert "entry 1 is not of the form tripleset" in refused(read_dart_json, tmp_path / "dev.json")
 
 
-def test_the_real_e2e():
-    data = load_e2e(real_data())
+def test_the_real_e2e(real_data):
+    data = load_e2e(real_data)
     assert len(data.train) == 42_061
     assert (len(data.valid), sum(len(request.references) for request in data.valid)) == (547, 4_672)
     assert (len(data.test), sum(len(request.references) for request in data.test)) == (630, 4_693)
     assert data.valid[0].source == "name : Alimentum | area : city centre | family friendly : no"
 
 
-def test_the_real_dart():
-    data = load_dart(real_data(), "webnlg2017-train.json")
+def test_the_real_dart(real_data):
+    data = load_dart(real_data, "webnlg2017-train.json")
     assert len(data.train) == 18_102
     assert (len(data.valid), sum(len(request.references) for request in data.valid)) == (2_768, 6_980)
     assert (len(data.test), sum(len(request.references) for request in data.test)) == (5_097, 12_552)

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import stat
+from pathlib import Path
 
 import pytest
 
@@ -23,59 +25,37 @@ def test_a_byte_order_mark_is_left_out(tmp_path):
     assert read_text(tmp_path / "a.txt", "put it there") == "café\r\n"
 
 
-def test_a_missing_file_comes_with_advice(tmp_path):
-    with pytest.raises(UserError, match=r"gone.txt is missing; put it there\.$"):
-        read_text(tmp_path / "gone.txt", "put it there")
-    with pytest.raises(UserError, match="is missing"):
-        read_text(tmp_path, "put it there")
-
-
-def test_what_is_not_utf8_is_told(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=r"a.txt is not UTF-8 \(byte 3\)"):
-        read_text(tmp_path / "a.txt", "put it there")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_told(tmp_path):
-    (tmp_path / "a.txt").touch(mode=0)
-    with pytest.raises(UserError, match="cannot be read"):
-        read_text(tmp_path / "a.txt", "put it there")
-
-
-@pytest.mark.parametrize("text", ['{"a": 1}', "[]", '["a"]', "3"])
-def test_json_of_another_form_is_refused(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UserError, match=r"a.json does not hold a list of objects"):
-        read_json_list(tmp_path / "a.json", "put it there")
-
-
-def test_truncated_json_is_refused_with_the_line(tmp_path):
-    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": ')
-    with pytest.raises(UserError, match=r"a.json is not JSON \(line 2: .*truncated"):
-        read_json_list(tmp_path / "a.json", "put it there")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "loop", "device"])
-def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
-    path = tmp_path / "a.json"
-    if kind == "pipe":
+def odd(path: Path, what: bytes | str | int | None) -> Path:
+    """Something in the place of a file: content, a link, or what a type of it says; nothing."""
+    if isinstance(what, bytes):
+        path.write_bytes(what)
+    elif isinstance(what, str):
+        path.symlink_to(what)
+    elif what == stat.S_IFDIR:
+        path.mkdir()
+    elif what == stat.S_IFIFO:
         os.mkfifo(path)
-    else:
-        path.symlink_to(path if kind == "loop" else "/dev/zero")
-    with pytest.raises(UserError, match="is missing; put it there"):
-        read_text(path, "put it there")
+    elif what is not None:
+        path.touch(mode=what)
+    return path
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("what", "words"),
     [
-        ("[" * 100_000, r"not readable JSON \(maximum recursion depth exceeded"),
-        ("[1" + "0" * 5000 + "]", "not readable JSON .*digits"),
-        ('[{"a": "\\ud800"}]', "a lone surrogate"),
+        *(
+            (nothing, r"a is missing; put it there\.$")
+            for nothing in (None, stat.S_IFDIR, stat.S_IFIFO, "a", "/dev/zero")
+        ),
+        (b"caf\xe9", r"a is not UTF-8 \(byte 3\)"),
+        pytest.param(0, "cannot be read", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")),
+        *((json, r"a does not hold a list of objects") for json in (b'{"a": 1}', b"[]", b'["a"]', b"3")),
+        (b'[{"a": 1},\n{"b": ', r"a is not JSON \(line 2: .*truncated"),
+        (b"[" * 100_000, r"not readable JSON \(maximum recursion depth exceeded"),
+        (b"[1" + b"0" * 5000 + b"]", "not readable JSON .*digits"),
+        (b'[{"a": "\\ud800"}]', "a lone surrogate"),
     ],
 )
-def test_json_that_python_chokes_on(tmp_path, content, words):
-    (tmp_path / "a.json").write_text(content)
+def test_what_cannot_be_read_is_told_and_never_waited_for(tmp_path, what, words):
     with pytest.raises(UserError, match=words):
-        read_json_list(tmp_path / "a.json", "put it there")
+        read_json_list(odd(tmp_path / "a", what), "put it there")
