@@ -81,3 +81,13 @@ def assert_exact(
     clip(engine, losses_of, rows)
     torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
     assert_sums(model, truth.sums, rtol=1e-9, atol=1e-10 * max(thresholds))
+
+
+def assert_bounded(engine: ClippingEngine, losses_of: Callable[[Sequence[int]], Tensor], rows: Sequence[int]) -> None:
+    """The sensitivity itself: each of these examples alone moves a group by its threshold at most."""
+    for example in rows:
+        engine.model.zero_grad()
+        clip(engine, losses_of, [example])
+        for group, threshold in zip(engine.groups, engine.thresholds.tolist(), strict=True):
+            norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
+            assert float(norm) <= threshold * (1 + 1e-9), (example, group.name)

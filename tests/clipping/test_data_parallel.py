@@ -14,11 +14,8 @@ from torch.nn.parallel import DataParallel
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
-from groupwise.models.language import load_causal
-from groupwise.models.trainable import choose_trainable
-from tests.clipping.test_language_models import VOCABULARY, Tokenizer
+from tests.clipping.test_language_models import VOCABULARY, make_case
 from tests.pipeline.ranks import run_ranks
 
 WORLD, EXAMPLES, LENGTH, THRESHOLD = 2, 7, 6, 0.3
@@ -59,21 +56,7 @@ def make_model(name: str) -> nn.Module:
         model: nn.Module = Mlp().double()
         model.remakes = name == "mlp_remakes"
         return model
-    settings = ModelConfig(
-        architecture="gpt2",
-        shape={"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8},
-        untie=True,
-        fresh=True,
-        dropout=0.0,
-        attention_dropout=0.0,
-        trains="lora" if name == "gpt2_lora" else "all",
-        lora=LoraConfig(rank=3, alpha=6.0, targets=["c_attn", "c_proj"]),
-    )
-    model = choose_trainable(load_causal(settings, Tokenizer()), settings).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return Logits(model)
+    return Logits(make_case(name).model.train())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

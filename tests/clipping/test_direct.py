@@ -115,24 +115,6 @@ class TestRefusals:
             with pytest.raises(UserError, match="Layer 'layer' runs twice"):
                 clip(engine, case.losses, range(6))
 
-    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-    def test_a_parameter_used_outside_its_layer(self, double, make_partition, norms):
-        class Sneaky(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.net = nn.Linear(5, 5)
-
-            def forward(self, x):
-                return self.net(x) @ self.net.weight
-
-        model = Sneaky()
-        with attach(model, make_partition(model), 1.0, norms=norms, direct=True) as engine:
-            with pytest.raises(UserError, match=r"'net.weight' is used outside"):
-                clip_batch(engine, squares_of(model), torch.randn(4, 5))
-            model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
-            with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
-                clip_batch(engine, squares_of(model), torch.randn(4, 5))
-
     def test_half_precision_that_a_shard_turns_into(self):
         model = nn.Sequential(nn.Linear(5, 3))
         with attach(model, per_layer(model), 1.0, direct=True) as engine:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat
 from groupwise.clipping.products import embedding_bag
 from groupwise.errors import UserError
+from tests.clipping.alone import assert_exact
 from tests.clipping.largest import Largest
-from tests.clipping.traced import clip, clip_batch, trace_batch
+from tests.clipping.traced import clip_batch, rows_of, trace_batch
 
 VOCABULARY, SIZE = 7, 4
 MODES = ("sum", "mean", "max")
@@ -127,10 +128,10 @@ def test_the_row_of_the_padding_is_in_no_bag_where_one_is_shared_by_all(double, 
         a, b = torch.randint(0, VOCABULARY, (2, examples, 3), dtype=dtype)
         a[:, 0] = 2
         expected = model(a, b)
-        alone = [torch.autograd.grad(loss, model.bag.weight, retain_graph=True)[0] for loss in expected]
         with attach(model, flat(model), 1.0) as engine:
-            torch.testing.assert_close(clip_batch(engine, model, a, b), expected.detach())
-            torch.testing.assert_close(engine.per_example_norms[0], torch.stack(alone).flatten(1).norm(dim=1))
+            assert_exact(engine, rows_of(model, a, b), range(examples))
+            with engine.forward(examples):
+                torch.testing.assert_close(model(a, b), expected)
 
 
 @pytest.mark.parametrize("bags", [[[], [], [3]], [[1], [], [2], []], [[], []]])
@@ -150,14 +151,8 @@ def test_indices_that_are_fewer_than_the_bags_are_no_batch(double, bags):
         ends = torch.tensor([0, *(len(bags[row]) for row in rows)]).cumsum(0)
         return model(torch.tensor(ids, dtype=torch.int64), ends[:-1])
 
-    alone = torch.stack([gradient_norm(model, losses_of([row])) for row in range(len(bags))])
     with attach(model, flat(model), 1.0) as engine:
-        clip(engine, losses_of, range(len(bags)))
-        torch.testing.assert_close(engine.per_example_norms[0], alone)
-
-
-def gradient_norm(model: nn.Module, loss: Tensor) -> Tensor:
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss.sum(), list(model.parameters()))]).norm()
+        assert_exact(engine, losses_of, range(len(bags)))
 
 
 class Weighted(nn.Module):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import WSConv2d, attach, flat, per_block, per_layer
 from groupwise.errors import UserError
-from tests.clipping.alone import assert_equal, assert_sums, gradients
+from tests.clipping.alone import assert_bounded, assert_equal, assert_sums, gradients
 from tests.clipping.traced import clip, clip_batch
 
 
@@ -76,22 +76,40 @@ def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
             clipped(engine, batch)
 
 
-def test_a_parameter_used_behind_the_engines_back_is_refused(batch):
-    class Sneaky(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = small_net()
+class Sneaky(nn.Module):
+    """A layer's weight behind the engine's back."""
 
-        def forward(self, x):
-            return self.net(x) + self.net[4]._parameters["weight"].sum()
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(5, 5)
 
-    model = Sneaky()
-    with (
-        attach(model, per_layer(model), 1.0) as engine,
-        pytest.raises(UserError, match=r"'net.4.weight' is used outside"),
-    ):
-        clipped(engine, batch)
-    assert all(p.grad is None for p in model.parameters())
+    def forward(self, x):
+        return self.net(x) @ self.net._parameters["weight"]
+
+
+@pytest.mark.parametrize(
+    ("make_partition", "options"),
+    [(flat, {}), (per_layer, {}), (per_layer, {"direct": True}), (flat, {"norms": "ghost", "direct": True})],
+)
+def test_a_parameter_used_outside_its_layer_is_refused(double, make_partition, options):
+    model, x = Sneaky(), torch.randn(4, 3, 5)
+    losses = lambda x: model(x).square().sum((1, 2))  # noqa: E731
+    with attach(model, make_partition(model), 1.0, **options) as engine:
+        with pytest.raises(UserError, match=r"'net.weight' is used outside"):
+            clip_batch(engine, losses, x)
+        with engine.forward(4, 0):
+            output = model(x)
+        with pytest.raises(UserError, match=r"'net.weight' is used outside"):
+            engine.check_output(output)
+        assert all(p.grad is None for p in model.parameters())
+        if options:
+            model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
+            with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
+                clip_batch(engine, losses, x)
+            return
+        model.net.bias.requires_grad_(False)
+        with pytest.raises(UserError, match=r"'net.bias' was .* frozen"), engine.backward_of(0):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -205,12 +223,7 @@ def test_dropout_keeps_the_norm_bound(batch, make_partition, norms):
     """Norms and sums must see the same masks: alone, a heavily clipped example has exactly the norm C of its group."""
     model = nn.Sequential(small_net(), nn.Dropout(0.5), nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 4))
     with attach(model, make_partition(model), 1e-4, norms=norms) as engine:
-        for i in range(6):
-            model.zero_grad()
-            clipped(engine, batch, [i])
-            for group in engine.groups:
-                norm = torch.stack([p.grad.square().sum() for p in group.parameters]).sum().sqrt()
-                assert float(norm) <= 1e-4 * (1 + 1e-9)
+        assert_bounded(engine, partial(losses_of, model, batch), range(6))
 
 
 @pytest.mark.parametrize(
