@@ -1,15 +1,14 @@
-"""Per-example gradients of convolutions: those of single examples, whatever the shape and the device."""
+"""Convolutions: sums and norms are those of single examples, whatever the shape and the device."""
 
-from types import SimpleNamespace
+from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from groupwise.clipping.norm_methods import NormMethods
-from groupwise.clipping.rules import conv, find_rule
-from groupwise.clipping.rules.base import LayerRule, RuleContext, Saved
-from tests.clipping.rule_norms import squares_of
+from groupwise.clipping import attach, per_layer
+from groupwise.clipping.rules import conv
+from tests.clipping.alone import assert_exact
 
 LAYERS = {
     "padded": (lambda: nn.Conv2d(4, 5, 3, padding=1), (6, 5)),
@@ -37,89 +36,57 @@ LAYERS = {
 }
 
 
-class Call(SimpleNamespace):
-    """A layer's rule, what its forward pass saved, its output gradients, and single examples' gradients."""
+WAYS = {
+    "by groups of channels": {},
+    "by windows, as on a GPU": {
+        "_by_groups": lambda rule, x, g: (g.flatten(2) @ rule.geometry.windows(x, g.shape[2:]).mT).view(
+            len(x), -1, *rule._filter()
+        )
+    },
+    "many weights at few positions": {"FEW_ROWS": 1000, "MANY_WEIGHTS": 1},
+}
+"""How a weight's gradients are made, and what is replaced for that, in the file or in the rule."""
 
-    rule: LayerRule
-    saved: Saved
-    g: Tensor
-    weights: Tensor
-    biases: Tensor
 
-
-def call_of(name: str, memory: torch.memory_format = torch.contiguous_format) -> Call:
+def made(name: str, memory: torch.memory_format = torch.contiguous_format):
+    """A layer, and losses of five examples by their numbers."""
     make, space = LAYERS[name]
     layer = make()
     x = torch.randn(5, layer.in_channels, *space)
     x = x.to(memory_format=memory) if x.dim() == 4 else x
-    rule = find_rule(layer)(layer)
-    y, saved = rule.forward(rule.prepare(x), layer.weight.detach(), layer.bias.detach())
-    g = rule.arrange(saved, torch.randn_like(y))
-    singles = [torch.autograd.grad((layer(x[[i]]) * g[[i]]).sum(), [layer.weight, layer.bias]) for i in range(5)]
-    weights, biases = (torch.stack(rows) for rows in zip(*singles, strict=True))
-    return Call(rule=rule, saved=saved, g=g, weights=weights, biases=biases)
+    return layer, lambda rows: layer(x[list(rows)]).flatten(1).square().sum(1)
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_single_examples(name, memory, double):
-    call = call_of(name, memory)
-    found, bias = call.rule.per_example_gradients(call.saved, call.g, (True, True))
-    torch.testing.assert_close(found, call.weights, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(bias, call.biases, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("name", "way", "memory", "formula"),
+    [
+        cell
+        for cell in product(LAYERS, WAYS, [torch.contiguous_format, torch.channels_last], ["gram", "materialize"])
+        if cell[1] == "by groups of channels" or not (cell[0] == "depthwise" or cell[0].endswith("groups"))
+    ],
+)
+def test_sums_and_norms_are_those_of_single_examples(name, way, memory, formula, monkeypatch, double):
+    for what, value in WAYS[way].items():
+        monkeypatch.setattr(conv if what.isupper() else conv.ConvRule, what, value)
+    layer, losses_of = made(name, memory)
+    with attach(layer, per_layer(layer), 1.0, formula=formula) as engine:
+        assert_exact(engine, losses_of, range(5))
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "depthwise" and not name.endswith("groups")])
-def test_unfolded_windows_as_on_a_gpu_give_the_same(name, memory, double):
-    call = call_of(name, memory)
-    x, rows = call.rule.sides(call.saved, call.g)
-    windows = call.rule.geometry.windows(x, rows.shape[2:])
-    found = torch.bmm(rows.flatten(2), windows.mT).view_as(call.weights)
-    torch.testing.assert_close(found, call.weights, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("method", ["gram", "materialize"])
-def test_norms_are_those_of_single_examples(name, method, double):
-    call = call_of(name)
-    squares = call.weights.flatten(1).square().sum(1)
-    for wanted in ((True, False), (True, True)):
-        expected = squares + wanted[1] * call.biases.square().sum(1)
-        context = RuleContext(methods=NormMethods(method))
-        found = squares_of(call.rule, call.saved, call.g, wanted, context)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-
-
-@pytest.mark.parametrize("method", ["gram", "materialize"])
+@pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize(("few", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (100, [5])])
-def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, method, double):
-    call = call_of("padded")
-    rule, seen, context = call.rule, [], RuleContext(methods=NormMethods(method))
-    whole = squares_of(rule, call.saved, call.g, (True, True), context)
-    if method == "gram":
+def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, formula, double):
+    seen = []
+    if formula == "gram":
         held = 30**2 + (1 + 6) * (6 * 5) ** 2 * 2 + 3 * 30**2
         monkeypatch.setattr(conv, "chunk_floats", lambda g: few * held)
         real = conv.norms_from_products
         monkeypatch.setattr(conv, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
     else:
         monkeypatch.setattr(conv, "GROUPED_FLOATS", few * (4 * 5 * 9 + 5))
-        real = type(rule)._by_groups
-        monkeypatch.setattr(type(rule), "_by_groups", lambda self, x, g: seen.append(len(x)) or real(self, x, g))
-    torch.testing.assert_close(squares_of(rule, call.saved, call.g, (True, True), context), whole)
+        real = conv.ConvRule._by_groups
+        monkeypatch.setattr(conv.ConvRule, "_by_groups", lambda self, x, g: seen.append(len(x)) or real(self, x, g))
+    layer, losses_of = made("padded")
+    with attach(layer, per_layer(layer), 1.0, formula=formula) as engine:
+        assert_exact(engine, losses_of, range(5))
     assert seen == sizes
-
-
-@pytest.mark.parametrize("wanted", [(True, True), (True, False)])
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "depthwise" and not name.endswith("groups")])
-def test_sums_of_many_weights_at_few_positions_are_those_of_single_examples(name, memory, wanted, monkeypatch, double):
-    monkeypatch.setattr(conv, "FEW_ROWS", 1000)
-    monkeypatch.setattr(conv, "MANY_WEIGHTS", 1)
-    call, factors = call_of(name, memory), torch.tensor([0.5, 0.0, 1.0, 0.25, 0.125])
-    sums = call.rule.weighted_sum(call.saved, call.g, factors, wanted, RuleContext())
-    for found, rows, asked in zip(sums, (call.weights, call.biases), wanted, strict=True):
-        if asked:
-            torch.testing.assert_close(found, torch.einsum("n,n...->...", factors, rows), rtol=1e-12, atol=1e-12)
-        else:
-            assert found is None

@@ -9,10 +9,10 @@ from torch import nn
 from groupwise.clipping import WSConv2d, gram, precision
 from groupwise.clipping.factors import Factors
 from groupwise.clipping.norm_methods import NormMethods
+from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.precision import cut_factors, product_over_rows, squared_row_norms
 from groupwise.clipping.rules import linear
 from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, clipped_sum, find_rule
-from tests.clipping.rule_norms import squares_of
 
 C = 0.5
 BOUND = 1e-6
@@ -108,13 +108,17 @@ def test_no_example_adds_more_than_its_threshold(half, kind, formula, own_group)
     def norm(gradients: Gradients) -> float:
         return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
 
+    def squares_of(saved: Saved, g: torch.Tensor) -> torch.Tensor:
+        closed = rule.squared_norms(saved, g, wanted, context)
+        return squares_together([[rule.formed_norms(saved, g, wanted) if closed is None else closed]])[0]
+
     def clip_and_sum(saved: Saved, g: torch.Tensor) -> Gradients:
         if formed:
             return clipped_sum(rule, saved, g, clip, wanted)
-        return rule.weighted_sum(saved, g, clip(squares_of(rule, saved, g, wanted, context)).values, wanted, context)
+        return rule.weighted_sum(saved, g, clip(squares_of(saved, g)).values, wanted, context)
 
     formed = own_group and rule.squared_norms(saved, g, wanted, context) is None
-    squares = squares_of(rule, saved, g, wanted, context)
+    squares = squares_of(saved, g)
     assert bool((squares >= true * (1 - 2e-6)).all())
     torch.testing.assert_close(squares, true, rtol=1e-3 if linear else 3e-3, atol=0)
     for i in range(examples):

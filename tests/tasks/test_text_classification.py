@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from groupwise.clipping import attach, per_layer, verify
-from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, PathsConfig, RunConfig
+from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, RunConfig
 from groupwise.data.text_examples import Labelled
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
@@ -161,24 +161,3 @@ def test_export_is_a_folder_that_transformers_reads(tmp_path):
     assert tokenizer("A film", "Good.")["input_ids"] == task.tokenizer("A film", "Good.")["input_ids"]
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert told["hash"] == "abc" and list(told["sha256"]) == ["model.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
-        ({"model": {"source": None}}, "no tokeniser"),
-        ({"data": {"name": "cifar10"}}, r"data\.name=cifar10 is not known for text"),
-        ({"data": {"max_length": 65}}, r"max_length=65 is longer than the model, which has 64 positions"),
-        ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
-        ({"data": {"name": "files"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
-    ],
-)
-def test_bad_input_is_one_sentence(changes, message, monkeypatch):
-    changes = {"data": {}, **changes}
-    if changes["data"].get("name") == "files":
-        changes["data"] = {**changes["data"], "hub": "nowhere/glue"}
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=message) as error:
-        make_task(config(**changes), CPU)
-    assert "\n" not in str(error.value)

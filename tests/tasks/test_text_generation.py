@@ -25,6 +25,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.samples import PairEncoder, plain_frame
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
+from tests.tasks import test_text_classification
 from tests.tasks.clipped import MODES, check_sums
 
 CPU = torch.device("cpu")
@@ -265,18 +266,23 @@ def test_export_of_adapters_names_the_base(tmp_path):
     torch.testing.assert_close(model(**inputs).logits, task.logits(task.model, inputs))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
-        ({"data": {"name": "digits"}}, r"data\.name=digits is not known for text"),
-        ({"data": {"max_length": 161}}, r"max_length=161 is longer than the model, which has 160 positions"),
-        ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
-        ({"generate": {"max_new_tokens": 159}}, r"max_new_tokens=159 leaves no room for a source in the model's 160"),
-        ({"data": {"name": "files"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
-    ],
+BAD = (
+    ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
+    ({"model": {"source": None}}, "no tokeniser"),
+    ({"data": {"name": "digits"}}, r"data\.name=digits is not known for text"),
+    ({"data": {"max_length": 161}}, r"max_length=161 is longer than the model, which has \d+ positions"),
+    ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
+    ({"data": {"name": "files", "hub": "nowhere/glue"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
 )
-def test_bad_input_is_one_sentence(changes, message):
+LONG = {"generate": {"max_new_tokens": 159}}, r"max_new_tokens=159 leaves no room for a source in the model's 160"
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [*((make, *bad) for make in (config, test_text_classification.config) for bad in BAD), (config, *LONG)],
+)
+def test_bad_input_is_one_sentence(make, changes, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message) as error:
-        make_task(config(**changes), CPU)
+        make_task(make(**changes), CPU)
     assert "\n" not in str(error.value)

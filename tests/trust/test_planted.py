@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.clipping import attach, flat, verify
-from groupwise.errors import UserError
 from trust.planted_bugs import __main__ as planted
 from trust.planted_bugs import guards
 from trust.planted_bugs.__main__ import HEAD, RESULT, as_csv, main, measure
 from trust.planted_bugs.cases import CASES
-from trust.planted_bugs.worst import Given
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = {"one_stream": 40, "public_masks": 40, "thresholds_first": 60, "last_microbatch": 60}
@@ -68,15 +65,6 @@ def test_replicas_release_what_one_process_does():
 def test_the_patches_leave_nothing_behind():
     before = {name: measure(BY_NAME[name], 8).correct for name in ("no_clipping", "mean_loss")}
     assert before == {name: measure(BY_NAME[name], 8).correct for name in before}
-
-
-def test_a_mean_loss_is_refused_before_training():
-    task = Given(torch.randn(3, 1, 1, 4, dtype=torch.float64))
-    engine = attach(task.model, flat(task.model), 1.0)
-    engine.trace(task.losses_of, range(3))
-    verify(engine, task.losses_of, range(3))
-    with pytest.raises(UserError, match="mixes the examples"):
-        verify(engine, lambda examples: task.losses_of(examples) / len(examples), range(3))
 
 
 def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):

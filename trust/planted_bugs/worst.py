@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from groupwise.audit.canaries import CanaryTask
 from groupwise.audit.two_worlds import Score, TrainerWorld, World
 from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
@@ -14,7 +15,6 @@ from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, P
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone
 from groupwise.training.step import Trainer
-from groupwise.training.task import Split, Task
 
 
 class Linears(nn.Module):
@@ -37,13 +37,13 @@ class Linears(nn.Module):
         return torch.cat(values, 1).sum(1)
 
 
-class Given(Task):
+class Given(CanaryTask):
     """Examples that are gradients: x (N, K, U, width). With dropout the last is taken first, as the longest text is."""
 
     def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
-        self.x, self.train_size, self._turned = x, len(x), dropout > 0
         _, layers, uses, width = x.shape
-        self.model = Linears(layers, uses, width, dropout).to(x.dtype)
+        super().__init__(Linears(layers, uses, width, dropout).to(x.dtype), len(x))
+        self.x, self._turned = x, dropout > 0
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """As they are, or the other way round."""
@@ -52,20 +52,6 @@ class Given(Task):
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
         """Their gradients, (n, K, U, width)."""
         return self.x[np.asarray(examples)]
-
-    def losses(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """⟨w, x⟩ of each, (n,)."""
-        return model(batch)
-
-    def evaluate(
-        self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
-    ) -> dict[str, float]:
-        """Nothing to measure."""
-        return {}
-
-    def describe_data(self) -> dict[str, object]:
-        """Nothing to say."""
-        return {}
 
 
 class CountWorld:
