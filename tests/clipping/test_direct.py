@@ -87,26 +87,30 @@ def test_parameters_are_looked_up_when_the_layer_runs(double):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
+@pytest.mark.parametrize(
+    ("make", "make_partition", "norms", "says"),
+    [
+        *(
+            (lambda: nn.Sequential(mlp(), mlp()), of, "bookkeeping", r"Layer '0.0' shares group .* one group a layer")
+            for of in (flat, per_block)
+        ),
+        (lambda: make_case("tied").model, per_layer, "bookkeeping", "Layer 'wte' shares a parameter"),
+        (lambda: make_case("tied").model, flat, "ghost", "Layer 'wte' shares a parameter"),
+        (
+            lambda: make_case("fallback_own_parameter").model,
+            *(per_layer, "bookkeeping", r"in a module \(Scale\) without a rule"),
+        ),
+    ],
+)
+def test_what_cannot_be_direct_is_refused_by_name(double, make, make_partition, norms, says):
+    model = make()
+    with pytest.raises(UserError, match=says):
+        attach(model, make_partition(model), 1.0, norms=norms, direct=True)
+
+
 class TestRefusals:
     """Each names the layer."""
-
-    @pytest.mark.parametrize("make_partition", [flat, per_block])
-    def test_a_group_of_several_layers(self, make_partition):
-        model = nn.Sequential(mlp(), mlp())
-        with pytest.raises(UserError, match=r"Layer '0.0' shares group .* one group a layer"):
-            attach(model, make_partition(model), 1.0, direct=True)
-
-    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-    def test_tied_layers(self, double, make_partition, norms):
-        model = make_case("tied").model
-        with pytest.raises(UserError, match=r"Layer 'wte' shares a parameter"):
-            attach(model, make_partition(model), 1.0, norms=norms, direct=True)
-
-    @pytest.mark.filterwarnings("ignore:groupwise has no rule")
-    def test_a_layer_without_a_rule(self, double):
-        model = make_case("fallback_own_parameter").model
-        with pytest.raises(UserError, match=r"in a module \(Scale\) without a rule"):
-            attach(model, per_layer(model), 1.0, direct=True)
 
     @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
     def test_a_layer_that_runs_twice(self, double, make_partition, norms):
@@ -135,24 +139,20 @@ class Pairs(nn.Module):
         return (first - second).square().sum(1)
 
 
-@pytest.mark.parametrize("examples", [1, 4])
 @pytest.mark.parametrize("mode", ["layer", "ghost"])
-def test_several_rows_of_an_example_are_refused(mode, examples):
-    make_partition, options = MODES[mode]
-    model = Pairs()
+@pytest.mark.parametrize(
+    ("make", "losses", "shapes"),
+    [
+        (Pairs, lambda model, a, b: model(a, b), [(1, 3)] * 2),
+        (Pairs, lambda model, a, b: model(a, b), [(4, 3)] * 2),
+        (lambda: nn.Linear(3, 2), lambda model, x: model(x.transpose(0, 1)).sum((0, 2)), [(4, 5, 3)]),
+    ],
+    ids=["two rows of one", "two rows of each", "sequences first"],
+)
+def test_other_layouts_are_refused(mode, make, losses, shapes):
+    (make_partition, options), model = MODES[mode], make()
     with (
         attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
         pytest.raises(UserError, match="without one row for each example on the first axis"),
     ):
-        clip_batch(engine, model, torch.randn(examples, 3), torch.randn(examples, 3))
-
-
-@pytest.mark.parametrize("mode", ["layer", "ghost"])
-def test_sequences_first_are_refused(mode):
-    make_partition, options = MODES[mode]
-    model = nn.Linear(3, 2)
-    with (
-        attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
-        pytest.raises(UserError, match="without one row for each example on the first axis"),
-    ):
-        clip_batch(engine, lambda x: model(x.transpose(0, 1)).sum((0, 2)), torch.randn(4, 5, 3))
+        clip_batch(engine, partial(losses, model), *(torch.randn(shape) for shape in shapes))

@@ -1,43 +1,23 @@
 """The examples in the loops of other libraries keep their budget and learn; a seed stands in for their noise key."""
 
 import random
-import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORDS = ('"good"', "bad")
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs an example with arguments; the numbers of the last line that it prints."""
-    monkeypatch.setattr(NoiseSource, "fresh", lambda *_: NoiseSource.from_seed(0))
-
-    def printed(name: str, *arguments: str) -> list[float]:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 60
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-        return [float(number) for number in re.findall(r"[\d.]+", capsys.readouterr().out.splitlines()[-1])]
-
-    return printed
-
-
 @pytest.mark.parametrize("name", ["accelerate_loop.py", "lightning_loop.py"])
-def test_a_loop_of_another_library_learns_within_its_budget(name, run, tmp_path, monkeypatch):
+def test_a_loop_of_another_library_learns_within_its_budget(name, numbers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    epsilon, accuracy = run(name)
+    epsilon, accuracy = numbers(name)
     assert 7.9 < epsilon <= 8
     assert accuracy >= 0.85
 
 
-def test_texts_of_a_folder_are_read_and_the_model_is_saved(run, tmp_path):
+def test_texts_of_a_folder_are_read_and_the_model_is_saved(numbers, tmp_path):
     draw = random.Random(0)
     for name, count in (("train.tsv", 200), ("dev.tsv", 20)):
         rows = [f"a {draw.choice(WORDS)} one\t{draw.randrange(2)}" for _ in range(count)]
@@ -45,18 +25,18 @@ def test_texts_of_a_folder_are_read_and_the_model_is_saved(run, tmp_path):
     shown = ["--disable_tqdm", "True", "--report_to", "none", "--use_cpu", "True"]
     sizes = ["--per_device_train_batch_size", "10", "--max_steps", "2", "--accountant", "rdp", "--epsilon", "3"]
     where = ["--output_dir", str(tmp_path / "out"), "--data", str(tmp_path)]
-    epsilon, _ = run("text_classification.py", *where, *sizes, *shown)
+    epsilon, _ = numbers("text_classification.py", *where, *sizes, *shown)
     assert 2.9 < epsilon <= 3
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= {
         file.name for file in (tmp_path / "out").iterdir()
     }
     with pytest.raises(UserError, match="nothing is left to train"):
-        run("text_classification.py", *where, *sizes, *shown)
+        numbers("text_classification.py", *where, *sizes, *shown)
 
 
 @pytest.mark.slow
-def test_made_up_reviews_are_told_apart(run, tmp_path):
+def test_made_up_reviews_are_told_apart(numbers, tmp_path):
     shown = ["--disable_tqdm", "True", "--report_to", "none", "--use_cpu", "True"]
-    epsilon, accuracy = run("text_classification.py", "--output_dir", str(tmp_path), *shown)
+    epsilon, accuracy = numbers("text_classification.py", "--output_dir", str(tmp_path), *shown)
     assert 7.9 < epsilon <= 8
     assert accuracy > 0.9
