@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import DataConfig, LoraConfig, ModelConfig, RunConfig
 from groupwise.data.text_examples import Labelled
-from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
 from tests.tasks.clipped import MODES, check_sums
