@@ -49,7 +49,7 @@ def check_kinds(model: Any, optimizer: Any, losses: Any, microbatch: int | None)
             f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
             "where batch is what the collate function makes, and return one loss per example."
         )
-    if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
+    if microbatch is not None and (microbatch < 1 or microbatch != int(microbatch)):
         raise UserError(f"microbatch={microbatch} is out of range: give a whole number of at least 1.")
 
 
