@@ -246,3 +246,22 @@ def test_a_schedule_of_fixed_thresholds_takes_the_noise_along_and_resumes():
         Use().private.set_threshold(2.0)
     with pytest.raises(UserError, match="finite numbers above 0"):
         use.private.set_threshold(0.0)
+
+
+def test_a_step_that_fails_before_its_noise_leaves_no_sums_in_the_gradients():
+    calls = []
+
+    def losses(model, batch):
+        calls.append(model.training and torch.is_grad_enabled())
+        if len(calls) == fails_at:
+            raise RuntimeError("the third microbatch")
+        return cross_entropy(model, batch)
+
+    fails_at = 0
+    use = Use(losses=losses)
+    fails_at = len(calls) + 3
+    with pytest.raises(RuntimeError, match="the third microbatch"):
+        use.private.step()
+    assert not use.private.executed and all(parameter.grad is None for parameter in use.model.parameters())
+    use.train()
+    assert torch.equal(use.weights, Use().train().weights)

@@ -1,9 +1,9 @@
 """Finds, before training, where every layer's input holds the examples: the trace of a few forward passes.
 
-The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example is replaced, and
-after it another: its rows move, and no others. A row or a loss of another example that moves shows that examples are
-mixed. What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter
-outside of a layer; a step only looks it up and compares sizes.
+The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example after the other
+is replaced: its rows move, and no others. A row or a loss of another example that moves shows that examples are mixed.
+What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter outside
+of a layer; a step only looks it up and compares sizes.
 
 An input that moves nowhere is shared by all examples, and what a layer makes of it has no batch axis either: such
 layers are found in one round of passes, and what their outputs meet in the next one.
@@ -23,7 +23,7 @@ from groupwise.errors import UserError
 TRACED = 6
 """Examples that a trace takes of those that it is given."""
 REPLACED = (1, 3)
-"""Rows of the larger batch that are replaced, none in the middle, so that reversed rows are seen."""
+"""Rows of the larger batch that show the layouts, none in the middle, so that reversed rows are seen."""
 ROUNDS = 12
 """Layers of shared inputs that may follow each other."""
 
@@ -51,14 +51,22 @@ class MixedExamples(UserError):
 
 @dataclass(frozen=True)
 class Batches:
-    """Numbers of the examples of the passes: `more`, `fewer`, and `replaced`, by the row that has another example.
+    """Numbers of the examples of the passes: `more`, with two of them twice, and `fewer`.
 
-    Every pass has all examples, so that the longest of them pads each, wherever it stands.
+    Where lengths differ every pass has all examples, so that the longest of them pads each, wherever it stands.
     """
 
     more: list[int]
     fewer: list[int]
-    replaced: dict[int, list[int]]
+
+    @property
+    def swapped(self) -> list[int]:
+        """`more`, with those that stand there once in the places of those that stand there twice."""
+        once, twice = ([i for i, e in enumerate(self.more) if (self.more.count(e) == 1) == o] for o in (True, False))
+        batch = list(self.more)
+        for one, two in zip(once, twice, strict=False):
+            batch[one], batch[two] = batch[two], batch[one]
+        return batch
 
     @classmethod
     def of(cls, examples: Sequence[int]) -> "Batches":
@@ -71,7 +79,13 @@ class Batches:
         if len(some) < 2:
             raise UserError("One example alone does not show which rows are an example's own: give two or more.")
         more = [*some, some[1], some[min(3, len(some) - 1)]]
-        return cls(more, some, {row: [*more[:row], some[0], *more[row + 1 :]] for row in REPLACED})
+        return cls(more, some)
+
+
+def replaced(batch: Sequence[int], row: int) -> list[int]:
+    """The batch with another of its examples in this row."""
+    other = next(example for example in batch if example != batch[row])
+    return [*batch[:row], other, *batch[row + 1 :]]
 
 
 Call = tuple[str, int]
@@ -137,7 +151,8 @@ Run = Callable[[list[int], Note], Tensor]
 
 
 def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
-    """The plan of a model, from four forward passes, and four more each time that layers of shared inputs are found.
+    """The plan of a model, from four forward passes, and four more each time that layers of shared inputs are found;
+    six to eight further ones replace every other row once.
 
     Args:
         run: takes a pass of the engine.
@@ -161,29 +176,72 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
         run(batches.fewer, fewer.note)
         more, others = Tracer(known, batches, fewer.shapes), dict[int, Tracer]()
         before, after = run(batches.more, more.note), dict[int, Tensor]()
-        for row, rows in batches.replaced.items():
+        for row in REPLACED:
             others[row] = Tracer(known, batches, fewer.shapes)
-            after[row] = run(rows, others[row].note)
+            after[row] = run(replaced(batches.more, row), others[row].note)
         found = _plan(fewer, more, others, len(batches.more))
-        _check_losses_keep(batches, before, after)
+        for row, losses in after.items():
+            _check_losses_keep(batches.more, before, row, losses)
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
+            if len(batches.fewer) <= TRACED:  # else a call in training is traced on a whole batch
+                _check_every_row(run, found, batches, fewer)
             return found
         known = found
     raise UserError("Layers of inputs that all examples share follow each other too deep to be traced: freeze them.")
 
 
-def _check_losses_keep(batches: Batches, before: Tensor, after: Mapping[int, Tensor]) -> None:
-    """Refuse losses (n,) that moved with an example that is not theirs."""
-    for row, losses in after.items():
-        for other in moved_losses(before, losses, 1e-3):
-            if other != row:
-                raise MixedExamples(
-                    f"Example {batches.more[other]} has loss {float(before[other]):.6g} among some examples and "
-                    f"{float(losses[other]):.6g} among others",
-                    "so no example's influence is bounded: compute each loss from its own example alone.",
-                    MIXES,
-                )
+def _check_losses_keep(batch: Sequence[int], before: Tensor, row: int, losses: Tensor) -> None:
+    """Refuse losses (n,) that moved with the example of a row that is not theirs."""
+    for other in moved_losses(before, losses, 1e-3):
+        if other != row:
+            raise MixedExamples(
+                f"Example {batch[other]} has loss {float(before[other]):.6g} among some examples and "
+                f"{float(losses[other]):.6g} among others",
+                "so no example's influence is bounded: compute each loss from its own example alone.",
+                MIXES,
+            )
+
+
+def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer) -> None:
+    """Replace each row once, for what follows one row alone: the first, the last, one that stands out.
+
+    A replaced example leaves the batch, if no shape changes by that; else it has a second row in the batch.
+    """
+    n, lengths_differ, again = len(batches.more), False, batches.swapped
+    for batch in (batches.more, again):
+        base = Tracer(plan, batches, fewer.shapes)
+        before = run(batch, base.note)
+        for row in range(n):
+            alone = batch.count(batch[row]) == 1
+            first = batch is not again
+            if (first and row in REPLACED) or (alone and (lengths_differ or not first)):
+                continue
+            other = Tracer(plan, batches, fewer.shapes)
+            try:
+                losses = run(replaced(batch, row), other.note)
+            except MixedExamples:
+                if not alone:
+                    raise
+                lengths_differ = True
+                continue
+            if alone and other.shapes != base.shapes:
+                lengths_differ = True
+                continue
+            _check_losses_keep(batch, before, row, losses)
+            for (label, nth), seen in base.seen.items():
+                _check_row(label, plan.calls[label][nth], seen, other.seen.get((label, nth)), row, n)
+        if not lengths_differ:
+            return
+
+
+def _check_row(label: str, site: CallSite, seen: Seen, there: Seen | None, row: int, n: int) -> None:
+    """Refuse an input of which other rows moved than those of the example that was replaced."""
+    if there is None or there.shape != seen.shape:
+        _refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
+    own = set() if site.shared else set(site.layouts[0].rows_of(len(seen.rows), slice(row, row + 1)).tolist())
+    if moved := sorted(set(moved_rows(seen.rows, there.rows)) - own):
+        _refuse(label, seen.shape, f"has rows {moved[:6]} that follow example {row} of {n}, mixed or in another order")
 
 
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
@@ -262,7 +320,8 @@ def _explained(error: MixedExamples, runs: Runs, batches: Batches) -> UserError:
             f"The model gives other losses when it runs again on the same examples and random numbers{place}: no state "
             "may change from one forward pass to the next, nor randomness come from a generator that cannot be seeded."
         )
-    for row, rows in batches.replaced.items():
-        if place := runs.first_difference(more, rows, [kept for kept in range(len(more)) if kept != row]):
-            return UserError(f"{error.what}{MIXES}{place}, {error.remedy}")
+    for batch in (more, batches.swapped):
+        for row in range(len(batch)):
+            if place := runs.first_difference(batch, replaced(batch, row), [i for i in range(len(batch)) if i != row]):
+                return UserError(f"{error.what}{MIXES}{place}, {error.remedy}")
     return UserError(str(error))

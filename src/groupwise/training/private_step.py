@@ -156,9 +156,13 @@ class PrivateStep:
         if self.running:
             raise UserError("A private step began inside of another one: take it after that has ended.")
         self.reshard()
-        self.running = True
+        self.running, step = True, self.executed
         try:
-            return self._step(self.executed)
+            return self._step(step)
+        except BaseException:
+            if self.executed == step and self.engine is not None:
+                self.optimizer.zero_grad()  # sums without noise
+            raise
         finally:
             self.running = False
 
