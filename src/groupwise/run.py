@@ -15,7 +15,7 @@ from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors, message
 from groupwise.models.hub import find_source
-from groupwise.pipeline.checkpoint import read_weights
+from groupwise.pipeline import checkpoint
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.plan import folded
@@ -106,17 +106,17 @@ def _run(
         if config.debug.noise_seed is not None:
             known = "debug.noise_seed makes the noise predictable, which is for tests only."
             print(folded(f"  NOT PRIVATE all the same: {known}"))
-    checkpoint, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
+    file, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
-    if state is not None and checkpoint is not None:
+    if state is not None and file is not None:
         trainer.load_state_dict(state)
         state = {name: state[name] for name in state.keys() - {"model", "optimizer", "average"}}  # the trainer's now
-        print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {checkpoint.name}.")
+        print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:
-        record.begin(checkpoint)
+        record.begin(file)
     ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
     try:
         return train(config, record, trainer, state or {}, earlier)
@@ -145,11 +145,8 @@ def _check_exports(config: RunConfig, task: Task) -> None:
 
 def _load_checkpoint(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint that is sound on all processes, and its content."""
-    if ranks.stages == 1:
-        return load_newest(record.checkpoint, partial(load_checkpoint, device=device), ranks)
-    from groupwise.pipeline import checkpoint
-
-    return load_newest(record.checkpoint, partial(checkpoint.load, ranks=ranks, device=device), ranks)
+    whole, of_stage = partial(load_checkpoint, device=device), partial(checkpoint.load, ranks=ranks, device=device)
+    return load_newest(record.checkpoint, whole if ranks.stages == 1 else of_stage, ranks)
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:
@@ -279,7 +276,7 @@ def start_from(model: nn.Module, given: str) -> None:
     path = path / "model.pt" if path.is_dir() else path
     if not path.is_file() and not list(path.parent.glob(escape(f"{path.stem}-") + "*" + escape(path.suffix))):
         raise UserError(f"model.weights={given} holds no model.pt: name a finished run's folder.")
-    weights = read_weights(
+    weights = checkpoint.read_weights(
         path, model.names() if isinstance(model, Stage) else {name: name for name in model.state_dict()}
     )
     try:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from groupwise.config.checks import refuse_unused, validate, value_at
-from groupwise.config.keys import FREE_KEYS, expected, fits, key_types
+from groupwise.config.keys import FREE, expected, fits, key_types
 from groupwise.config.resolvers import register_resolvers
 from groupwise.config.schema import Command, PrivacyConfig, RunConfig
 from groupwise.config.sentences import in_one_sentence, unknown_key
@@ -111,9 +111,9 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     Raises:
         UserError: a key that the schema lacks, a value that cannot be resolved, or what `validate` refuses.
     """
-    known = key_types()
+    free = tuple(f"{name}." for name in (*FREE, "sweep"))
     for key in _keys(composed):
-        if key not in known and not key.startswith(FREE_KEYS) and key.partition(".")[0] not in ("sweep", "cell"):
+        if key not in key_types(Command) and not key.startswith(free):
             raise UserError(unknown_key(key))
     try:
         with warnings.catch_warnings(action="ignore"):  # ${oc.deprecated:key} would warn
@@ -123,7 +123,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     if not isinstance(command, Command):
         raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(command).__name__}")
     config = RunConfig(**{item.name: getattr(command, item.name) for item in fields(RunConfig)})
-    for key, kind in known.items():
+    for key, kind in key_types().items():
         if not fits(value_at(config, key), kind):
             raise UserError(f"{key}={value_at(config, key)} does not fit: {expected(key)} was expected.")
     if config.privacy.noise_multiplier is not None and config.privacy.epsilon in (PrivacyConfig.epsilon, math.inf):

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from groupwise.config.keys import key_types
+from groupwise.config.keys import FREE, key_types
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, reason
 
@@ -67,8 +67,6 @@ GONE = {"data.corpus": None, "pipeline.balance": "parameters", "pipeline.schedul
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
 """Keys that may change when a run is resumed, if its evaluation did not fit into memory."""
 
-FREE_MAPPINGS = ("clip.mapping", "model.shape", "own_task")
-
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate), with what is `GONE`."""
@@ -92,7 +90,7 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in FREE_MAPPINGS:
+        if isinstance(value, Mapping) and key not in FREE:
             flat |= flatten(value, f"{key}.")
         else:
             flat[key] = json.dumps(value) if isinstance(value, list | tuple | Mapping) else value

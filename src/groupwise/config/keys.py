@@ -11,8 +11,12 @@ from groupwise.config.schema import RunConfig
 from groupwise.rows import SCALES
 
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
-FREE_KEYS = ("clip.mapping.", "model.shape.", "own_task.")
-"""Prefixes of keys that users define themselves."""
+FREE = {
+    "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
+    "model.shape": "'+model.shape={n_layer:2}'",
+    "own_task": "'+own_task.hidden=4'",
+}
+"""Mappings whose keys users define themselves, and how an entry is given."""
 
 
 @cache

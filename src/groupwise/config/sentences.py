@@ -11,7 +11,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from groupwise.config.keys import OURS, expected, key_types
+from groupwise.config.keys import FREE, OURS, expected, key_types
 from groupwise.errors import UserError, did_you_mean, message
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
@@ -20,17 +20,11 @@ MERGING = "Error merging override "
 """The beginning of Hydra's message for a value that does not fit its key; the override follows."""
 OWN_ERROR = "UserError raised while resolving interpolation: "
 """The beginning of OmegaConf's message for a `UserError` of a resolver."""
-EXAMPLES = {
-    "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
-    "model.shape": "'+model.shape={n_layer:2}'",
-    "own_task": "'+own_task.hidden=4'",
-}
-"""Mappings of the user's own, and how an entry is given."""
 
 
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     """The sentence for a key that the schema lacks, with the key that was probably meant."""
-    for mapping, example in EXAMPLES.items():
+    for mapping, example in FREE.items():
         if key.startswith(f"{mapping}."):
             return f"{key} is no entry of {mapping} here; new ones take a plus: {example}."
     if key.startswith("hydra.launcher."):
