@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import peers, research_peers
 from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
-from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping import ClipPlan, Rates, attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
 from groupwise.clipping.rules.base import RuleContext, find_rule
 from groupwise.clipping.rules.linear import LinearRule
@@ -113,6 +113,9 @@ class Ours(NonPrivate):
         *,
         adaptive: bool = False,
         norms: str = "bookkeeping",
+        rates: Rates | None = None,
+        plan: ClipPlan | None = None,
+        noise: NoiseSource | None = None,
     ) -> None:
         super().__init__(workload)
         groups = partition(workload.model)
@@ -127,11 +130,14 @@ class Ours(NonPrivate):
                 expected_batch_size=workload.batch,
             )
         self._adaptive = adaptive
-        self._engine = attach(workload.model, groups, start, norms=norms)  # type: ignore[arg-type]
-        if workload.batch > 1:  # of one example alone all rows are its own
+        self._engine = attach(workload.model, groups, start, norms=norms, rates=rates)  # type: ignore[arg-type]
+        if plan is not None:
+            self._engine.plan = plan
+        elif workload.batch > 1:  # of one example alone all rows are its own
             self._engine.trace(workload.losses, range(workload.batch))
         self._engine.masks_rows = False  # as a run has it
-        self._noise = NoiseSource.from_key(bytes(32)).settled(workload.trainable[0].device)  # as a secret key
+        secret = noise or NoiseSource.from_key(bytes(32)).settled(workload.trainable[0].device)
+        self._noise = secret  # as a secret key
         self._steps = 0
 
     def begin(self) -> None:

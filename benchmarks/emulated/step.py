@@ -1,6 +1,6 @@
 """Runs one private step on the emulated device: forward, backward, release and update."""
 
-import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulated.device import EmulatedGPU, emulate, on_device
-from benchmarks.workloads import build
+from benchmarks.methods import NonPrivate, Ours
+from benchmarks.workloads import Workload, build
 from groupwise.clipping import ClipPlan, Rates, attach, flat, per_layer
 from groupwise.clipping.rules import base
-from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, philox_noise, release_gradients
+from groupwise.privacy import NoiseSource, philox_noise
 
 RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12, starts=2.5e5)
 """An H100's, by its data sheet, so that the methods that are chosen are those of such a device."""
@@ -73,46 +74,25 @@ def run(case: Case) -> dict[str, Any]:
         Waits: the host asks for a value.
     """
     gpu = EmulatedGPU()
-    model, loss, batch = _workload(case, gpu)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9, foreach=True)
-    start = [0.1]
+    workload = _workload(case, gpu)
     if case.mode == "none":
-        with gpu, gpu.counted() as passed:
-            loss().sum().backward()
-        with gpu, gpu.counted() as rest:
-            optimizer.step()
-        return _row(case, batch, passed, rest)
-    groups = per_layer(model) if case.mode.endswith("layer") else flat(model)
-    start = [0.1 / math.sqrt(len(groups))] * len(groups)
-    thresholds: AdaptiveThresholds | FixedThresholds = FixedThresholds(start)
-    if case.mode.startswith("adaptive"):
-        thresholds = AdaptiveThresholds(start, 0.5, 0.3, 10.0, batch)
-    noise = EmulatedNoise.from_seed(0)
-    plan = traced(case.model, case.layers, case.tiny)
-    with gpu:
-        engine = attach(model, groups, start, norms="ghost" if case.mode == "ghost" else "bookkeeping", rates=RATES)
-        engine.plan = plan
-        engine.masks_rows = False  # as a run has it
-        with gpu.counted() as passed:
-            with engine.forward(batch):
-                losses = loss()
-            engine.backward(losses)
-        with gpu.counted() as rest:
-            counts = engine.counts
-            release_gradients(
-                engine.sensitivity("add_remove"),
-                allocation="global",
-                noise_multiplier=1.0,
-                expected_batch_size=batch,
-                noise=noise,
-                step=0,
-            )
-            optimizer.step()
-            thresholds.update(counts, batch, noise, 0)
-            engine.reset()
-            engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
-    return _row(case, batch, passed, rest)
+        method = NonPrivate(workload)
+    else:
+        groups = per_layer if case.mode.endswith("layer") else flat
+        norms = "ghost" if case.mode == "ghost" else "bookkeeping"
+        plan, noise = traced(case.model, case.layers, case.tiny), EmulatedNoise.from_seed(0)
+        with gpu:
+            told: dict[str, Any] = {"rates": RATES, "plan": plan, "noise": noise, "norms": norms}
+            method = Ours(workload, groups, adaptive=case.mode.startswith("adaptive"), **told)
+    optimizer = torch.optim.SGD(workload.trainable, lr=0.1, momentum=0.9, foreach=True)
+    with gpu, gpu.counted() as passed:
+        method.work()
+    with gpu, gpu.counted() as rest:
+        method.noise()
+        optimizer.step()
+        method.end()
+        method.begin()
+    return _row(case, workload.batch, passed, rest)
 
 
 @cache
@@ -123,21 +103,22 @@ def traced(name: str, layers: int | None, tiny: bool) -> ClipPlan:
         return engine.trace(workload.losses, range(TRACED))
 
 
-def _workload(case: Case, gpu: EmulatedGPU) -> tuple[torch.nn.Module, Any, int]:
-    """The model on the device, its losses, and B."""
+def _workload(case: Case, gpu: EmulatedGPU) -> Workload:
+    """The model and its data on the device."""
     batch = case.batch or (5 if case.tiny else BATCHES[case.model])
     sizes: dict[str, Any] = {"batch": batch, "layers": case.layers, "tiny": case.tiny}
     workload = build(case.model, **sizes, device="meta", channels_last=case.layout == "channels_last")
+    plain = workload.losses
+
+    def losses(rows: Sequence[int] | None) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if case.precision == "bfloat16" else nullcontext():
+            return plain(rows)
+
     with gpu:
         emulate(workload.model)
         workload.data = {key: on_device(value) for key, value in workload.data.items()}
-
-    def loss() -> Tensor:
-        lowered = torch.autocast("cuda", torch.bfloat16) if case.precision == "bfloat16" else nullcontext()
-        with lowered:
-            return workload.loss()
-
-    return workload.model, loss, batch
+    workload.losses = losses
+    return workload
 
 
 def _row(case: Case, batch: int, passed: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:

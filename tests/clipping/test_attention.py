@@ -1,6 +1,5 @@
 """Attention that runs operation by operation is torch's: outputs, weights and every gradient, to 1e-12 in float64."""
 
-from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.products import attention
 from groupwise.errors import UserError
+from tests.clipping.as_torch import assert_same
 from tests.combinations import pairs_fast
 
 B, L, S, E, HEADS = 3, 4, 5, 6, 2
@@ -26,19 +26,8 @@ def expressed(module: nn.MultiheadAttention, *args, **kwargs):
 
 def same(module: nn.MultiheadAttention, inputs: list[Tensor], seed: int = 0, **options) -> None:
     """Outputs, weights and gradients of the module's own forward and of the re-expressed one."""
-    sides, slopes = [], None
-    for forward in (module, partial(expressed, module)):
-        torch.manual_seed(seed)
-        results = [part for part in forward(*inputs, **options) if part is not None]
-        assert len(results) == 1 + options.get("need_weights", True)
-        slopes = slopes or [torch.randn_like(part) for part in results]
-        loss = sum((part * slope).sum() for part, slope in zip(results, slopes, strict=True))
-        trained = [p for p in module.parameters() if p.requires_grad]
-        distinct = list({id(x): x for x in inputs}.values())
-        sides.append([*results, *torch.autograd.grad(loss, trained + distinct)])
-    for own, other in zip(*sides, strict=True):
-        assert own.shape == other.shape and own.dtype == other.dtype
-        torch.testing.assert_close(other, own, rtol=1e-12, atol=1e-12, equal_nan=True)
+    results = assert_same(module, expressed, lambda forward: forward(*inputs, **options), inputs, seed)
+    assert len(results) == 1 + options.get("need_weights", True)
 
 
 def inputs_of(module: nn.MultiheadAttention, which: str = "qqq", length: int = S) -> list[Tensor]:
@@ -127,16 +116,12 @@ def test_dropout_draws_the_same_masks_and_only_in_training(double, training, nee
     assert torch.equal(first, second) != training
 
 
-def test_an_example_with_nothing_to_attend_to_is_as_torch_has_it(double):
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_an_example_with_nothing_to_attend_to_is_as_torch_has_it(double, need_weights):
     module = nn.MultiheadAttention(E, HEADS, batch_first=True)
     nothing = PADDED.clone()
     nothing[1] = True
-    for need_weights in (True, False):
-        sides = []
-        x = inputs_of(module)
-        for forward in (module, lambda *args, **options: expressed(module, *args, **options)):
-            sides.append(forward(*x, key_padding_mask=nothing, need_weights=need_weights)[0])
-        torch.testing.assert_close(sides[0], sides[1], equal_nan=True)
+    same(module, inputs_of(module), key_padding_mask=nothing, need_weights=need_weights)
 
 
 @pytest.mark.parametrize("lacking", ["query", "key"])

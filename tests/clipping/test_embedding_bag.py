@@ -12,6 +12,7 @@ from groupwise.clipping import attach, flat
 from groupwise.clipping.products import embedding_bag
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact
+from tests.clipping.as_torch import assert_same
 from tests.clipping.largest import Largest
 from tests.clipping.traced import clip_batch, rows_of, trace_batch
 
@@ -28,15 +29,7 @@ def expressed(module: nn.EmbeddingBag, *args, **options) -> Tensor:
 def same(module: nn.EmbeddingBag, *args, **options) -> Tensor:
     """The module's own result and gradients are those of the re-expressed one; returns the result."""
     inputs = [x for x in (*args, *options.values()) if isinstance(x, Tensor) and x.requires_grad]
-    sides, slopes = [], None
-    for forward in (module, partial(expressed, module)):
-        y = forward(*args, **options)
-        slopes = torch.randn_like(y) if slopes is None else slopes
-        sides.append([y, *torch.autograd.grad((y * slopes).sum(), [module.weight, *inputs])])
-    for own, other in zip(*sides, strict=True):
-        assert own.shape == other.shape and own.dtype == other.dtype
-        torch.testing.assert_close(other, own, rtol=1e-12, atol=1e-12)
-    return sides[1][0]
+    return assert_same(module, expressed, lambda forward: forward(*args, **options), inputs)[0]
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])

@@ -1,6 +1,5 @@
 """Recurrent layers in plain operations are torch's own: outputs, states and every gradient, to 1e-12 in float64."""
 
-from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -8,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
-from torch.utils._pytree import tree_leaves
 
 from groupwise.clipping import partition
 from groupwise.clipping.rules import recurrent as recurrent_file
 from groupwise.clipping.rules.recurrent import recurrent
 from groupwise.errors import UserError
+from tests.clipping.as_torch import assert_same, leaves
 from tests.combinations import pairs_fast
 
 B, T, D, H = 4, 5, 3, 6
@@ -26,12 +25,6 @@ KINDS = {
 }
 
 
-def leaves(nested) -> list[Tensor]:
-    """All tensors of a result, packed data included."""
-    flat = tree_leaves(nested, is_leaf=lambda part: isinstance(part, PackedSequence))
-    return [part.data if isinstance(part, PackedSequence) else part for part in flat]
-
-
 def expressed(module: nn.Module, *args, **kwargs):
     """The module's forward in plain operations."""
     if isinstance(module, nn.RNNBase):
@@ -42,16 +35,7 @@ def expressed(module: nn.Module, *args, **kwargs):
 
 def same(module: nn.Module, inputs: list[Tensor], run) -> None:
     """`run(forward)` gives the same results and gradients for the module's own forward and the re-expressed one."""
-    slopes, sides = None, []
-    for forward in (module, partial(expressed, module)):
-        results = leaves(run(forward))
-        slopes = slopes or [torch.randn_like(part) for part in results]
-        loss = sum((part * slope).sum() for part, slope in zip(results, slopes, strict=True))
-        gradients = torch.autograd.grad(loss, [*module.parameters(), *inputs])
-        sides.append([*results, *gradients])
-    for own, other in zip(*sides, strict=True):
-        assert own.shape == other.shape and own.dtype == other.dtype
-        torch.testing.assert_close(other, own, rtol=1e-12, atol=1e-12)
+    assert_same(module, expressed, run, inputs)
 
 
 def states_of(module: nn.RNNBase, batch: int = B) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.util
-import io
 import math
 import os
 import re
@@ -13,11 +12,13 @@ import stat
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from trust.forked import fork
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate"}
@@ -197,31 +198,14 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
         attempt.prepare(work)
     (folder / "before").write_text("\n".join(_files(work)))
     (folder / "outside").touch()
-    sys.stdout.flush(), sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds := math.ceil(time.process_time() + patience), seconds + 5))
-        code = _live(attempt, folder)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+    return fork(partial(_live, attempt, folder, patience), folder / "stdout", folder / "stderr")
 
 
-def _live(attempt: Attempt, folder: Path) -> int:
-    """The forked process: its own folder and streams; then limit, witness and `run.main`."""
+def _live(attempt: Attempt, folder: Path, patience: float) -> int:
+    """The forked process: its own folder; then limits, witness and `run.main`."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds := math.ceil(time.process_time() + patience), seconds + 5))
     os.setsid()
     os.chdir(folder / "work")
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", errors="backslashreplace")
     os.environ.update(attempt.environment)
     sys.argv = ["run.py", *attempt.arguments]
     tempfile.tempdir = str(folder / "tmp")

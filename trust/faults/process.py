@@ -11,7 +11,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from trust.forked import fork
 
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 24
@@ -126,12 +127,16 @@ def start(
     said = (said or results).with_suffix(".out")
     given = {each.partition("=")[0]: each for each in (*small, f"paths.results={results}", *overrides)}
     arguments = [str(RUN), *given.values()]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os._exit(_child(said, arguments, before, fresh))
-    return Process(pid, said)
+
+    def live() -> None:
+        if before is not None:
+            before()
+        if fresh:
+            os.execv(sys.executable, [sys.executable, *arguments])
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    return Process(fork(live, said, said.with_suffix(".err")), said)
 
 
 def complete(results: Path, *overrides: str, **options: Any) -> Process:
@@ -139,28 +144,6 @@ def complete(results: Path, *overrides: str, **options: Any) -> Process:
     process = start(results, *overrides, **options)
     process.wait()
     return process
-
-
-def _child(said: Path, arguments: list[str], before: Callable[[], Any] | None, fresh: bool) -> int:
-    try:
-        for number, name in ((1, said), (2, said.with_suffix(".err"))):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-        if before is not None:
-            before()
-        if fresh:
-            os.execv(sys.executable, [sys.executable, *arguments])
-        sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
 
 
 @cache

@@ -103,3 +103,9 @@ def next_tokens(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """Mean cross-entropy over each example's own tokens but the first: (B, T, words), (B, T), (B, T) -> (B,)."""
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     return (losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1).clamp_min(1)
+
+
+def each_token(model: nn.Module, batch: Batch) -> Tensor:
+    """The same of a model that takes everything but the mask: the last of it is what it foretells, (B,)."""
+    inputs = [values for name, values in batch.items() if name != "mask"]
+    return next_tokens(model(*inputs), inputs[-1], batch["mask"])

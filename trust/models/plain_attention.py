@@ -1,14 +1,13 @@
 """Attention of torch.nn in both layouts, and transformers that people write themselves."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, next_tokens
-from trust.models.plain_layers import of
+from trust.models.architecture import Architecture, Batch, Size, each_token
+from trust.models.plain_layers import net, sequences, words
 
 
 class Attention(nn.Module):
@@ -46,18 +45,17 @@ class Attention(nn.Module):
 def attention(name: str, **own: Any) -> Architecture:
     """A line of the list."""
 
-    def make(size: Size) -> Subject:
+    def inputs(size: Size) -> Batch:
         widths = {"x": size.width, "keys": own.get("keys") or size.width, "values": own.get("values") or size.width}
-        batch = {key: size.vectors(size.tokens, width) for key, width in widths.items()}
-        return Subject(Attention(size, **own), {**batch, "mask": size.mask, "labels": size.labels()}, decisions)
+        return {key: size.vectors(size.tokens, width) for key, width in widths.items()} | {"mask": size.mask}
 
-    return of(name, make)
+    return net(name, lambda size: Attention(size, **own), inputs)
 
 
 class Encoder(nn.Module):
     """Words, nn.TransformerEncoder, a head on the first position."""
 
-    def __init__(self, size: Size, first: bool, before: bool, causal: bool, padded: bool) -> None:
+    def __init__(self, size: Size, first: bool, before: bool, causal: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(size.vocabulary, size.width)
         layer = nn.TransformerEncoderLayer(
@@ -65,27 +63,20 @@ class Encoder(nn.Module):
         )
         self.layers = nn.TransformerEncoder(layer, size.depth, enable_nested_tensor=False)
         self.head = nn.Linear(size.width, 3)
-        self.first, self.causal, self.padded = first, causal, padded
+        self.first, self.causal = first, causal
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.words(ids)
         x = x if self.first else x.transpose(0, 1)
         causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype) if self.causal else None
-        padding = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask == 0, -torch.inf) if self.padded else None
+        padding = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask == 0, -torch.inf)
         y = self.layers(x, mask=causal, src_key_padding_mask=padding)
         return self.head(y[:, 0] if self.first else y[0])
 
 
-def encoder(
-    name: str, first: bool = True, before: bool = False, causal: bool = False, padded: bool = True
-) -> Architecture:
+def encoder(name: str, first: bool = True, before: bool = False, causal: bool = False) -> Architecture:
     """A line of the list."""
-
-    def make(size: Size) -> Subject:
-        batch = {"ids": size.ids(), "mask": size.mask, "labels": size.labels()}
-        return Subject(Encoder(size, first, before, causal, padded), batch, decisions)
-
-    return of(name, make)
+    return net(name, lambda size: Encoder(size, first, before, causal), words)
 
 
 class Translator(nn.Module):
@@ -117,16 +108,11 @@ class Translator(nn.Module):
 def translator(name: str, first: bool, whole: bool) -> Architecture:
     """A line of the list; without `whole` the decoder reads given vectors."""
 
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return next_tokens(model(batch["source"], batch["target"]), batch["target"], batch["mask"])
-
-    def make(size: Size) -> Subject:
+    def inputs(size: Size) -> Batch:
         source = size.ids() if whole else size.vectors(size.tokens, size.width)
-        return Subject(
-            Translator(size, first, whole), {"source": source, "target": size.ids(), "mask": size.mask}, losses
-        )
+        return {"source": source, "target": size.ids(), "mask": size.mask}
 
-    return of(name, make)
+    return net(name, lambda size: Translator(size, first, whole), inputs, each_token)
 
 
 class CausalBlock(nn.Module):
@@ -182,14 +168,7 @@ class NanoGPT(nn.Module):
 
 def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
     """A line of the list."""
-
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return next_tokens(model(batch["ids"]), batch["ids"], batch["mask"])
-
-    def make(size: Size) -> Subject:
-        return Subject(NanoGPT(size, tied, table), {"ids": size.ids(), "mask": size.mask}, losses)
-
-    return of(name, make)
+    return net(name, lambda size: NanoGPT(size, tied, table), words, each_token)
 
 
 class Perceiver(nn.Module):
@@ -206,13 +185,6 @@ class Perceiver(nn.Module):
         y = self.below(x)
         latents = self.latents.expand(len(x), -1, -1)
         return self.head(self.attention(latents, y, y, need_weights=False)[0].mean(1))
-
-
-def simple(model: Callable[[Size], nn.Module]) -> Callable[[Size], Subject]:
-    """A model of sequences of vectors that decides once an example."""
-    return lambda size: Subject(
-        model(size), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, decisions
-    )
 
 
 ATTENTION = (
@@ -234,5 +206,5 @@ ATTENTION = (
     nano("nanoGPT, tied", tied="weight"),
     nano("nanoGPT, tied by F.linear", tied="function"),
     nano("nanoGPT, positions from a parameter", table=True),
-    of("Perceiver, learned latents", simple(Perceiver)),
+    net("Perceiver, learned latents", Perceiver, sequences),
 )

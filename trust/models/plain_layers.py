@@ -17,9 +17,26 @@ def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Archi
     return Architecture(name, FAMILY, make, mixes)
 
 
-def net(name: str, model: Callable[[Size], nn.Module], inputs: Callable[[Size], Tensor]) -> Architecture:
-    """A line of the list: x -> three logits."""
-    return of(name, lambda size: Subject(model(size), {"x": inputs(size), "labels": size.labels()}, decisions))
+def net(
+    name: str,
+    model: Callable[[Size], nn.Module],
+    inputs: Callable[[Size], Tensor | Batch],
+    losses: Callable[[nn.Module, Batch], Tensor] = decisions,
+    mixes: bool = False,
+) -> Architecture:
+    """A line of the list: a model and what it is given, one tensor or several; it decides unless it has own losses."""
+
+    def make(size: Size) -> Subject:
+        made, given = model(size), inputs(size)
+        batch = given if isinstance(given, dict) else {"x": given}
+        return Subject(made, batch | ({"labels": size.labels()} if losses is decisions else {}), losses)
+
+    return of(name, make, mixes)
+
+
+def words(size: Size) -> Batch:
+    """Tokens, and where there are any."""
+    return {"ids": size.ids(), "mask": size.mask}
 
 
 def vectors(size: Size) -> Tensor:
@@ -159,21 +176,18 @@ def bag(mode: str, offsets: bool, weighted: bool = False) -> Callable[[Size], Su
     return make
 
 
-def embedded(size: Size) -> Subject:
-    """Embedding, transposed for a convolution over time, and back."""
+class TextCNN(nn.Module):
+    """Embedding, transposed for convolutions over time, and back."""
 
-    class TextCNN(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(size.vocabulary, size.width, padding_idx=0)
-            self.convolutions = nn.ModuleList(nn.Conv1d(size.width, size.width, k, padding=k // 2) for k in (3, 5))
-            self.head = nn.Linear(2 * size.width, 3)
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width, padding_idx=0)
+        self.convolutions = nn.ModuleList(nn.Conv1d(size.width, size.width, k, padding=k // 2) for k in (3, 5))
+        self.head = nn.Linear(2 * size.width, 3)
 
-        def forward(self, ids: Tensor) -> Tensor:
-            x = self.words(ids).transpose(1, 2)
-            return self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
-
-    return Subject(TextCNN(), {"x": size.ids(), "labels": size.labels()}, decisions)
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids).transpose(1, 2)
+        return self.head(torch.cat([layer(x).relu().amax(2) for layer in self.convolutions], 1))
 
 
 LAYERS = (
@@ -212,5 +226,5 @@ LAYERS = (
     of("EmbeddingBag with offsets, mean", bag("mean", True)),
     of("EmbeddingBag with offsets, sum, weighted", bag("sum", True, weighted=True)),
     of("EmbeddingBag with rows, max", bag("max", False)),
-    of("Embedding, transposed, Conv1d", embedded),
+    net("Embedding, transposed, Conv1d", TextCNN, Size.ids),
 )

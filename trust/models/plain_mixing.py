@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trust.models.architecture import Size
-from trust.models.plain_attention import simple
-from trust.models.plain_layers import net, of, vectors
+from trust.models.plain_layers import net, sequences, vectors
 
 
 class Graph(nn.Module):
@@ -140,12 +139,12 @@ class Capsules(nn.Module):
 
 
 MIXING = (
-    of("Graph with fixed edges", simple(Graph)),
-    of("TCN", simple(lambda size: Temporal(size, gated=False))),
-    of("WaveNet", simple(lambda size: Temporal(size, gated=True))),
+    net("Graph with fixed edges", Graph, sequences),
+    net("TCN", lambda size: Temporal(size, gated=False), sequences),
+    net("WaveNet", lambda size: Temporal(size, gated=True), sequences),
     net("Highway", Highway, vectors),
-    of("MLP-Mixer", simple(Mixer)),
-    of("gMLP", simple(GatedMLP)),
-    of("FNet", simple(Fourier)),
-    of("Capsules", simple(Capsules)),
+    net("MLP-Mixer", Mixer, sequences),
+    net("gMLP", GatedMLP, sequences),
+    net("FNet", Fourier, sequences),
+    net("Capsules", Capsules, sequences),
 )

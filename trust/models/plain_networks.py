@@ -4,9 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Batch, Size, Subject, classified, decisions
-from trust.models.plain_attention import simple
-from trust.models.plain_layers import images, net, of, vectors
+from trust.models.architecture import Batch, Size, Subject, classified
+from trust.models.plain_layers import images, net, of, sequences, vectors
 
 
 class UNet(nn.Module):
@@ -115,19 +114,13 @@ def dlrm(size: Size) -> Subject:
     return Subject(DLRM(size), {**batch, "click": torch.randint(2, (size.batch,)).float()}, losses)
 
 
-def video(size: Size) -> Subject:
+def video(size: Size) -> nn.Module:
     """Two 3d convolutions."""
     wide = size.width // 2
-    model = nn.Sequential(
-        nn.Conv3d(3, wide, 3, padding=1),
-        nn.GroupNorm(2, wide),
-        nn.ReLU(),
-        nn.Conv3d(wide, wide, 3, stride=2),
-        nn.AdaptiveAvgPool3d(1),
-        nn.Flatten(),
-        nn.Linear(wide, 3),
+    first = (nn.Conv3d(3, wide, 3, padding=1), nn.GroupNorm(2, wide), nn.ReLU())
+    return nn.Sequential(
+        *first, nn.Conv3d(wide, wide, 3, stride=2), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(wide, 3)
     )
-    return Subject(model, {"x": size.vectors(3, 5, 8, 8), "labels": size.labels()}, decisions)
 
 
 class Ode(nn.Module):
@@ -190,18 +183,14 @@ def contrastive(size: Size) -> Subject:
 
 NETWORKS_OF_ONES_OWN = (
     of("UNet", unet),
-    of("Experts, top 1", simple(Experts)),
-    of("Experts, all weighed", simple(SoftExperts)),
+    net("Experts, top 1", Experts, sequences),
+    net("Experts, all weighed", SoftExperts, sequences),
     of("Siamese, two inputs concatenated", siamese),
-    of("Deep sets, members folded into the batch", simple(DeepSets)),
+    net("Deep sets, members folded into the batch", DeepSets, sequences),
     of("DLRM", dlrm),
-    of("Conv3d", video),
+    net("Conv3d", video, lambda s: s.vectors(3, 5, 8, 8)),
     net("Neural ODE, one block 8 times", Ode, vectors),
     of("Autoencoder, weight tied and transposed", autoencoder),
-    of(
-        "A mean over the batch",
-        lambda s: Subject(Normalised(s), {"x": vectors(s), "labels": s.labels()}, decisions),
-        mixes=True,
-    ),
+    net("A mean over the batch", Normalised, vectors, mixes=True),
     of("SimCLR", contrastive, mixes=True),
 )

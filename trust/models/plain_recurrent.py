@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, next_tokens
-from trust.models.plain_layers import of
+from trust.models.architecture import Architecture, Size, each_token
+from trust.models.plain_layers import net, sequences, words
 
 Recurrent = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
 Cell = type[nn.LSTMCell] | type[nn.GRUCell] | type[nn.RNNCell]
@@ -47,12 +47,8 @@ def reader(
     name: str, kind: Recurrent, layers: int = 1, both: bool = False, first: bool = True, packed: bool = False
 ) -> Architecture:
     """A line of the list."""
-
-    def make(size: Size) -> Subject:
-        batch = {"ids": size.ids(), "lengths": size.lengths, "labels": size.labels()}
-        return Subject(Reader(size, kind, layers, both, first, packed), batch, decisions)
-
-    return of(name, make)
+    model = lambda size: Reader(size, kind, layers, both, first, packed)  # noqa: E731
+    return net(name, model, lambda size: {"ids": size.ids(), "lengths": size.lengths})
 
 
 class Loop(nn.Module):
@@ -71,12 +67,7 @@ class Loop(nn.Module):
 
 def loop(name: str, kind: Cell) -> Architecture:
     """A line of the list: 32 steps."""
-
-    def make(size: Size) -> Subject:
-        batch = {"x": size.vectors(32, size.width), "labels": size.labels()}
-        return Subject(Loop(size, kind), batch, decisions)
-
-    return of(name, make)
+    return net(name, lambda size: Loop(size, kind), lambda size: size.vectors(32, size.width))
 
 
 class Translator(nn.Module):
@@ -94,50 +85,31 @@ class Translator(nn.Module):
         return self.head(self.writes(self.words(target), state)[0])
 
 
-def translator(size: Size) -> Subject:
-    """LSTM to LSTM, a loss over the target's tokens."""
+class LanguageModel(nn.Module):
+    """A GRU over tokens with the time first throughout."""
 
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return next_tokens(model(batch["ids"], batch["target"]), batch["target"], batch["mask"])
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.words = nn.Embedding(size.vocabulary, size.width)
+        self.network = nn.GRU(size.width, size.width, 2, dropout=size.dropout)
+        self.head = nn.Linear(size.width, size.vocabulary)
 
-    return Subject(Translator(size), {"ids": size.ids(), "target": size.ids(), "mask": size.mask}, losses)
-
-
-def language_model(size: Size) -> Subject:
-    """A GRU over tokens with the time first throughout, and a loss over tokens."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(size.vocabulary, size.width)
-            self.network = nn.GRU(size.width, size.width, 2, dropout=size.dropout)
-            self.head = nn.Linear(size.width, size.vocabulary)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            logits: Tensor = self.head(self.network(self.words(ids.T))[0])
-            return logits.transpose(0, 1)
-
-    def losses(model: nn.Module, batch: Batch) -> Tensor:
-        return next_tokens(model(batch["ids"]), batch["ids"], batch["mask"])
-
-    return Subject(Model(), {"ids": size.ids(), "mask": size.mask}, losses)
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.network(self.words(ids.T))[0]).transpose(0, 1)
 
 
-def started(size: Size) -> Subject:
+class Started(nn.Module):
     """An LSTM whose first state is learned, the same for all examples."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.h, self.c = (nn.Parameter(torch.zeros(1, 1, size.width)) for _ in range(2))
-            self.network = nn.LSTM(size.width, size.width, batch_first=True)
-            self.head = nn.Linear(size.width, 3)
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.h, self.c = (nn.Parameter(torch.zeros(1, 1, size.width)) for _ in range(2))
+        self.network = nn.LSTM(size.width, size.width, batch_first=True)
+        self.head = nn.Linear(size.width, 3)
 
-        def forward(self, x: Tensor) -> Tensor:
-            state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
-            return self.head(self.network(x, tuple(state))[0][:, -1])
-
-    return Subject(Model(), {"x": size.vectors(size.tokens, size.width), "labels": size.labels()}, decisions)
+    def forward(self, x: Tensor) -> Tensor:
+        state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
+        return self.head(self.network(x, tuple(state))[0][:, -1])
 
 
 RECURRENT = (
@@ -154,7 +126,7 @@ RECURRENT = (
     loop("LSTMCell, 32 steps", nn.LSTMCell),
     loop("GRUCell, 32 steps", nn.GRUCell),
     loop("RNNCell, 32 steps", nn.RNNCell),
-    of("LSTM to LSTM, tied words", translator),
-    of("GRU language model, time first", language_model),
-    of("LSTM with a learned first state", started),
+    net("LSTM to LSTM, tied words", Translator, lambda s: {"source": s.ids(), **words(s)}, each_token),
+    net("GRU language model, time first", LanguageModel, words, each_token),
+    net("LSTM with a learned first state", Started, sequences),
 )
