@@ -68,8 +68,6 @@ class GroupNormRule(LayerRule):
         return gx, (None, None, None, None, weights.view(b, c), biases.view(b, c))
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        if saved[0] is not None:
-            saved = self.begin_backward(saved, g, False)[1]
         return saved[4] if wanted[0] else None, saved[5] if wanted[1] else None
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
