@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from groupwise.clipping import Partition
+from groupwise.clipping import Group, Partition
 from groupwise.config.checks import validate_clipping, why_unused
 from groupwise.config.schema import ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean
@@ -43,6 +43,11 @@ def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings:
         if clip.grouping == "none":
             raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
         config = clip
+    elif not isinstance(clip, str | tuple | list) or not all(isinstance(group, str | Group) for group in clip):
+        raise UserError(
+            f"clip is a {type(clip).__name__}: give a mode's name, or a partition, such as "
+            "groupwise.clipping.by_mapping(model, mapping)."
+        )
     elif isinstance(clip, str) and clip not in MODES:
         raise UserError(
             f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
@@ -97,7 +102,9 @@ def resolve_plan(
         raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
     if (epochs is None) == (steps is None):
         how = "neither" if steps is None else "both"
-        raise UserError(f"{how} of epochs and steps was given: give one, as epsilon depends on the number of steps.")
+        raise UserError(
+            f"{how} of epochs and steps {'was' if steps is None else 'were'} given: give one, as epsilon depends on the number of steps."
+        )
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
     if batch_size < 1:
