@@ -101,10 +101,8 @@ def resolve_plan(
     if batch_size is None:
         raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
     if (epochs is None) == (steps is None):
-        how = "neither" if steps is None else "both"
-        raise UserError(
-            f"{how} of epochs and steps {'was' if steps is None else 'were'} given: give one, as epsilon depends on the number of steps."
-        )
+        how = "neither of epochs and steps was" if steps is None else "both of epochs and steps were"
+        raise UserError(f"{how} given: give one, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
     if batch_size < 1:
