@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.main import get_args_parser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from groupwise.config.checks import refuse_unused
 from groupwise.config.compose import check_typed, register, to_run_config
@@ -107,7 +107,8 @@ def _single(composed: DictConfig) -> RunConfig:
     if launcher is not None:
         raise UserError(f"{launcher} is for sweeps: add -m, with which one value is a sweep of one cell.")
     config = to_run_config(composed)
-    refuse_unused(HydraConfig.get().overrides.task, config)
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as it was typed, ${...} and all
+    refuse_unused(typed, config)
     if config.tuning.name != "off":
         raise UserError("tuning=accounted is for sweeps: add -m and a sweep, such as +sweep=search_sst2.")
     return config

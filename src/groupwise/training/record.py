@@ -89,7 +89,7 @@ class RunRecord:
         path = self.folder / f"{name}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(_altered(path)) from error
         if not isinstance(content, dict):
             raise UserError(_altered(path))
