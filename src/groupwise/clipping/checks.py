@@ -110,16 +110,20 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
         UserError: naming the group or the layer, and a parameter of it; a second pass on other numbers than the first.
     """
     running.check_again()
+    missing = []
     for group in groups:
         silent = [member for member in group.members if group.direct and member.name not in running.reported]
         if group.index not in running.closed or silent:
             member = silent[0] if silent else group.members[0]
             what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
             name = group.names[next(place for place in member.parameter_indices if place is not None)]
-            raise UserError(
-                f"The losses reach no {what} (parameter {name!r} and the like): freeze its parameters, or use them in "
-                "every forward pass (times 0, where they shall do nothing)."
-            )
+            missing.append(f"{what} (parameter {name!r} and the like)")
+    if missing:
+        more = f", nor {len(missing) - 3} others" if missing[3:] else ""
+        raise UserError(
+            f"The losses reach no {', no '.join(missing[:3])}{more}: freeze their parameters, or use them in every "
+            "forward pass (times 0, where they shall do nothing)."
+        )
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:

@@ -141,7 +141,7 @@ def _together(ranks: Alone | Ranks, here: bool, write: Callable[..., None], *arg
         if here:
             write(*args)
     except OSError as error:
-        problem = f"{args[0]} cannot be written ({error}): make room, or change paths.results."
+        problem = f"{args[0]} cannot be written ({error}): make room, or give another folder."
     except UserError as error:
         problem = str(error)
     if found := next(filter(None, ranks.gather(problem)), None):

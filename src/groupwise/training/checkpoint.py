@@ -46,7 +46,7 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path
         write_atomically(path, lambda file: _write(state, path, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
-            f"the checkpoint {path} cannot be written ({error}): make room, or change paths.results."
+            f"the checkpoint {path} cannot be written ({error}): make room, or give another folder."
         ) from error
 
 
@@ -62,7 +62,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
         _check(path)
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint {path}: start the run without resume.") from error
+        raise UserError(f"there is no checkpoint {path}: name one that was saved, or begin without it.") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         raise UserError(
