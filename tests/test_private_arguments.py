@@ -92,6 +92,7 @@ ARGUMENTS: dict[str, Misuse] = {
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
     "neither epochs nor steps": (lambda: make(steps="none"), "neither of epochs and steps"),
     "both epochs and steps": (lambda: make(epochs=1), "both of epochs and steps"),
+    "a number as text": (lambda: make(steps="8"), "steps=.8. is a str: give a number"),
     "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),

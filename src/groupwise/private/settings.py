@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from groupwise.clipping import Group, Partition
@@ -87,6 +88,9 @@ def resolve_plan(
     Raises:
         UserError: too few or too many of the arguments; values out of range; a plan for something else.
     """
+    for name, value in {**budget, **length}.items():
+        if not isinstance(value, Real | None):
+            raise UserError(f"{name}={value!r} is a {type(value).__name__}: give a number.")
     given = sum(value is not None for value in (*budget.values(), plan))
     if given != 1:
         raise UserError(f"{given} of epsilon, noise_multiplier and plan were given: give exactly one of the three.")
