@@ -43,7 +43,7 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
     """Refuse losses that are not one number for each of the examples.
 
     Raises:
-        UserError: no tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none of
+        UserError: not a tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none of
             while they are `traced`.
     """
     if not isinstance(losses, Tensor):

@@ -185,7 +185,7 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
             if len(batches.fewer) <= TRACED:  # else a call in training is traced on a whole batch
-                _check_every_row(run, found, batches, fewer)
+                _check_every_row(run, found, batches, fewer, more, before)
             return found
         known = found
     raise UserError("Layers of inputs that all examples share follow each other too deep to be traced: freeze them.")
@@ -203,36 +203,42 @@ def _check_losses_keep(batch: Sequence[int], before: Tensor, row: int, losses: T
             )
 
 
-def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer) -> None:
+def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, more: Tracer, before: Tensor) -> None:
     """Replace each row once, for what follows one row alone: the first, the last, one that stands out.
 
     A replaced example leaves the batch, if no shape changes by that; else it has a second row in the batch.
+
+    Args:
+        more, before: what the pass on `batches.more` has shown, and its losses.
     """
-    n, lengths_differ, again = len(batches.more), False, batches.swapped
-    for batch in (batches.more, again):
-        base = Tracer(plan, batches, fewer.shapes)
-        before = run(batch, base.note)
-        for row in range(n):
-            alone = batch.count(batch[row]) == 1
-            first = batch is not again
-            if (first and row in REPLACED) or (alone and (lengths_differ or not first)):
-                continue
-            other = Tracer(plan, batches, fewer.shapes)
-            try:
-                losses = run(replaced(batch, row), other.note)
-            except MixedExamples:
-                if not alone:
-                    raise
-                lengths_differ = True
-                continue
-            if alone and other.shapes != base.shapes:
-                lengths_differ = True
-                continue
-            _check_losses_keep(batch, before, row, losses)
-            for (label, nth), seen in base.seen.items():
-                _check_row(label, plan.calls[label][nth], seen, other.seen.get((label, nth)), row, n)
-        if not lengths_differ:
-            return
+
+    def keeps_shapes(batch: list[int], row: int, base: Tracer, before: Tensor) -> bool:
+        """Whether the example of a row could be replaced; if so, nothing else has moved."""
+        once, other = batch.count(batch[row]) == 1, Tracer(plan, batches, fewer.shapes)
+        try:
+            losses = run(replaced(batch, row), other.note)
+        except MixedExamples:  # a shape that does not follow the size of the batch
+            if not once:
+                raise
+            return False
+        if once and other.shapes != base.shapes:
+            return False
+        _check_losses_keep(batch, before, row, losses)
+        for (label, nth), seen in base.seen.items():
+            _check_row(label, plan.calls[label][nth], seen, other.seen.get((label, nth)), row, len(batch))
+        return True
+
+    twice = [batches.more.count(example) > 1 for example in batches.more]
+    for row in range(len(twice)):
+        if twice[row] and row not in REPLACED:
+            keeps_shapes(batches.more, row, more, before)
+    if all(keeps_shapes(batches.more, row, more, before) for row in range(len(twice)) if not twice[row]):
+        return
+    batch, base = batches.swapped, Tracer(plan, batches, fewer.shapes)
+    before = run(batch, base.note)
+    for row, example in enumerate(batch):
+        if batch.count(example) > 1:
+            keeps_shapes(batch, row, base, before)
 
 
 def _check_row(label: str, site: CallSite, seen: Seen, there: Seen | None, row: int, n: int) -> None:

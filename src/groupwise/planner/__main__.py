@@ -1,4 +1,4 @@
-"""What a private pipeline needs on each device and how long it takes, without allocating the model:
+"""Estimates what a private pipeline needs on each device and how long it takes, and allocates no model:
 
 python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB microbatch=1
 python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512

@@ -300,7 +300,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 
 def total_numel(*tensors: object) -> int:
-    """How many numbers these tensors hold together; what is no tensor holds none."""
+    """How many numbers these tensors hold together; anything else holds none."""
     return sum(t.numel() for t in tensors if isinstance(t, Tensor))
 
 
