@@ -43,8 +43,8 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
     """Refuse losses that are not one number for each of the examples.
 
     Raises:
-        UserError: not a tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none of
-            while they are `traced`.
+        UserError: not a tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none
+            of while they are `traced`.
     """
     if not isinstance(losses, Tensor):
         raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
