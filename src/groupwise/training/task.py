@@ -161,7 +161,7 @@ def to_device(value: Tensor | np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if device.type != "cuda" or tensor.device.type != "cpu" or not torch.cuda.is_available():
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def row_numbers(examples: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
