@@ -28,6 +28,15 @@ def test_a_gpu_is_not_waited_for(asked: list[tuple[Any, ...]]) -> None:
     assert asked == [("pin",), ("to", CUDA, {"non_blocking": True})]
 
 
+def test_an_expanded_tensor_is_copied_as_it_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self)
+    to_device(torch.arange(3).expand(2, 3), CUDA)
+    assert pinned[0].is_contiguous() and pinned[0].tolist() == [[0, 1, 2]] * 2
+
+
 def test_values_stay_what_they_were() -> None:
     assert to_device(np.array([1, 2], dtype=np.int32), CPU).tolist() == [1, 2]
     for examples in ([4, 0], range(2), np.array([3, 1], dtype=np.int32), np.arange(6)[::2], []):

@@ -33,7 +33,7 @@ class Claim:
 
 SEARCH = "search_"
 """Prefix of the sweeps that choose settings; their rows are no evidence for claims."""
-OURS = ("scatter_cnn", "lite0_cifar")
+OURS = ("scatter_cnn", "lite0_cifar", "nonprivate_sst2", "cifar_long")
 """Sweeps on a model that is not the paper's, at whatever scale."""
 CIFAR, SST2 = "task=cifar", "task=sst2 model=roberta_base"
 LARGE, NOISELESS = "task=sst2 model=roberta_large", "task=cifar privacy=noiseless"
