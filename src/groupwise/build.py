@@ -23,7 +23,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import Graphs, recorder_of
-from groupwise.training.memory import choose_microbatch, halve_on_oom
+from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
 from groupwise.training.ranks import Alone, Ranks
@@ -55,7 +55,7 @@ def build_trainer(
     if isinstance(task.model, Stage):
         sums = _stage_sums(config, task, engine, plan, device, ranks, state is None)
     else:
-        sums, engine = _task_sums(config, task, engine, device, ranks, state is None)
+        sums, engine = _task_sums(config, task, engine, plan, device, ranks, state is None)
     optimizer = make_optimizer(task.model.parameters(), config.optim)
     private = PrivateStep(
         model=task.model,
@@ -81,13 +81,20 @@ def build_trainer(
 
 
 def _task_sums(
-    config: RunConfig, task: Task, engine: ClippingEngine | None, device: torch.device, ranks: Alone | Ranks, new: bool
+    config: RunConfig,
+    task: Task,
+    engine: ClippingEngine | None,
+    plan: PrivacyPlan,
+    device: torch.device,
+    ranks: Alone | Ranks,
+    new: bool,
 ) -> tuple[BatchSums, ClippingEngine | None]:
     """The sums of a whole model, after its engine was verified, and the engine, another where the model is sharded."""
     microbatch = config.train.microbatch
     examples = task.order(np.arange(task.train_size))
     if microbatch is None and new:
-        microbatch = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
+        fits = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
+        microbatch = fill_evenly(fits, plan.expected_batch_size / ranks.replicas)
     if engine is not None:
         some = examples_to_trace(examples, CHECKED)
         rows = min(CHECKED, max(2, microbatch or CHECKED))

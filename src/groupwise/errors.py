@@ -112,6 +112,18 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
     return run
 
 
+PASSED = ("groupwise", "contextlib")
+"""Packages whose lines a warning does not point at."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's own code that called this package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in PASSED:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
 def tell_warnings() -> None:
     """From now on a warning is one sentence on stderr, without the line of code that it came from."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"

@@ -1,6 +1,7 @@
 """Memory that runs out in a step: the same batch with fewer examples at a time, the same noise, the same update."""
 
 import gc
+import math
 import platform
 import resource
 from collections.abc import Callable
@@ -173,6 +174,14 @@ def test_it_is_a_power_of_two_within_the_limits(monkeypatch):
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] >= sizes[3] == 1
     assert all(size & (size - 1) == 0 for size in sizes)
     assert chosen(16, most=100) == 64
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(256, 256.0), (256, 1024.0), (64, 61.5), (16, 256.0), (256, 20.0), (1, 3.0)])
+def test_nearly_every_batch_needs_as_few_microbatches_as_one_of_the_expected_size(size: int, batch_size: float) -> None:
+    chosen = memory.fill_evenly(size, batch_size)
+    batches = np.random.default_rng(0).binomial(100_000, batch_size / 100_000, 2_000)
+    assert np.mean(np.ceil(batches / chosen) <= np.ceil(batch_size / size)) > 0.99
+    assert chosen <= size * (1 + 4 / math.sqrt(batch_size)) + 1
 
 
 def test_it_leaves_the_random_numbers_alone():

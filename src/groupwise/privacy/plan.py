@@ -2,14 +2,13 @@
 
 import math
 import textwrap
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, warn
 from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole, releases_epsilon
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
@@ -287,16 +286,14 @@ def make_plan(
     else:
         raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
     if delta >= 1.0 / dataset_size:
-        warnings.warn(
+        warn(
             f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}: such a delta allows publishing an example "
-            "outright; give a smaller one.",
-            stacklevel=2,
+            "outright; give a smaller one."
         )
     elif delta > LARGE_DELTA:
-        warnings.warn(
+        warn(
             f"delta = {delta:.3g} is below 1/N, but large for a probability with which the guarantee may fail: with so "
-            f"few examples ({dataset_size}) give a smaller one, such as delta=1e-5.",
-            stacklevel=2,
+            f"few examples ({dataset_size}) give a smaller one, such as delta=1e-5."
         )
     counts, gradients = split_noise(sigma, without.num_groups, without.quantile_budget)
     return replace(

@@ -1,6 +1,5 @@
 """Checks the data that `make_private` is given, and how they are to be read."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from groupwise.errors import UserError
+from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.private.checksum import digest
 from groupwise.training.microbatches import examples_to_trace
@@ -62,10 +61,9 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
         return data, Loading(**asked)
-    warnings.warn(
+    warn(
         "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
-        "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing).",
-        stacklevel=4,
+        "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing)."
     )
     return data.dataset, Loading(**{name: getattr(data, name) for name in given} | asked)
 

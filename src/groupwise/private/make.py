@@ -1,6 +1,5 @@
 """Makes a private training out of a model, an optimiser and a dataset, in one call."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import Partition, verify
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.arguments import (
@@ -31,7 +30,7 @@ from groupwise.private.settings import resolve_clip, resolve_plan
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.guards import optimizers_blocked
-from groupwise.training.memory import choose_microbatch, halve_on_oom
+from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
 from groupwise.training.plain import plain
 from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
@@ -121,10 +120,9 @@ def make_private(
     if dataset_size < 2:
         raise UserError(f"data has {('no', 'one')[dataset_size]} example, and two are needed: give more.")
     if not model.training:
-        warnings.warn(
+        warn(
             "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
-            "fixed: call model.train() first if that is not meant.",
-            stacklevel=3,
+            "fixed: call model.train() first if that is not meant."
         )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
@@ -142,7 +140,7 @@ def make_private(
         length = {"delta": delta, "epochs": epochs, "steps": steps, "batch_size": batch_size}
         made = resolve_plan(config, dataset_size, len(engine.groups), plan, accountant, budget, length)
         if not made.noise_multiplier:
-            warnings.warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.", stacklevel=3)
+            warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.")
         source = noise_source or NoiseSource.fresh()
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = trainable[0].device
@@ -156,7 +154,7 @@ def make_private(
             losses_of = sums.losses_of(rows, now=True)  # so that what the dataset draws is not taken for the losses'
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
-                sums.size = min(ranks.gather(fits))
+                sums.size = fill_evenly(min(ranks.gather(fits)), made.expected_batch_size / ranks.replicas)
             if sharded:  # single examples need a whole model
                 engine.trace(losses_of, rows)
             else:

@@ -1,6 +1,7 @@
 """Chooses how many examples to hold in memory at once, keeps what a step frees, and recognises when memory ran out."""
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -72,6 +73,16 @@ def choose_microbatch(
         budget, limit = min(CPU_BUDGET, memory / 8), min(most, CPU_MOST)
     fits = max(1, min(limit, int(budget / (OVERHEAD * per_example))))
     return 1 << (fits.bit_length() - 1)
+
+
+def fill_evenly(size: int, batch_size: float) -> int:
+    """The microbatch, of about `size` examples, of which nearly every Poisson batch needs as few as it can.
+
+    A batch of B examples in expectation has up to B + 4·√B. With microbatches of B, every second batch would need one
+    more, of a few examples.
+    """
+    largest = batch_size + 4 * math.sqrt(batch_size)
+    return size if size >= largest else math.ceil(largest / math.ceil(batch_size / size))
 
 
 def gpu_budget(model: nn.Module, device: torch.device) -> float:

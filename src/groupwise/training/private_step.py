@@ -4,7 +4,6 @@ All trainings take their steps through it: `run.py`, `groupwise.make_private`, t
 and stages of a pipeline. They differ only in how the clipped sums of a drawn batch are formed (`BatchSums`).
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine, ClipPlan, matmul
-from groupwise.errors import UserError
+from groupwise.errors import UserError, warn
 from groupwise.privacy import (
     AdaptiveThresholds,
     FixedThresholds,
@@ -182,7 +181,7 @@ class PrivateStep:
             return_freed_memory()
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
         if nonfinite:
-            warnings.warn(NONFINITE, stacklevel=4)  # one text from one line, so Python tells it once
+            warn(NONFINITE)  # one text from one line, so Python tells it once
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
