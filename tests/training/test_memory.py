@@ -176,7 +176,9 @@ def test_it_is_a_power_of_two_within_the_limits(monkeypatch):
     assert chosen(16, most=100) == 64
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [(256, 256.0), (256, 1024.0), (64, 61.5), (16, 256.0), (256, 20.0), (1, 3.0)])
+@pytest.mark.parametrize(
+    ("size", "batch_size"), [(256, 256.0), (256, 1024.0), (64, 61.5), (16, 256.0), (256, 20.0), (1, 3.0)]
+)
 def test_nearly_every_batch_needs_as_few_microbatches_as_one_of_the_expected_size(size: int, batch_size: float) -> None:
     chosen = memory.fill_evenly(size, batch_size)
     batches = np.random.default_rng(0).binomial(100_000, batch_size / 100_000, 2_000)
