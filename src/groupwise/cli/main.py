@@ -158,11 +158,11 @@ def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
 
 def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
     """Pass the folder's cells to Hydra, or the unchanged command line to another sweeper, which chooses its own."""
-    program, flags = sys.argv[0], sys.argv[1 : len(sys.argv) - len(given.overrides)]
+    program, flags = sys.argv[0], sys.argv[1 + len(given.overrides) :]
     where = f"hydra.sweep.dir='{folder}'"
 
     def multirun(words: Sequence[str]) -> None:
-        sys.argv[:] = [program, *flags, *words, where]
+        sys.argv[:] = [program, *words, where, *flags]
         main()
 
     if not (folder / CELLS).is_file():
@@ -201,7 +201,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Parse Hydra's flags, with one sentence for a mistake in place of a usage page, and move them before the other
+    """Parse Hydra's flags, with one sentence for a mistake in place of a usage page, and move them behind the other
     words: Hydra does not take ``key=value`` on both sides of a flag."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
@@ -213,5 +213,5 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     flags = list(arguments)
     for word in given.overrides:
         flags.remove(word)
-    sys.argv[1:] = [*flags, *given.overrides]
+    sys.argv[1:] = [*given.overrides, *flags]
     return given
