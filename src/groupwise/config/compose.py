@@ -144,7 +144,8 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 _RECORD = "a run's record is <paths.results>/runs/<hash>: give paths.results=FOLDER instead"
 OF_HYDRA = {
-    **dict.fromkeys(("hydra.run.dir", "hydra.output_subdir", "hydra.sweep.subdir", "hydra/job_logging"), _RECORD),
+    **dict.fromkeys(("hydra.run.dir", "hydra.output_subdir", "hydra.sweep.subdir"), _RECORD),
+    "hydra/job_logging=default": "its file would be written before the run is checked: leave it out",
     "hydra/launcher=submitit_slurm": "its jobs are not requeued: give hydra/launcher=slurm, whose jobs are",
 }
 """Hydra's settings that are refused, as Hydra acts on them before a run is checked -> what to do."""
