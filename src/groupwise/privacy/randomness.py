@@ -19,8 +19,8 @@ g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) 
 4. Masks of a step are independent of those of all others and of the noise, so the steps compose as they do without.
 
 The generators are statistical, not cryptographic, also where ``NoiseSource.secure`` holds. Torch's CPU generator keeps
-32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). CUDA's
-takes 64 bits.
+32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). Python's and
+numpy's take 256 bits, CUDA's 64.
 """
 
 import hashlib
@@ -38,10 +38,12 @@ from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 WORDS = 624
-"""Of 32 bits each, in the state of the Mersenne twister (MT19937), which torch's CPU, Python and numpy all have."""
+"""Of 32 bits each, in the state of the Mersenne twister (MT19937), which torch has on a CPU."""
 _TORCH_STATE_BYTES = 5056
 _seeds: list[tuple[Callable[[], int], int]] = []
 """Of torch's default generators, inside: how to ask for the seed, and what is answered as long as nobody sets one."""
+_twisters: list[np.random.MT19937] = []
+"""For numpy inside, where no other thread or context uses them: to exchange one is cheaper than to copy its state."""
 
 
 @contextmanager
@@ -66,17 +68,19 @@ def secret_randomness(
         process: of the run, by number. device: of the model.
     """
     place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
-    digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(12 * WORDS + 16)
-    words = np.frombuffer(digest, ">u4", 3 * WORDS).astype(np.uint32).reshape(3, WORDS)
+    digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(4 * WORDS + 80)
+    words = np.frombuffer(digest, ">u4", WORDS + 8).astype(np.uint32)
     device = torch.device(device)
     cuda = device.type == "cuda"
-    of_python, of_numpy, outside = random.getstate(), np.random.get_state(), _seeds[:]
+    of_python, of_numpy, outside = random.getstate(), np.random.get_state(legacy=False), _seeds[:]
+    numpys, twister = np.random.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
+    np.random.set_bit_generator(twister)
 
     def begin() -> None:
-        torch.set_rng_state(_torch_state(words[0], seed=int.from_bytes(digest[-8:], "big")))
+        torch.set_rng_state(_torch_state(words[:WORDS], seed=int.from_bytes(digest[-8:], "big")))
         _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
-        random.setstate((3, (*words[1].tolist(), WORDS), None))
-        np.random.set_state(("MT19937", words[2], WORDS, 0, 0.0))
+        random.seed(digest[-48:-16], version=2)
+        np.random.seed(words[WORDS:])
         if cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
@@ -90,7 +94,10 @@ def secret_randomness(
         finally:
             _seeds[:] = outside
             random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            np.random.set_bit_generator(numpys)
+            if of_numpy["has_gauss"]:  # the second of a pair of normals, which the exchange has lost
+                np.random.set_state(of_numpy)
+            _twisters.append(twister)
 
 
 def refuse_another_seed() -> None:
