@@ -1,5 +1,6 @@
 """Tells a user's mistake in one sentence and a bug with its traceback, and says what exit code they make."""
 
+import os
 import sys
 import traceback
 import warnings
@@ -101,7 +102,12 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
     def run(*arguments: Given.args, **options: Given.kwargs) -> int:
         try:
             with environment_errors():
-                return main(*arguments, **options)
+                code = main(*arguments, **options)
+                sys.stdout.flush()
+                return code
+        except BrokenPipeError:  # whoever reads has enough: ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes nowhere at exit
+            return 0
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return MISTAKE

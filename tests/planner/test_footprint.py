@@ -21,7 +21,7 @@ def work():
 
     sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 32}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    return Work(GPT2Config(**sizes, **quiet), microbatch=4, length=24, places=24, rank=4, rematerialize=False)
+    return Work(GPT2Config(**sizes, **quiet), microbatch=4, length=24, rank=4, rematerialize=False)
 
 
 def test_weights_adapters_and_messages_by_hand(work):

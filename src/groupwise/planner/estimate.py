@@ -15,7 +15,7 @@ from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
-from groupwise.planner.shapes import configuration
+from groupwise.planner.shapes import build, configuration
 
 MOMENTS = 2  # of Adam
 UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
@@ -141,15 +141,12 @@ class Estimate:
             config,
             options.microbatch or 1,
             options.length,
-            options.places or options.length,
             rank=options.rank,
-            targets=options.adapted,
             dtype=options.weights_dtype,
-            attention=options.attention,
             rematerialize=options.rematerialize,
             rates=RATES[options.device.kind],
         )
-        self.model = self.work.model(config, options.weights_dtype)
+        self.model = build(config, options.rank, options.weights_dtype)
         self.blocks = len(find_parts(self.model).blocks)
         self.imagined = lru_cache(None)(footprint)
 

@@ -114,8 +114,7 @@ class Work:
         config: transformers' configuration of the whole model.
         microbatch: b.
         length: T.
-        places: how many tokens of an example the loss is on.
-        rank, targets, dtype, attention: see `shapes.build`.
+        rank, dtype: see `shapes.build`.
         rematerialize: as `split.cut` takes it.
         rates: of the device's arithmetic, by which layers choose how to find norms.
     """
@@ -123,11 +122,8 @@ class Work:
     config: Any = field(compare=False)
     microbatch: int
     length: int
-    places: int
     rank: int = 32
-    targets: tuple[str, ...] = ()
     dtype: str = "float32"
-    attention: str = "sdpa"
     rematerialize: bool = True
     rates: Rates = RATES["cuda"]
 
@@ -135,10 +131,6 @@ class Work:
     def half(self) -> bool:
         """Whether frozen weights are narrower than what trains, so that passes run under autocast."""
         return self.rank > 0 and self.dtype != "float32"
-
-    def model(self, config: Any, dtype: str, device: str = "meta") -> nn.Module:
-        """The model of that configuration; see `shapes.build`."""
-        return build(config, self.rank, self.targets, dtype, self.attention, device)
 
 
 @dataclass(frozen=True)
@@ -155,7 +147,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
     dtype = "bfloat16" if work.half else work.dtype  # float16 is as wide, and nothing is clipped under it
-    model = work.model(with_blocks(work.config, stops[-1]), dtype, device)
+    model = build(with_blocks(work.config, stops[-1]), work.rank, dtype, device)
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.half else nullcontext
     return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)
@@ -163,14 +155,14 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
 
 def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
     """A stage's input and its other arguments; one token of each row is padding."""
-    b, length, places = work.microbatch, work.length, work.places
+    b, length = work.microbatch, work.length
     mask = torch.ones(b, length, dtype=torch.long)
     mask[:, -1:] = 0
     kwargs = {
         "attention_mask": mask,
         "position_ids": torch.arange(length).repeat(b, 1),
-        "places": torch.arange(places).repeat(b, 1),
-        "labels": torch.randint(0, work.config.vocab_size, (b, places)),
+        "places": torch.arange(length).repeat(b, 1),
+        "labels": torch.randint(0, work.config.vocab_size, (b, length)),
         "weights": torch.ones(b),
     }
     if stage.first:

@@ -22,22 +22,19 @@ class PlanOptions:
     memory: str | None = option(None, "of a device, such as 32GB or 80GiB; default the accelerator's own")
     microbatch: int | None = option(None, "examples in a microbatch; default the fastest that fits")
     length: int = option(200, "tokens of an example, padding included (SAMSum's have 194 on average)")
-    places: int | None = option(None, "tokens of an example that the loss is on; default all")
     batch: int = option(128, "examples in a logical batch, one noisy update each")
     examples: int = option(14732, "in the training set (SAMSum)")
     epochs: float = option(5.0, "passes over the training set")
     rank: int = option(32, "of the adapters (LoRA); 0 trains everything", zero=True)
-    targets: str | None = option(None, "ends of the names of layers with adapters, by commas; default peft's choice")
     dtype: str | None = option(
         None,
         "of frozen weights and activations; default the accelerator's own",
         among=("float16", "bfloat16", "float32"),
     )
     rematerialize: bool = option(True, "keep only what enters each block, and compute the block again going backward")
-    attention: str = option("sdpa", "eager keeps a matrix of length x length for each head", among=("sdpa", "eager"))
 
     def __post_init__(self) -> None:
-        for key, most in (("batch", "examples"), ("microbatch", "batch"), ("places", "length")):
+        for key, most in (("batch", "examples"), ("microbatch", "batch")):
             if (getattr(self, key) or 0) > getattr(self, most):
                 raise UserError(f"{key}={getattr(self, key)} is more than {most}={getattr(self, most)}: give no more.")
         device = self.device
@@ -64,11 +61,6 @@ class PlanOptions:
     def weights_dtype(self) -> str:
         """torch's name of the dtype of frozen weights and activations."""
         return self.dtype or next(iter(self.device.peak))
-
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """Ends of names of layers with adapters; empty: peft's choice."""
-        return tuple(part.strip() for part in (self.targets or "").split(",") if part.strip())
 
 
 def size(key: str, text: str) -> float:

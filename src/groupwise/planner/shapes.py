@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,18 @@ from groupwise.errors import UserError, did_you_mean
 from groupwise.models.trainable import add_adapters
 from groupwise.torchvision_import import mend_torchvision
 
+
+def _opt(width: int) -> dict[str, int]:
+    """OPT's configuration has no rule for the width of its feed-forward layers, 4d; the others' defaults are right."""
+    return {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Brown et al., 2020, table 2.1; as a GPT-2, whose blocks these are (every second one was sparse in GPT-3).
     "gpt3_175b": ("gpt2", {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}),
     # Zhang et al., 2022, table 1.
-    "opt_66b": ("opt", {"num_hidden_layers": 64, "hidden_size": 9216, "num_attention_heads": 72}),
-    "opt_175b": ("opt", {"num_hidden_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}),
+    "opt_66b": ("opt", {"num_hidden_layers": 64, "num_attention_heads": 72, **_opt(9216)}),
+    "opt_175b": ("opt", {"num_hidden_layers": 96, "num_attention_heads": 96, **_opt(12288)}),
     # Radford et al., 2019, table 2.
     "gpt2_xl": ("gpt2", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
     # Touvron et al., 2023, table 2.
@@ -40,7 +45,7 @@ def configuration(name: str) -> Any:
 
     if name in SHAPES:
         kind, shape = SHAPES[name]
-        config = AutoConfig.for_model(kind, **shape, **_feed_forward(kind, shape))
+        config = AutoConfig.for_model(kind, **shape)
     elif (Path(name) / "config.json").is_file():
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -68,20 +73,16 @@ def with_blocks(config: Any, blocks: int) -> Any:
     return changed
 
 
-def build(
-    config: Any, rank: int, targets: Sequence[str], dtype: str, attention: str = "sdpa", device: str = "meta"
-) -> nn.Module:
+def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module:
     """The causal language model of a configuration, in training mode.
 
     Args:
         config: from `configuration`.
         rank: of the adapters, in float32, beside frozen weights in `dtype`; 0 trains everything, in float32.
-        targets: ends of names of layers that get adapters; empty takes peft's choice.
-        attention: transformers' name of its implementation.
         device: "meta" allocates nothing.
 
     Raises:
-        UserError: no causal language model; a target that names no layer.
+        UserError: no causal language model.
     """
     mend_torchvision()
     from transformers import AutoModelForCausalLM
@@ -89,12 +90,11 @@ def build(
     chosen = getattr(torch, dtype) if rank else torch.float32
     with torch.device(device):
         try:
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=chosen, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=chosen, attn_implementation="sdpa")
         except ValueError as error:
             raise UserError(f"A {config.model_type} cannot be built as a causal language model: {error}.") from error
         if rank:
-            lora = LoraConfig(rank=rank, alpha=float(rank), targets=list(targets))
-            model = add_adapters(model, lora)
+            model = add_adapters(model, LoraConfig(rank=rank, alpha=float(rank)))
         else:
             untie(model)
     return model.train()
@@ -106,8 +106,3 @@ def untie(model: Any) -> None:
     if head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(torch.empty_like(embedding.weight).copy_(embedding.weight.detach()))
         model.config.tie_word_embeddings = False
-
-
-def _feed_forward(kind: str, shape: dict[str, Any]) -> dict[str, int]:
-    """OPT's configuration has no rule for the width of its feed-forward layers, 4d; the others' defaults are right."""
-    return {"ffn_dim": 4 * shape["hidden_size"], "word_embed_proj_dim": shape["hidden_size"]} if kind == "opt" else {}
