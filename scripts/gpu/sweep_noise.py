@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from groupwise.config.compose import register
 from groupwise.config.schema import RunConfig
 from groupwise.privacy import PrivacyPlan
 from groupwise.run import plan_run
-from groupwise.sweeps.cells import PAPER, read_sweep
+from groupwise.sweeps.cells import PAPER
 from groupwise.sweeps.prepare import table_cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,12 +46,11 @@ def examples(config: RunConfig) -> int | None:
 
 def find_all(root: Path = ROOT) -> Iterator[PrivacyPlan]:
     """The plans of all noisy cells of `root`/sweeps, one for each σ; each σ is in the cache when its plan comes."""
-    register()
     seen = set()
     for file in sorted((root / "sweeps").glob("*.yaml")):
         if "grids:" not in file.read_text(encoding="utf-8"):
             continue  # of a search that chooses its cells as it goes
-        for _, cell in table_cells(read_sweep(file), PAPER, root / "conf"):
+        for cell in table_cells(file.stem, PAPER, root / "conf"):
             config, size = cell.config, examples(cell.config)
             train, privacy = config.train, config.privacy
             setting = (

@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupwise.clipping import gradient_norms
     from groupwise.private import Private, fix_model, make_private
+    from groupwise.rows import load_runs
 
 __version__ = "0.3.0"
-__all__ = ["Private", "__version__", "fix_model", "gradient_norms", "make_private"]
+__all__ = ["Private", "__version__", "fix_model", "gradient_norms", "load_runs", "make_private"]
 _OWNERS = {
     "Private": "groupwise.private",
     "fix_model": "groupwise.private",
     "gradient_norms": "groupwise.clipping",
+    "load_runs": "groupwise.rows",
     "make_private": "groupwise.private",
 }
 _INSTEAD = {

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Row = dict[str, str]
 
@@ -77,6 +81,16 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
     columns = [*first, *metrics, *sorted(present - {*first, *metrics})]
     write_text(path, csv_text(columns, ([row.get(key, "") for key in columns] for row in rows)))
+
+
+def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
+    """The finished runs in a folder as a data frame, a line each: `folder`, then the keys of its `result.json`."""
+    import pandas as pd
+
+    runs = sorted(done.parent for done in Path(folder).glob("*/DONE"))
+    return pd.DataFrame(
+        {"folder": str(run), **json.loads((run / "result.json").read_text(encoding="utf-8"))} for run in runs
+    )
 
 
 def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.compose import register
+import groupwise
 from groupwise.config.identity import flat_config
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import read_sweep
 from groupwise.sweeps.collect import collect, main
-from groupwise.sweeps.prepare import PlannedCell, table_cells
+from groupwise.sweeps.folder import begin_sweep
+from groupwise.sweeps.prepare import PlannedCell, PlannedSweep, table_cells
 
 ROOT = Path(__file__).parents[2]
 SWEEP = """# A table.
@@ -32,8 +32,7 @@ def conf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cells(conf) -> list[PlannedCell]:
-    register()
-    return [planned for _, planned in table_cells(read_sweep(conf / "sweep" / "table.yaml"), "smoke", conf)]
+    return table_cells("table", "smoke", conf)
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_pa
         {"step": 2, "nonprivate/loss": 1.0, "seconds": 1.5, "valid/accuracy": 50.0},
         {"step": 4, "seconds": 3.25, "valid/accuracy": 60.0, "test/nll": 2.0},
     ]
-    for _, cell in table_cells(read_sweep(other / "sweep" / "table.yaml"), "smoke", other):
+    for cell in table_cells("table", "smoke", other):
         folder = runs / cell.hash[:12]
         folder.mkdir()
         (folder / "result.json").write_text(json.dumps({"hash": cell.hash, **flat_config(cell.config)}))
@@ -146,7 +145,7 @@ def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, 
         ("[]", "has no hash"),
         ({"scale": None}, "has no scale"),
         ({"clip.threshold": None}, "has no clip.threshold"),
-        ({"hash": "0" * 64}, "has the hash 000000000000"),
+        ({"hash": "0" * 64}, "says hash=000000000000"),
         ({"scale": "mini"}, "says scale=mini, but the configuration of its hash has smoke"),
         ({"train.steps": 300}, "says train.steps=300"),
     ],
@@ -160,6 +159,28 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_written(conf, cells, 
     with pytest.raises(UserError, match=words):
         gather(conf, runs)
     assert list(runs.with_name("out").iterdir()) == []
+
+
+def test_a_file_elsewhere_and_a_sweeps_folder_are_collected_alike(conf, cells, runs, tmp_path):
+    (tmp_path / "my" / "sweep").mkdir(parents=True)
+    shutil.copy(conf / "sweep" / "table.yaml", tmp_path / "my" / "sweep" / "own.yaml")
+    folder = begin_sweep(PlannedSweep("cells", "smoke", tmp_path / "now-cells", tuple(cells)))
+    out = runs.with_name("out")
+    out.mkdir()
+    for what, name in ((tmp_path / "my" / "sweep" / "own.yaml", "own"), (folder, "now-cells")):
+        assert collect(str(what), "smoke", runs, out, conf)[0] == f"{out / name}_smoke.csv: 4 of 4 cells"
+    own, made = ((out / f"{name}_smoke.csv").read_text() for name in ("own", "now-cells"))
+    assert made == own.replace("own,", "now-cells,")
+    with pytest.raises(UserError, match="not a sweep's folder"):
+        collect(str(tmp_path), "smoke", runs, out, conf)
+
+
+def test_finished_runs_are_a_data_frame(cells, runs):
+    (runs / cells[3].hash[:12] / "DONE").unlink()
+    frame = groupwise.load_runs(runs)
+    assert set(frame["hash"]) == {cell.hash for cell in cells[:3]}
+    assert set(frame["folder"]) == {str(runs / cell.hash[:12]) for cell in cells[:3]}
+    assert groupwise.load_runs(runs / "none").empty
 
 
 def test_a_table_that_cannot_be_read_is_not_overwritten(conf, runs):

@@ -25,7 +25,7 @@ def planned(tmp_path_factory):
     overrides += ("privacy.accountant=rdp",)
     config = compose_run([*overrides, f"paths.results={results}"], CONF)
     run(config)
-    return PlannedCell("cell", 0, overrides, config, config_hash(config))
+    return PlannedCell("clip=adaptive_layer task=cifar seed=0", 0, overrides, config, config_hash(config))
 
 
 def test_weights_are_kept_at_the_asked_epochs(planned):
@@ -58,9 +58,7 @@ def test_norms_of_the_kept_weights(planned):
 
 
 def test_the_command_writes_one_table(planned, tmp_path, monkeypatch, capsys):
-    cell = type("Cell", (), {"name": "clip=adaptive_layer task=cifar", "seed": 0})()
-    monkeypatch.setattr(gradient_norms, "read_sweep", lambda path: None)
-    monkeypatch.setattr(gradient_norms, "table_cells", lambda *_: [(cell, planned)])
+    monkeypatch.setattr(gradient_norms, "table_cells", lambda *_: [planned])
     runs = str(planned.run.parent)
     assert main(["gradnorm_cifar", "scale=smoke", "--examples", "3", "--runs", runs, "--out", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "gradnorm_cifar_smoke_norms.csv")

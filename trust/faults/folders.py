@@ -12,10 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from groupwise.atomic import write_json
-from groupwise.config.compose import register
 from groupwise.config.identity import stable_config
-from groupwise.sweeps.cells import read_sweep
-from groupwise.sweeps.collect import CONF
 from groupwise.sweeps.prepare import table_cells
 from trust.faults.process import (
     SEEDED,
@@ -158,8 +155,7 @@ def _processor() -> float:
 
 def make(folders: int, runs: Path, sweep: Path, chance: random.Random) -> None:
     """The cells of `SWEEP` at scale=mini as finished runs, and others up to that many; a sweep that lists all."""
-    register()
-    planned = [cell for _, cell in table_cells(read_sweep(CONF / "sweep" / f"{SWEEP}.yaml"), "mini", CONF)]
+    planned = table_cells(SWEEP, "mini")
     known = {cell.hash: {"hash": cell.hash, **stable_config(cell.config)} for cell in planned}
     row = next(iter(known.values()))
     while len(known) < folders:

@@ -3,18 +3,19 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.checkout import CONF
-from groupwise.config.compose import register
 from groupwise.config.identity import stable_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, command
-from groupwise.rows import FIRST, METRICS, NOT_IN_TABLES, Row, read_table, table_path, write_table
-from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
-from groupwise.sweeps.prepare import PlannedCell, table_cells
+from groupwise.rows import FIRST, KEYS, METRICS, NOT_IN_TABLES, Row, read_table, table_path, write_table
+from groupwise.sweeps.cells import PAPER, scale_of
+from groupwise.sweeps.folder import folder_cells
+from groupwise.sweeps.prepare import table_cells
 
 BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
 """Other files of a sweep than its rows, and the columns that they begin with."""
@@ -22,10 +23,14 @@ SAMPLES = 3
 """Inputs of the test set whose texts are kept."""
 
 
-def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
-    """Write the rows of `sweeps/<name>.yaml` at that scale, curves for cells that evaluate them, and samples of texts.
+def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
+    """Write the rows of a sweep, curves for cells that evaluate them, and samples of texts.
 
     A cell whose run is not in `runs` keeps its row.
+
+    Args:
+        what: a file of `sweeps/` or another one, as `table_cells` takes it; or a sweep's folder.
+        scale: of the cells; a folder has its own.
 
     Returns:
         Lines for the user: how many rows, which cells are missing, which rows were dropped.
@@ -33,50 +38,45 @@ def collect(name: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     Raises:
         UserError: no such sweep, no finished run of it, or a result that does not match its run's configuration.
     """
-    register()
-    cells = _by_cell(table_cells(read_sweep(conf / "sweep" / f"{name}.yaml"), scale, conf))
+    name = Path(what).name.removesuffix(".yaml")
+    if Path(what).is_dir():
+        cells, scale = folder_cells(Path(what))
+    else:
+        cells = table_cells(what, scale, conf)
+    order = list(dict.fromkeys(cell.cell for cell in cells))
     paths = {kind: table_path(out, name, scale, kind) for kind in ("", *BESIDE)}
-    before = {kind: _by_run(read_table(path)) for kind, path in paths.items()}
+    before: dict[str, dict[tuple[str, ...], list[Row]]] = {kind: defaultdict(list) for kind in paths}
+    for kind, path in paths.items():
+        for row in read_table(path):
+            before[kind][row.get("cell", ""), row.get("seed", ""), row.get("hash", "")].append(row)
     found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in paths}
-    missing, kept = [], set()
-    for cell, planned in cells:
-        run = (cell.name, str(cell.seed), planned.hash)
-        first = {"sweep": name, "cell": cell.name, "seed": str(cell.seed), "scale": scale, "hash": planned.hash}
-        folder = runs / planned.hash[:12]
-        row = result_row(folder, planned.config, planned.hash)
-        if row is not None:
-            found[""].append({**row, **first})
-            if getattr(planned.config.eval, "curve", False):
-                found["curves"] += [{**of_step, **first} for of_step in curve_rows(folder)]
-            found["texts"] += [{**text, **first} for text in text_rows(folder)]
+    missing: list[str] = []
+    known = set()
+    for cell in sorted(cells, key=lambda cell: (order.index(cell.cell), cell.seed)):
+        run, folder = (cell.cell, str(cell.seed), cell.hash), runs / cell.hash[:12]
+        known.add(run)
+        first = dict(zip((*KEYS, "hash"), (name, cell.cell, cell.seed, scale, cell.hash), strict=True))
+        result = result_row(folder, cell.config, cell.hash)
+        if result is not None:
+            curve = curve_rows(folder) if cell.config.eval.curve else []
+            for kind, made in (("", [result]), ("curves", curve), ("texts", text_rows(folder))):
+                found[kind] += [{**each, **first} for each in made]
         elif run in before[""]:
-            for kind, known in before.items():
-                found[kind] += known.get(run, ())
+            for kind, earlier in before.items():
+                found[kind] += earlier.get(run, ())
         else:
-            missing.append(planned.name)
-        kept.add(run)
+            missing.append(cell.name)
     if not found[""]:
-        raise UserError(f"No finished run of +sweep={name} scale={scale} in {runs}: run the sweep first.")
+        raise UserError(f"No finished run of {what} at scale={scale} in {runs}: run the sweep first.")
     for kind, rows in found.items():
         if rows:
             write_table(paths[kind], rows, BESIDE.get(kind, FIRST))
+    dropped = [f"{cell} seed={seed}" for cell, seed, digest in before[""] if (cell, seed, digest) not in known]
     return [
         f"{paths['']}: {len(found[''])} of {len(cells)} cells",
         *(f"  missing: {cell}" for cell in missing),
-        *(
-            f"  dropped: {run[0]} seed={run[1]}, which the sweep has no longer, or not so"
-            for run in before[""]
-            if run not in kept
-        ),
+        *(f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in dropped),
     ]
-
-
-def _by_run(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Cell, seed and hash -> rows, in their order."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.get("cell", ""), row.get("seed", ""), row.get("hash", "")), []).append(row)
-    return found
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
@@ -93,19 +93,13 @@ def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any]
     path = folder / "result.json"
     again = "run that cell again with overwrite=true"
     try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        row = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}): {again}.") from error
-    settings = stable_config(config)
-    if absent := [key for key in ("hash", *settings) if not isinstance(row, dict) or key not in row]:
-        raise UserError(f"{path} has no {absent[0]}: {again}.")
-    if row["hash"] != expected:
-        raise UserError(
-            f"{path} has the hash {str(row['hash'])[:12]} but is in the folder of {expected[:12]}: {again}."
-        )
-    for key, value in settings.items():
-        if row[key] != value:
-            raise UserError(f"{path} says {key}={row[key]}, but the configuration of its hash has {value}: {again}.")
+    for key, value in {"hash": expected, **stable_config(config)}.items():
+        if key not in row or row[key] != value:
+            said = f"says {key}={row[key]}" if key in row else f"has no {key}"
+            raise UserError(f"{path} {said}, but the configuration of its hash has {value}: {again}.")
     return {key: value for key, value in row.items() if not key.startswith(NOT_IN_TABLES)}
 
 
@@ -146,17 +140,13 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _by_cell(cells: list[tuple[Cell, PlannedCell]]) -> list[tuple[Cell, PlannedCell]]:
-    """In the order of the file, the seeds of a cell together."""
-    places = {name: place for place, name in enumerate(dict.fromkeys(cell.name for cell, _ in cells))}
-    return sorted(cells, key=lambda pair: (places[pair[0].name], pair[0].seed))
-
-
 @command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
-    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="names of files in sweeps/, and scale=mini")
+    parser.add_argument(
+        "sweeps", nargs="+", metavar="SWEEP", help="files of sweeps/ or others, or sweeps' folders; and scale=mini"
+    )
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the tables go")
     given = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ from groupwise.config.identity import config_hash, load_config, save_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError, exit_code, report
 from groupwise.sweeps import slurm
-from groupwise.sweeps.prepare import PlannedSweep
+from groupwise.sweeps.prepare import PlannedCell, PlannedSweep
 from groupwise.training.provenance import RECORDED, git_state
 
 CELLS = "cells.json"
@@ -82,6 +82,19 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder} is not a sweep's folder: name one of results/sweeps.") from error
+
+
+def folder_cells(folder: Path) -> tuple[list[PlannedCell], str]:
+    """The cells of a sweep with their configurations, as `begin_sweep` wrote them, and the sweep's scale.
+
+    Raises:
+        UserError: this is not a sweep's folder.
+    """
+    found = []
+    for cell in read_cells(folder):
+        config = load_config(cell_file(folder, cell["hash"][:12]))
+        found.append(PlannedCell(cell["name"], config.seed, tuple(cell["overrides"]), config, cell["hash"]))
+    return found, json.loads((folder / CELLS).read_text(encoding="utf-8"))["scale"]
 
 
 def _cells(folder: Path) -> dict[str, dict[str, Any]]:

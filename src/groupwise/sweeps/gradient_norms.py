@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import write_text
-from groupwise.checkout import CONF
-from groupwise.config.compose import register
 from groupwise.errors import UserError, command
 from groupwise.rows import csv_text
-from groupwise.sweeps.cells import PAPER, Cell, read_sweep, scale_of
+from groupwise.sweeps.cells import PAPER, scale_of
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 
 COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "name", "example", "norm")
@@ -73,15 +71,13 @@ def measure(name: str, scale: str, examples: int, layers: Sequence[str], runs: P
     Raises:
         UserError: no such sweep, a run that is not done, or as `rows_of`.
     """
-    register()
     rows: list[dict[str, Any]] = []
-    cells: list[tuple[Cell, PlannedCell]] = table_cells(read_sweep(CONF / "sweep" / f"{name}.yaml"), scale, CONF)
-    for cell, planned in cells:
-        folder = runs / planned.hash[:12]
+    for cell in table_cells(name, scale):
+        folder = runs / cell.hash[:12]
         if not (folder / "DONE").is_file():
-            raise UserError(f"{planned.name} is not done in {runs}: python run.py -m +sweep={name} scale={scale}")
-        first = {"sweep": name, "cell": cell.name, "seed": cell.seed, "scale": scale, "hash": planned.hash}
-        rows += [first | row for row in rows_of(planned, folder, examples, layers)]
+            raise UserError(f"{cell.name} is not done in {runs}: python run.py -m +sweep={name} scale={scale}")
+        first = {"sweep": name, "cell": cell.cell, "seed": cell.seed, "scale": scale, "hash": cell.hash}
+        rows += [first | row for row in rows_of(cell, folder, examples, layers)]
     path = out / f"{name}_{scale}_norms.csv"
     out.mkdir(parents=True, exist_ok=True)
     write_text(path, csv_text(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))

@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from groupwise.checkout import CONF
 from groupwise.config.checks import complaint
-from groupwise.config.compose import Compositions, compositions_of, parse, to_run_config
+from groupwise.config.compose import Compositions, compositions_of, parse, register, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import Cell, Sweep, expand, text
+from groupwise.sweeps.cells import Cell, expand, read_sweep, text
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class PlannedCell:
     """Its overrides for `run.py`."""
     config: RunConfig
     hash: str
+
+    @property
+    def cell(self) -> str:
+        """The name without the seed."""
+        return " ".join(word for word in self.name.split() if not word.startswith("seed="))
 
     @property
     def run(self) -> Path:
@@ -131,22 +137,25 @@ def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
         )
 
 
-def table_cells(sweep: Sweep, scale: str, conf: Path) -> list[tuple[Cell, PlannedCell]]:
+def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     """All cells of a file of `sweeps/`, composed: what ``-m +sweep=<name> scale=<scale>`` runs.
 
+    Args:
+        name: of the file; or the path of another one, ``my/sweep/<name>.yaml`` for ``--config-dir my``.
+
     Raises:
-        UserError: as `plan_sweep`.
+        UserError: as `read_sweep` and `plan_sweep`.
     """
     from hydra import initialize_config_dir
 
-    cells = sweep.cells(scale)
+    register()
+    path = Path(name) if name.endswith(".yaml") else conf / "sweep" / f"{name}.yaml"
+    sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{path.resolve().parent.parent}']"]
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        compositions = compositions_of(conf)
-        planned = [
-            _checked(compositions, _full_name(cell), [f"+sweep={sweep.name}", *cell.overrides]) for cell in cells
-        ]
+        compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
+        planned = [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
     _refuse_twins(sweep.name, planned)
-    return list(zip(cells, planned, strict=True))
+    return planned
 
 
 def _full_name(cell: Cell) -> str:
@@ -196,15 +205,12 @@ def _of_command_line(
     sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
     """All combinations, as in Hydra's basic sweeper; a cell's name has the overrides that differ between cells."""
-    swept = [f"{key}={values}" for key, values in (sweeper.params or {}).items()]
-    ours = [item for item in given if not item.is_hydra_override()]
-    values: dict[str, list[str]] = {}
-    for item in [*parse(swept), *ours]:
+    items = parse([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
+    items += [item for item in given if not item.is_hydra_override()]
+    for item in items:
         if item.is_sweep_override() and not item.is_discrete_sweep():
             raise UserError(f"{item.input_line} is not a finite list: list the values, or give hydra/sweeper=optuna.")
-        several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
-        values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
-    for cell in map(list, product(*values.values())):
+    for cell in BasicSweeper.split_arguments(items, None)[0]:
         yield " ".join(part for part in cell if part not in shared) or " ".join(cell), cell
 
 
