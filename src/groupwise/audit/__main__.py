@@ -7,7 +7,7 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +24,7 @@ from groupwise.audit.two_worlds import audit_two_worlds
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, ProcessFailed, UserError, command, report
 from groupwise.privacy import PrivacyPlan
-from groupwise.rows import csv_text, markdown
+from groupwise.rows import csv_text
 
 
 @dataclass(frozen=True)
@@ -135,30 +135,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _all(given) if given.all else _one(given)
+            if given.all:
+                return audit_all(given)
+            names = ("design", "model", "canaries", "seed", "confidence", "dropout", "plays")
+            finding = audit_mode(make_setting(given.overrides, **{name: getattr(given, name) for name in names}))
     except ProcessFailed as error:
         report(error)
         return BUG
     except COMPOSITION_ERRORS as error:
         raise UserError(in_one_sentence(error)) from error
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; --help shows what can be given.")
-
-
-def _one(given: argparse.Namespace) -> int:
-    names = ("design", "model", "canaries", "seed", "confidence", "dropout", "plays")
-    finding = audit_mode(make_setting(given.overrides, **{name: getattr(given, name) for name in names}))
     print(describe(finding))
     return 0 if finding.kept else 1
 
 
-def _all(given: argparse.Namespace) -> int:
-    beside = (given.canaries, given.dropout, given.design != "full", given.model != "layers", given.plays != PLAYS)
-    if given.overrides or any(beside):
-        raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
-    return audit_all(given.out, given.seed, given.confidence)
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; --help shows what can be given.")
 
 
 EPSILONS = (1, 3, 8)
@@ -177,63 +168,58 @@ Cell = tuple[str, str, float, Sequence[str]]
 """design, model, dropout, overrides; the model of a real task is among the overrides."""
 
 
-def cells() -> Iterator[Cell]:
-    """The audits of `--all` at each budget."""
-    for mode in MODES:
-        for design in ("full", "poisson"):
-            yield design, "layers", 0.0, [f"clip={mode}"]
-    for mode in ("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"):
-        yield "full", "tied", 0.0, [f"clip={mode}"]
-        yield "full", "lora", 0.0, [f"clip={mode}"]
-    for noise in ("equal_budget", "weighted"):
-        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"noise={noise}"]
-    for budget in (0.1, 0.5):
-        yield "full", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
-    yield "full", "layers", 0.0, ["clip=fixed_layer", "clip.rule=automatic"]
-    for budget in (0.1, 0.9):
-        yield "counts", "layers", 0.0, ["clip=adaptive_layer", f"clip.quantile_budget={budget}"]
-
-
-def behind_dropout() -> Iterator[Cell]:
-    """The same with dropout masks, at each budget."""
-    for mode in ("flat", "adaptive_layer", "per_device"):
-        yield "full", "layers", DROPOUT, [f"clip={mode}"]
-    yield "full", "lora", DROPOUT, ["clip=fixed_block"]
-
-
-def of_real_tasks() -> Iterator[Cell]:
-    """At the largest budget alone: a feasible number of plays shows little of a small one."""
-    text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
-    yield "worlds", "layers", 0.0, [*text, "clip=flat"]
-    yield "masks", "layers", 0.0, [*text, "clip=flat"]
-    yield "worlds", "layers", 0.0, ["task=cifar", "clip=flat"]
-    yield "search", "layers", 0.0, ["task=cifar", "clip=flat"]
-
-
 def everything() -> list[tuple[int, Cell]]:
-    """(ε, cell), in the order in which they get their seeds: add new ones at the end to keep old rows."""
-    each = [(epsilon, cell) for of_some in (cells, behind_dropout) for epsilon in EPSILONS for cell in of_some()]
-    real = [(max(EPSILONS), cell) for cell in of_real_tasks()]
-    return [*each, *real]
+    """The audits of `--all`, (ε, cell), in the order in which they get their seeds: add new ones at the end.
+
+    Real tasks are at the largest budget alone: a feasible number of plays shows little of a small one.
+    """
+    adaptive = ["clip=adaptive_layer"]
+    plain: list[Cell] = [
+        *((design, "layers", 0.0, [f"clip={mode}"]) for mode in MODES for design in ("full", "poisson")),
+        *(("full", model, 0.0, [f"clip={mode}"]) for mode in MODES[:6] for model in ("tied", "lora")),
+        *(("full", "layers", 0.0, [*adaptive, f"noise={noise}"]) for noise in ("equal_budget", "weighted")),
+        *(("full", "layers", 0.0, [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.5)),
+        ("full", "layers", 0.0, ["clip=fixed_layer", "clip.rule=automatic"]),
+        *(("counts", "layers", 0.0, [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.9)),
+    ]
+    behind_dropout: list[Cell] = [
+        *(("full", "layers", DROPOUT, [f"clip={mode}"]) for mode in ("flat", "adaptive_layer", "per_device")),
+        ("full", "lora", DROPOUT, ["clip=fixed_block"]),
+    ]
+    text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
+    real: list[Cell] = [
+        *((design, "layers", 0.0, [*text, "clip=flat"]) for design in ("worlds", "masks")),
+        *((design, "layers", 0.0, ["task=cifar", "clip=flat"]) for design in ("worlds", "search")),
+    ]
+    each = [(epsilon, cell) for some in (plain, behind_dropout) for epsilon in EPSILONS for cell in some]
+    return [*each, *((max(EPSILONS), cell) for cell in real)]
 
 
-def audit_all(out: Path, seed: int, confidence: float) -> int:
-    """Audit all cells, each with its own seed; print a table and write it to ``out``. Returns the exit code."""
+def audit_all(given: argparse.Namespace) -> int:
+    """Audit `everything`, each with its own seed, and write a table to ``--out``; returns the exit code."""
+    if given.overrides:
+        raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
     rows: list[dict[str, str]] = []
     broken = 0
     todo = everything()
     for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
-        asked = {"design": design, "model": model, "dropout": dropout, "seed": seed + number, "confidence": confidence}
-        setting = make_setting([*overrides, f"privacy.epsilon={epsilon}"], plays=ALL_PLAYS, **asked)  # type: ignore[arg-type]
+        setting = make_setting(
+            [*overrides, f"privacy.epsilon={epsilon}"],
+            design=design,
+            model=model,
+            dropout=dropout,
+            plays=ALL_PLAYS,
+            seed=given.seed + number,
+            confidence=given.confidence,
+        )
         finding = audit_mode(setting)
         broken += not finding.kept
         rows.append(row_of(finding))
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
-    rows.sort(key=lambda row: [_number(row[name]) for name in COLUMNS])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, csv_text(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
-    print(shown(rows))
-    print(f"{len(rows)} audits; {broken} bounds above their claim. {out}")
+    rows.sort(key=lambda row: [_number(text) for text in row.values()])
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(given.out, csv_text(COLUMNS, (row.values() for row in rows)))
+    print(f"{len(rows)} audits; {broken} bounds above their claim. {given.out}")
     return 1 if broken else 0
 
 
@@ -272,12 +258,6 @@ def describe(finding: Finding) -> str:
     lines = [f"  {name:24}{value}" for name, value in said.items() if value]
     verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
     return "\n".join([f"clip={said['mode']}", *lines, f"  {verdict}; {finding.seconds:.0f} s"])
-
-
-def shown(rows: Sequence[dict[str, str]]) -> str:
-    """The table in Markdown, without columns that are the same everywhere."""
-    head = [name for name in COLUMNS if len({row[name] for row in rows}) > 1] or list(COLUMNS)
-    return markdown(head, [[row[name] for name in head] for row in rows])
 
 
 def _number(text: str) -> tuple[float, str]:

@@ -92,46 +92,38 @@ def make_setting(
     if design == "full" and any(_is_of(item, REAL) for item in overrides):
         design = "worlds"
     chosen = DESIGNS[design]
-    if chosen.real:
-        if model != "layers" or canaries or dropout:
-            raise UserError(
-                f"--design {design} is of a real task: leave out --model, --canaries and --dropout, and give task=, "
-                "model=, model.dropout= and model.attention_dropout=."
-            )
-        config = _compose_real(overrides, chosen, seed)
-        name = f"{config.task} {config.model.name}".strip()
-        return Setting(config, name, design, 1, seed, confidence, config.model.dropout or 0.0, plays)
+    if chosen.real and (model != "layers" or canaries or dropout):
+        raise UserError(
+            f"--design {design} is of a real task: leave out --model, --canaries and --dropout, and give task=, "
+            "model=, model.dropout= and model.attention_dropout=."
+        )
     if design == "counts":
         if model != "layers":
             raise UserError(f"--design counts has a model of its own: leave out --model {model}.")
         model = "codes"
-    m = canaries or (chosen.canaries if model != "lora" else min(chosen.canaries, 1500))
     if model == "codes" and dropout:
         raise UserError("--design counts reads canaries from bits that masks would flip: leave out --dropout.")
-    if not 16 <= m <= MOST[model] or (model == "codes" and m & (m - 1)):
+    m = canaries or (min(chosen.canaries, 1500) if model == "lora" else chosen.canaries)
+    if not chosen.real and (not 16 <= m <= MOST[model] or (model == "codes" and m & (m - 1))):
         power = ", and a power of two" if model == "codes" else ""
         raise UserError(f"--canaries {m} must be from 16 to {MOST[model]} with this model{power}.")
-    _check_overrides(overrides)
-    config = compose_run(_overrides(_beside(overrides), overrides, chosen, seed), CONF)
+    _check_overrides(overrides, (*TAKEN, *REAL) if chosen.real else TAKEN)
+    first = _of_a_real_task(overrides) if chosen.real else _beside(overrides)
+    config = compose_run(_overrides(first, overrides, chosen, seed), CONF)
     _check(config, design, model)
+    if chosen.real:
+        name = f"{config.task} {config.model.name}".strip()
+        return Setting(config, name, design, m, seed, confidence, config.model.dropout or 0.0, plays)
     set_rate(config, max(1, round(chosen.sample_rate * m)))
     return Setting(config, model, design, m, seed, confidence, dropout)
 
 
-def _compose_real(overrides: Sequence[str], design: Design, seed: int) -> RunConfig:
-    """A few examples of the task, all in one release."""
-    if not any(_is_of(item, ("task",)) for item in overrides):
+def _of_a_real_task(given: Sequence[str]) -> list[str]:
+    """A few examples of the task, unless something else is given."""
+    if not any(_is_of(item, ("task",)) for item in given):
         raise UserError("An audit of a real task needs its name: give task=sst2, task=cifar or another.")
-    _check_overrides(overrides, (*TAKEN, *REAL))
     first = {"scale": "smoke", "data.train_limit": EXAMPLES}
-    missing = [f"{key}={value}" for key, value in first.items() if not any(_is_of(item, (key,)) for item in overrides)]
-    config = compose_run(_overrides(missing, overrides, design, seed), CONF)
-    _check(config, "full", "layers")
-    if design == DESIGNS["masks"] and not config.model.dropout:
-        raise UserError("--design masks needs dropout: give a task with text and a rate, such as model.dropout=0.1.")
-    if config.pipeline.stages > 1:
-        raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
-    return config
+    return [f"{key}={value}" for key, value in first.items() if not any(_is_of(item, (key,)) for item in given)]
 
 
 def set_rate(config: RunConfig, batch: float) -> None:
@@ -173,7 +165,7 @@ def _is_of(item: str, keys: Sequence[str]) -> bool:
     return any(key == taken or key.startswith(f"{taken}.") for taken in keys)
 
 
-def _check_overrides(overrides: Sequence[str], taken: Sequence[str] = TAKEN) -> None:
+def _check_overrides(overrides: Sequence[str], taken: Sequence[str]) -> None:
     for item in overrides:
         if "=" not in item:
             raise UserError(f"{item} is not key=value: an audit takes overrides such as clip=flat privacy.epsilon=3.")
@@ -201,5 +193,9 @@ def _check(config: RunConfig, design: str, model: str) -> None:
             )
         if model != "layers":
             raise UserError("An audit of a pipeline has a model of its own: leave out --model and --design counts.")
+        if DESIGNS[design].real:
+            raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
+    if design == "masks" and not config.model.dropout:
+        raise UserError("--design masks needs dropout: give a task with text and a rate, such as model.dropout=0.1.")
     if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
         raise UserError("--design counts reads the counts of many layers: it takes clip=adaptive_layer.")
