@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from groupwise.analysis.results import LEARNT, SCALES, Floors, Folders, Measured, fault, read_all, settings_of
+from groupwise.analysis.results import LEARNT, SCALES, Floors, Folders, Measured, read_all, refuse, settings_of
 from groupwise.analysis.statistics import Summary, summarise
 from groupwise.atomic import write_atomically, write_text
 from groupwise.errors import UserError
@@ -151,7 +151,7 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
 }
 UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
-KINDS = ("pdf", "png")
+"""Kinds of files, and what is left out of them."""
 PIXELS = 300
 """Of a PNG, an inch."""
 
@@ -178,18 +178,14 @@ def content(figure: Any, kind: str) -> bytes:
 def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]:
     """Write `<folder>/<name>.pdf` and `.png`, and title and caption as `<name>.txt`."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind in KINDS:
-        path, drawn = folder / f"{name}.{kind}", content(figure, kind)
+    written = {folder / f"{name}.{kind}": content(figure, kind) for kind in UNDATED}
+    for path, drawn in written.items():
         write_atomically(path, lambda file, drawn=drawn: file.write(drawn))  # type: ignore[misc]
         path.chmod(0o644)
-        written.append(path)
     write_text(folder / f"{name}.txt", f"{title}\n{figure.get_label()}\n")
-    return written
+    return list(written)
 
 
-IDENTITY = ("cell", "seed", "hash")
-"""The columns that say which run a row belongs to."""
 COMPANIONS = {"_curves": ("collect", ("step",)), "_norms": ("gradient_norms", ("epoch", "layer", "example"))}
 """Of rows that belong to runs, by the suffix of their file: the module that makes them, and the columns that identify a
 row within its run."""
@@ -220,21 +216,14 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
     """
     path, (maker, place) = folder / f"{name}_{measured.scale}{suffix}.csv", COMPANIONS[suffix]
     if not path.is_file():
-        raise UserError(
-            f"There are no rows in {path}: make them with python -m groupwise.sweeps.{maker} {name} "
-            f"scale={measured.scale}."
-        )
+        command = f"python -m groupwise.sweeps.{maker} {name} scale={measured.scale}"
+        raise UserError(f"There are no rows in {path}: make them with {command}.")
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
-    known = set(measured.rows[list(IDENTITY)].itertuples(index=False, name=None))
-    strange = [row not in known for row in frame[list(IDENTITY)].itertuples(index=False, name=None)]
-    if any(strange):
-        raise fault(path, frame[strange], "is of no run that was measured")
+    refuse(path, frame, ~frame["hash"].isin(measured.rows["hash"]), "is of no run that was measured")
     for column in numbers:
         frame[column] = pd.to_numeric(frame[column], errors="coerce")
-        if len(odd := frame[~np.isfinite(frame[column])]):
-            raise fault(path, odd, f"has no finite {column}")
-    if len(again := frame[frame.duplicated(["hash", *place])]):
-        raise fault(path, again, "is there twice")
+        refuse(path, frame, ~np.isfinite(frame[column]), f"has no finite {column}")
+    refuse(path, frame, frame.duplicated(["hash", *place]), "is there twice")
     return frame.assign(scale=measured.scale)
 
 

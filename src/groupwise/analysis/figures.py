@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from groupwise.analysis import throughput_figure
+from groupwise.analysis.benchmark_rows import cells, read_rows
 from groupwise.analysis.figure_style import (
     Beside,
     plain_style,
@@ -29,6 +29,7 @@ from groupwise.analysis.run_figures import (
     draw_quantile_budget,
     draw_target_quantile,
 )
+from groupwise.analysis.throughput_figure import draw, panels
 from groupwise.errors import UserError, unknown
 from groupwise.sweeps.cells import read_sweep
 
@@ -89,9 +90,9 @@ def make(name: str, folders: Folders) -> Drawn:
     if name not in FIGURES:
         raise unknown("figure", name, FIGURES)
     if name in SPEED:
+        shown = panels(name, cells(read_rows(folders.measured / "benchmarks" / "throughput.csv")))
         with plain_style():
-            figure, scale = throughput_figure.make_figure(name, folders.measured / "benchmarks" / "throughput.csv")
-        return Drawn(figure, SPEED[name], scale, None)
+            return Drawn(draw(shown), SPEED[name], shown.scale, None)
     kind = KINDS[name]
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows

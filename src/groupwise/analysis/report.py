@@ -23,8 +23,8 @@ from groupwise.errors import UserError, command
 STYLE = """
 :root { color-scheme: light dark; }
 body { max-width: 72rem; margin: 0 auto; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { display: block; overflow-x: auto; border-collapse: collapse; }
+table { font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #8888; }
 code { overflow-wrap: anywhere; }
 img { display: block; max-width: 100%; width: 45rem; }
@@ -37,15 +37,16 @@ def render(results: Path, out: Path) -> str:
     """The page as it will stand in `out`. The same files give the same page.
 
     Raises:
-        UserError: a table or figure was not made yet.
+        UserError: a table was not made yet.
     """
+    pages = {name: results / "tables" / f"{name}.md" for name in (*TABLES, *BESIDE, *HYPERPARAMETERS)}
+    if missing := next((path for path in pages.values() if not path.is_file()), None):
+        raise UserError(f"There is no {missing}: make it with make tables figures.")
     summary = results.parent / "docs" / "findings.md"
     parts = {"summary": _text(summary, out)} if summary.is_file() else {}
-    for name in TABLES:
-        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out) + _samples(results, name)
+    parts |= {name: _text(pages[name], out) + _samples(results, name) for name in TABLES}
     parts |= {name: _figure(results, name) for name in FIGURES if (results / "figures" / f"{name}.png").is_file()}
-    for name in (*BESIDE, *HYPERPARAMETERS):
-        parts[name] = _text(_made(results / "tables" / f"{name}.md"), out)
+    parts |= {name: _text(pages[name], out) for name in (*BESIDE, *HYPERPARAMETERS)}
     links = "\n".join(f'<a href="#{name}">{name.replace("_", " ")}</a>' for name in parts)
     sections = "\n".join(f'<section id="{name}">\n{content}</section>' for name, content in parts.items())
     return (
@@ -56,30 +57,16 @@ def render(results: Path, out: Path) -> str:
     )
 
 
-def _made(path: Path) -> Path:
-    if not path.is_file():
-        raise UserError(f"There is no {path}: make it with make tables figures.")
-    return path
-
-
 def _text(page: Path, out: Path) -> str:
     """A page in Markdown as HTML: headings go one level down, and links lead to the same places from `out`."""
 
+    def link(target: re.Match[str]) -> str:
+        return Path(os.path.relpath(page.parent / target[0], out.parent)).as_posix()
+
     text = re.sub(r"<!--.*?-->\n?", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     written = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    written = re.sub(r'(?<=href=")(?![a-z]+:|#)[^"#]+', lambda link: _link(page.parent / link[0], out), written)
-    written = re.sub(r"<(/?)h([1-5])>", lambda tag: f"<{tag[1]}h{int(tag[2]) + 1}>", written)
-    return _scrolling(written)
-
-
-def _link(target: Path, out: Path) -> str:
-    return Path(os.path.relpath(target, out.parent)).as_posix()
-
-
-def _scrolling(written: str) -> str:
-    """The same with tables that scroll in a frame of their own where they are wider than the page."""
-    start = '<div class="wide" tabindex="0" role="group"><table'
-    return written.replace("<table", start).replace("</table>", "</table></div>")
+    written = re.sub(r'(?<=href=")(?![a-z]+:|#)[^"#]+', link, written)
+    return re.sub(r"<(/?)h([1-5])>", lambda tag: f"<{tag[1]}h{int(tag[2]) + 1}>", written)
 
 
 def _samples(results: Path, name: str) -> str:
@@ -88,16 +75,14 @@ def _samples(results: Path, name: str) -> str:
     for path in sorted((results / "measured").glob(f"{name}_*_texts.csv")):
         rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop_duplicates(["cell", "source"])
         shown = rows.set_index(["source", "reference", "cell"])[["output"]].sort_index(kind="stable")
-        table = _scrolling(shown.to_html(border=0, index_names=False))
+        table = shown.to_html(border=0, index_names=False)
         written += f"<details><summary>Texts written, {html.escape(path.stem)}</summary>\n{table}\n</details>\n"
     return written
 
 
 def _figure(results: Path, name: str) -> str:
     image = base64.b64encode((results / "figures" / f"{name}.png").read_bytes()).decode()
-    title, caption = map(
-        html.escape, _made(results / "figures" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    )
+    title, caption = html.escape((results / "figures" / f"{name}.txt").read_text(encoding="utf-8")).splitlines()
     return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">\n<p>{caption}</p>\n'
 
 

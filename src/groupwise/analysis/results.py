@@ -15,7 +15,6 @@ note
     Why a number is not ours to reproduce, or is not the same thing; of a hyperparameter: fixed, grid or selected.
 """
 
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -34,7 +33,6 @@ TABLES = ("fixed_per_layer", "cifar", "glue", "sst2_epochs", "table2text", "sams
 """The paper's tables of results, in its order; each has a sweep of its name."""
 HYPERPARAMETERS = ("hyperparameters_cifar", "hyperparameters_glue", "hyperparameters_gpt2")
 """The paper's tables of settings."""
-COLUMNS = ("table", "row", "column", "metric", "cell", "value", "std", "note")
 MINUS = " minus "
 
 
@@ -67,7 +65,7 @@ def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
     """The paper's table `name`: `value` and `std` as numbers, `printed` as the paper has both, the others as text.
 
     Raises:
-        UserError: there is no such table, or it is not what the project came with.
+        UserError: there is no such table.
     """
     path = folder / f"{name}.csv"
     if name not in (*TABLES, *HYPERPARAMETERS):
@@ -76,17 +74,8 @@ def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
         frame = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:
         raise UserError(f"The paper's numbers are not in {path} ({str(error).splitlines()[0]}).") from error
-    if missing := [column for column in COLUMNS if column not in frame]:
-        raise UserError(f"{path} has no column {missing[0]!r}: take the file that the project came with.")
-    frame["printed"] = [
-        value + (f" ({std})" if std else "") for value, std in zip(frame["value"], frame["std"], strict=True)
-    ]
-    for column in ("value", "std"):
-        numbers = pd.to_numeric(frame[column], errors="coerce")
-        if len(odd := frame[numbers.isna() & (frame[column] != "")]):
-            raise UserError(f"{path}: {odd.iloc[0][column]!r} at {odd.iloc[0]['row']} is no number.")
-        frame[column] = numbers
-    return frame
+    frame["printed"] = frame["value"] + (" (" + frame["std"] + ")").where(frame["std"] != "", "")
+    return frame.assign(**{name: pd.to_numeric(frame[name], errors="coerce") for name in ("value", "std")})
 
 
 def settings_of(cell: str) -> dict[str, str]:
@@ -168,19 +157,9 @@ Floors = Mapping[tuple[str, str], float]
 
 
 def read_floors(folder: Path) -> Floors:
-    """The scores of `CONSTANT`; none where the file is not there.
-
-    Raises:
-        UserError: the file does not parse.
-    """
-    path = folder / CONSTANT
-    if not path.is_file():
-        return {}
-    try:
-        rows = pd.read_csv(path, usecols=["task", "metric", "value"], dtype={"value": float})
-    except ValueError as error:
-        raise UserError(f"{path} does not parse ({str(error).splitlines()[0]}): make it again.") from error
-    return {(str(row.task), str(row.metric)): float(row.value) for row in rows.itertuples()}
+    """The scores of `CONSTANT`; none where the file is not there."""
+    rows = read_table(folder / CONSTANT)
+    return {(row["task"], row["metric"]): float(row["value"]) for row in rows}
 
 
 def floor_of(task: str, metric: str, floors: Floors) -> float | None:
@@ -214,45 +193,33 @@ def read_measured(
     `wanted` says which metrics the runs of a cell must have, as finite numbers; other cells may have any.
 
     Raises:
-        UserError: the file is not there or does not parse, or has no rows; a column is missing; a hash is no SHA-256;
-            a row is of another sweep or scale, of a cell or seed that the sweep does not have; two rows are of one cell
-            and seed, or of one run; a metric is missing or not finite.
+        UserError: the file is not there or does not parse, or has no rows; a column is missing; a row is of a cell or
+            seed that the sweep does not have; two rows are of one cell and seed, or of one run; a metric is missing or
+            not finite.
     """
-    path = file_of(sweep, scale, folder)
-    expected = seeds_of(sweep, scale)
+    path, expected = file_of(sweep, scale, folder), seeds_of(sweep, scale)
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
-    sound = {
-        "sweep": (re.escape(sweep.name), f"is of sweep={{}}, in the file of sweep={sweep.name}"),
-        "scale": (scale, f"is of scale={{}}, in the file of scale={scale}"),
-        "hash": ("[0-9a-f]{64}", "has the hash {!r}, which is no SHA-256"),
-        "seed": ("[0-9]+", "has a seed that is no whole number"),
-        "git.dirty": ("True|False|", "has git.dirty={}, which is neither True nor False"),
-    }
-    for column, (pattern, words) in sound.items():
-        _refuse(path, frame, ~frame[column].str.fullmatch(pattern).astype(bool), words, column)
-    frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
-    planned = {(cell, seed) for cell, seeds in expected.items() for seed in seeds}
-    known = [place in planned for place in zip(frame["cell"], frame["seed"], strict=True)]
-    where = f"the sweep {sweep.name} at scale={scale}"
-    _refuse(path, frame, ~frame["cell"].isin(list(expected)), f"is of no cell of {where}")
-    _refuse(path, frame, ~np.array(known, dtype=bool), "has a seed that the sweep does not have for it")
-    _refuse(path, frame, frame.duplicated(["cell", "seed"]), "is there twice")
-    _refuse(path, frame, frame.duplicated("hash"), "has the hash of another row, so the two are one run")
+    planned = {(sweep.name, cell, str(seed), scale) for cell, seeds in expected.items() for seed in seeds}
+    known = [place in planned for place in frame[list(KEYS)].itertuples(index=False, name=None)]
+    refuse(path, frame, ~np.array(known), f"is of no cell and seed of the sweep {sweep.name} at scale={scale}")
+    refuse(path, frame, frame.duplicated(["cell", "seed"]), "is there twice")
+    refuse(path, frame, frame.duplicated("hash"), "has the hash of another row, so the two are one run")
     for cell, metrics in (wanted or {}).items():
         for metric in metrics if (own := frame["cell"] == cell).any() else ():
             if metric not in frame:
                 raise fault(path, frame[own], f"has no {metric}, which its table shows")
             odd = ~np.isfinite(pd.to_numeric(frame[metric], errors="coerce"))
-            _refuse(path, frame, own & odd, f"has {metric}={{!r}}, which is no finite number", metric)
+            refuse(path, frame, own & odd, f"has a {metric} that is no finite number")
     for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
         frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
+    frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
     return Measured(frame.sort_values(["cell", "seed"]).reset_index(drop=True), expected, scale)
 
 
-def _refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str, column: str = "cell") -> None:
-    """Raise the `fault` of the first row that is wrong; `words` are about its value in `column`."""
+def refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str) -> None:
+    """Raise the `fault` of the first row that is wrong."""
     if len(odd := frame[wrong]):
-        raise fault(path, odd, words.format(odd.iloc[0][column]))
+        raise fault(path, odd, words)
 
 
 def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:

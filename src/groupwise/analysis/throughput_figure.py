@@ -5,13 +5,12 @@ against the batch size (a) peak memory, and (b) throughput as a share of non-pri
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from groupwise.analysis.benchmark_rows import MACHINE, cells, in_words, read_rows, was_measured
+from groupwise.analysis.benchmark_rows import MACHINE, in_words, was_measured
 from groupwise.analysis.benchmark_tables import WORKLOADS
 from groupwise.analysis.figure_style import (
     CLIP,
@@ -54,11 +53,9 @@ class Panels:
     """The content of the two panels: lines of `cells` for one workload on one machine configuration.
 
     Attributes:
-        lines: one line a method and batch, sorted.
-        again: the same of the repeated baseline; empty where it was not run.
-        absent: method -> why it is in neither.
-        caption: what was measured, and where.
-        scale: "paper" for a model of full depth on a GPU, else what is less.
+        lines: one line a method and batch, sorted. again: those of the repeated baseline; empty where it was not run.
+        absent: method -> why it is in neither. caption: what was measured, and where.
+        scale: "paper" for a model of full depth on a GPU, else "reduced".
     """
 
     lines: pd.DataFrame
@@ -110,6 +107,14 @@ def draw(shown: Panels) -> Any:
     left, right = figure.subplots(1, 2)
     _memory(left, shown)
     _throughput(right, shown)
+    for axes, title in ((left, "(a) memory"), (right, "(b) throughput")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(shown.lines["batch"].unique()))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.set(xlabel="batch size")
+        head(axes, title, shown.scale)
+        rule(axes)
     legend(figure)
     note(figure, shown.scale, _words(shown))
     return figure
@@ -133,23 +138,12 @@ def _words(shown: Panels) -> str:
     return " ".join(parts)
 
 
-def _batches(axes: Any, shown: Panels, title: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(shown.lines["batch"].unique()))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.minorticks_off()
-    axes.set(xlabel="batch size")
-    head(axes, title, shown.scale)
-    rule(axes)
-
-
 def _memory(axes: Any, shown: Panels) -> None:
     for method, series in SERIES.items():
         rows = shown.lines[shown.lines["method"] == method]
         if len(rows):
             look = {"color": series.colour, "marker": series.marker, "markersize": 3.5, "linewidth": 1.1}
             axes.plot(rows["batch"], rows["peak_bytes"] / GIB, label=series.label, **look)
-    _batches(axes, shown, "(a) memory")
     axes.set(ylabel="peak memory (GiB)", ylim=(0, 1.1 * shown.lines["peak_bytes"].max() / GIB))
 
 
@@ -169,16 +163,5 @@ def _throughput(axes: Any, shown: Panels) -> None:
             bars = {"marker": series.marker, "markersize": 3.5, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
             axes.errorbar(x, ratio, yerr=ends, color=series.colour, **bars)
     axes.axhline(PAPER_SHARE, color=GREY, linewidth=0.8, linestyle=":")
-    _batches(axes, shown, "(b) throughput")
     axes.set(ylabel="share of non-private")
     axes.set_ylim(bottom=0)
-
-
-def make_figure(name: str, rows: Path) -> tuple[Any, str]:
-    """Read the rows and draw the figure `name`; returns it and its scale.
-
-    Raises:
-        UserError: no rows; fewer machine configurations than the figure needs.
-    """
-    shown = panels(name, cells(read_rows(rows)))
-    return draw(shown), shown.scale

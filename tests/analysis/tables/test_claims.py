@@ -222,7 +222,7 @@ def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
     (tmp_path / "findings.md").write_text(PAGE)
     options = ["--docs", str(tmp_path), "--out", str(tmp_path / "tables"), *world.options()]
     assert main(["findings", *options]) == 2
-    assert "in the file of scale=mini" in capsys.readouterr().err
+    assert "is of no cell and seed of the sweep fixed_per_layer at scale=mini" in capsys.readouterr().err
     assert (tmp_path / "findings.md").read_text() == PAGE and not any((tmp_path / "tables").iterdir())
 
 

@@ -36,17 +36,17 @@ def test_a_cost_counts_each_run_once_and_threads_as_cores():
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
+        *[("valid/accuracy", value, "has a valid/accuracy that is no finite number") for value in ("nan", "inf", "")],
         *[
-            ("valid/accuracy", value, f"has valid/accuracy='{value}', which is no finite")
-            for value in ("nan", "inf", "")
+            (column, value, "is of no cell and seed of the sweep fixed_per_layer at scale=mini")
+            for column, value in (
+                ("scale", "paper"),
+                ("sweep", "cifar"),
+                ("cell", "clip=ghost privacy.epsilon=3 task=cifar"),
+                ("seed", 7),
+                ("seed", "x"),
+            )
         ],
-        *[("hash", text, "no SHA-256") for text in ("", "abc", "Z" * 64, "0" * 63)],
-        ("scale", "paper", "is of scale=paper, in the file of scale=mini"),
-        ("sweep", "cifar", "is of sweep=cifar"),
-        ("cell", "clip=ghost privacy.epsilon=3 task=cifar", "clip=ghost"),
-        ("seed", 7, "a seed that the sweep does not have"),
-        ("seed", "x", "no whole number"),
-        ("git.dirty", "perhaps", "git.dirty=perhaps"),
     ],
 )
 def test_a_value_that_cannot_be(world, column, value, words):
