@@ -75,7 +75,7 @@ def test_a_row_names_task_model_dropout_and_plays():
 def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_gradient_by_one_at_most():
     """Such was the sensitivity of runs that dealt masks from the public seed: 9 thresholds, where noise is for one."""
     setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], design="masks", plays=2)
-    trainer = real._trainer(setting, 0)
+    trainer = real.trainer_of(setting, 0)
     first = int(real._everybody(trainer)[0])
     threshold = float(trainer.private.thresholds.clip_thresholds[0])
     assert real._public_difference(trainer, first, 0).norm() > 4 * threshold

@@ -80,7 +80,7 @@ def test_elsewhere_a_point_is_allowed():
         "of commit 0123456, whose bits are not today's, so it is to be made again"
     )
     good, lines = compare(row, {"valid/loss": 1.54})
-    assert not good and lines[0] == "valid/accuracy: 50.0 then, none now"
+    assert not good and lines[0] == "valid/accuracy: 50.0 then, None now"
     with pytest.raises(UserError, match="6 digits"):
         find_row("12", Path("nowhere"))
 
@@ -88,6 +88,6 @@ def test_elsewhere_a_point_is_allowed():
 def test_a_metric_that_is_no_number_is_as_it_was_if_it_is_none_again():
     row = {"test/bleu": "nan", "git.sha": "1"}
     good, lines = compare(row, {"test/bleu": math.nan, "git.sha": "1"})
-    assert good and lines[0] == "test/bleu: nan then and now"
+    assert good and lines[0] == "test/bleu: nan then, nan now"
     assert not compare(row, {"test/bleu": 1.0, "git.sha": "1"})[0]
     assert not compare(row | {"test/bleu": "1.0"}, {"test/bleu": math.nan, "git.sha": "1"})[0]

@@ -25,6 +25,8 @@ from groupwise.processes.start import spawn
 from groupwise.run import plan_run
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.step import Trainer
+from groupwise.training.task import Task
 
 _REHEARSALS = 12
 _FRACTIONS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
@@ -79,25 +81,25 @@ def level_of(setting: Setting) -> float:
     return max(clip.threshold, clip.initial_threshold or 0.0)
 
 
-def follow(setting: Setting, attacker: Attacker, plan: PrivacyPlan) -> list[Evidence]:
-    """All steps' evidence."""
-    return [attacker.step(step) for step in range(plan.steps)]
+def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Alone | Ranks | None = None) -> Trainer:
+    """The trainer that a run has, of the examples that are present, (N,) bool; each stage of a pipeline calls it."""
+    ranks = ranks or Alone()
+    engine = make_engine(task.model, config.clip)
+    assert engine is not None, "options refuses clip=none"
+    plan = plan_run(config, task.train_size, sum(ranks.gather(len(engine.groups))))
+    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
+    trainer.private.sampler = Present(trainer.private.sampler, present)
+    return trainer
 
 
 def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """One process: the plan, and each step's evidence."""
-    config, m = setting.config, setting.canaries
-    model = make_canaries(setting.model, m, level_of(setting), setting.seed, setting.dropout)
+    model = make_canaries(setting.model, setting.canaries, level_of(setting), setting.seed, setting.dropout)
     plain = copy.deepcopy(model)
-    engine = make_engine(model, config.clip)
-    assert engine is not None, "options refuses clip=none"
-    plan = plan_run(config, m, len(engine.groups))
-    trainer = build_trainer(config, CanaryTask(model, m), engine, plan, torch.device("cpu"), Alone(), None)
-    trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
-    try:
-        return plan, follow(setting, Attacker(trainer, plain, lambda model, who: model(who), setting), plan)
-    finally:
-        engine.detach()
+    trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting))
+    attacker = Attacker(trainer, plain, lambda model, who: model(who), setting)
+    plan = trainer.private.plan
+    return plan, [attacker.step(step) for step in range(plan.steps)]
 
 
 class CanaryStage(Stage):
@@ -139,14 +141,10 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     torch.manual_seed(setting.seed)
     stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting), setting.dropout)
     plain = copy.deepcopy(stage)
-    engine = make_engine(stage, config.clip)
-    assert engine is not None
-    here = len(engine.groups)
-    plan = plan_run(config, m, 1 if config.clip.grouping == "flat" else round(ranks.agree(here)[0]))
-    trainer = build_trainer(config, CanaryTask(stage, m), engine, plan, torch.device("cpu"), ranks, None)
-    trainer.private.sampler = Present(trainer.private.sampler, present_canaries(setting))
+    trainer = make_trainer(config, CanaryTask(stage, m), present_canaries(setting), ranks)
     attacker = Attacker(trainer, plain, lambda model, who: model.block(who), setting)  # type: ignore[operator]
-    by_stage = ranks.gather(follow(setting, attacker, plan))
+    plan = trainer.private.plan
+    by_stage = ranks.gather([attacker.step(step) for step in range(plan.steps)])
     dist.destroy_process_group()
     together = [sum(parts[1:], parts[0]) for parts in zip(*by_stage, strict=True)]
     return {"plan": plan.to_dict(), "evidence": together}

@@ -12,16 +12,13 @@ from torch import Tensor
 from groupwise.audit import two_worlds_epsilon, two_worlds_gaussian_epsilon
 from groupwise.audit.attacker import MASKS, stds_of
 from groupwise.audit.canaries import Present
+from groupwise.audit.one_run import make_trainer
 from groupwise.audit.options import DESIGNS, Setting, set_rate
-from groupwise.build import build_trainer
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.tuning import TruncatedNegativeBinomial, calibrate_search
-from groupwise.run import plan_run
 from groupwise.tasks import make_task
-from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone
 from groupwise.training.step import Trainer
 
 
@@ -169,13 +166,16 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     claimed = None
     if setting.design == "search":
         setting, claimed = _with_noise_for_a_search(setting)
-    trainer, other = (_trainer(setting, 2 * setting.seed + world) for world in (0, 1))
+    trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
     public = setting.design == "masks"
     stds = _by_entry(trainer)
     canary = int(_everybody(trainer)[0]) if public else _loudest(trainer, stds)
     own = _mean_gradient(trainer, canary)
     direction = (_public_difference(trainer, canary, setting.config.seed) if public else own) / stds.square()
-    without, having = (_world(made, direction, kept) for made, kept in ((trainer, canary), (other, None)))
+    trainer.private.sampler = Present(trainer.private.sampler, np.arange(trainer.task.train_size) != canary)
+    without, having = (
+        TrainerWorld([made], 1, lambda seen: float(seen[0].update @ direction)) for made in (trainer, other)
+    )
     worlds = (without, having) if claimed is None else (SearchWorld(without, RUNS), SearchWorld(having, RUNS))
     plan = trainer.private.plan
     found = distinguish(worlds[0], worlds[1], setting.plays, plan.delta, setting.confidence)
@@ -194,30 +194,14 @@ def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:
     return replace(setting, config=replace(setting.config, privacy=run)), privacy.epsilon
 
 
-def _trainer(setting: Setting, noise_seed: int) -> Trainer:
-    """A trainer as in a run; both worlds have the same weights, but their own noise and masks."""
+def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
+    """A trainer of all examples; both worlds have the same weights, but their own noise and masks."""
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
-    cpu = torch.device("cpu")
-    task = make_task(config, cpu)
+    task = make_task(config, torch.device("cpu"))
     if task.train_size < 2:
         raise UserError("An audit needs at least two examples: give data.train_limit=2 or more.")
-    engine = make_engine(task.model, config.clip)
-    assert engine is not None, "options refuses clip=none"
-    plan = plan_run(config, task.train_size, len(engine.groups))
-    set_rate(config, plan.expected_batch_size)
-    return build_trainer(config, task, engine, plan, cpu, Alone(), None)
-
-
-def _world(trainer: Trainer, direction: Tensor, absent: int | None) -> TrainerWorld:
-    present = np.ones(trainer.task.train_size, dtype=bool)
-    if absent is not None:
-        present[absent] = False
-    trainer.private.sampler = Present(trainer.private.sampler, present)
-
-    def along(releases: list[Release]) -> float:
-        return float(releases[0].update @ direction)
-
-    return TrainerWorld([trainer], 1, along)  # type: ignore[arg-type]
+    set_rate(config, DESIGNS[setting.design].sample_rate * task.train_size)
+    return make_trainer(config, task, np.ones(task.train_size, dtype=bool))
 
 
 def _everybody(trainer: Trainer) -> np.ndarray:

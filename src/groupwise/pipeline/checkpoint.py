@@ -36,7 +36,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
     """
     folder = path.with_name(f"{path.stem}-{ranks.broadcast(common['step'])}")
     mine = {name: value for name, value in own.items() if name not in common}
-    _together(ranks, ranks.replica == 0, _write, folder / _file(ranks.stage), mine)
+    _together(ranks, ranks.replica == 0, _write, folder / f"stage-{ranks.stage}.pt", mine)
     state = {**common, "folder": folder.name, "stages": ranks.stages}
     _together(ranks, ranks.main, save_checkpoint, path, state, previous(path))
     if ranks.main:
@@ -59,7 +59,7 @@ def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, An
         raise UserError(
             f"{path} names {state['folder']}, which is not a checkpoint's folder: start afresh with overwrite=true."
         )
-    return {**state, **load_checkpoint(path.with_name(state["folder"]) / _file(ranks.stage), device)}
+    return {**state, **load_checkpoint(path.with_name(state["folder"]) / f"stage-{ranks.stage}.pt", device)}
 
 
 def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tensor], ranks: Alone | Ranks) -> None:
@@ -104,10 +104,6 @@ def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
     if missing := sorted(names.keys() - found.keys()):
         raise UserError(f"{path} has no {names[missing[0]]}: give the weights of the same model.")
     return found
-
-
-def _file(stage: int) -> str:
-    return f"stage-{stage}.pt"
 
 
 def _shard(path: Path, stage: int) -> Path:

@@ -116,14 +116,7 @@ def generate_on_stages(
     settings: GenerateConfig,
     ends: Sequence[int] = (),
 ) -> list[str]:
-    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it and get them.
-
-    Args:
-        tokenizer, prompts, settings, ends: as in `generate`.
-
-    Raises:
-        UserError: as `generate`, on every process.
-    """
+    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it, get them."""
     return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device, progress=link.stage.first)
 
 
@@ -165,9 +158,8 @@ class Searcher(PreTrainedModel, GenerationMixin):
         )
         if hidden is None:
             shape = (len(input_ids), logits_to_keep or input_ids.shape[1], self.config.vocab_size)
-            logits = torch.empty(
-                shape, dtype=torch.promote_types(self.stage.dtype, torch.float32), device=self._link.device
-            )
+            dtype = torch.promote_types(self.stage.dtype, torch.float32)
+            logits = torch.empty(shape, dtype=dtype, device=self._link.device)
         else:
             logits = self.stage.logits(hidden[:, -logits_to_keep:]).contiguous()
         self._link.copy_(logits)

@@ -160,7 +160,7 @@ class StageRunner:
         """
         engine = self.engine
         if engine is None:
-            return self._pass(microbatches, (_nothing, _nothing), randomness)
+            return self._pass(microbatches, (lambda _: nullcontext(),) * 2, randomness)
 
         def clipped(i: int) -> AbstractContextManager[object]:
             return engine.backward_of(i, microbatches[i].absent)
@@ -191,7 +191,10 @@ class StageRunner:
             dist.all_reduce(squares, group=self.group)
         engine.count_norms(_present(squares, microbatches).unsqueeze(0))
         factors = engine.factors(squares.flatten()).view_as(squares)
-        kept = [_weigh(microbatch, row != 0) for microbatch, row in zip(microbatches, factors, strict=True)]
+        kept = [
+            replace(each, kwargs={**each.kwargs, "weights": each.kwargs["weights"] * (row != 0)})
+            for each, row in zip(microbatches, factors, strict=True)
+        ]
 
         def sums(i: int) -> AbstractContextManager[object]:
             return engine.sums_of(i, factors[i])
@@ -246,34 +249,19 @@ def _within(outer: Around, inner: Around) -> Around:
     return both
 
 
-def _nothing(_: int) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 def _present(rows: Tensor, microbatches: Sequence[Microbatch]) -> Tensor:
     """(microbatches, b) -> (n,): the rows that are no fillers, in order."""
     kept = [row[: len(row) - m.absent] for row, m in zip(rows, microbatches, strict=True)]
     return torch.cat(kept)
 
 
-def _weigh(microbatch: Microbatch, factors: Tensor) -> Microbatch:
-    """The microbatch with its weights times factors (b,)."""
-    return replace(microbatch, kwargs={**microbatch.kwargs, "weights": microbatch.kwargs["weights"] * factors})
-
-
-def _mistake(error: BaseException, stage: int) -> UserError | None:
-    """The error of a pass as a `UserError`, if the user can fix it."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__
-    for cause in causes:
-        if isinstance(cause, UserError):
-            return cause
-        if isinstance(cause, torch.OutOfMemoryError):
-            return UserError(
-                f"Stage {stage} ran out of its device's memory: lower train.microbatch, or give "
-                "pipeline.rematerialize=true or more pipeline.stages."
-            )
-    return None
+def _mistake(error: BaseException | None, stage: int) -> UserError | None:
+    """The error of a pass, or what caused it, as a `UserError`; None if the user cannot fix it."""
+    if error is None or isinstance(error, UserError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return UserError(
+            f"Stage {stage} ran out of its device's memory: lower train.microbatch, or give "
+            "pipeline.rematerialize=true or more pipeline.stages."
+        )
+    return _mistake(error.__cause__, stage)

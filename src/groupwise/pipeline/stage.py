@@ -102,7 +102,6 @@ class TextStage(Stage):
         precision: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         super().__init__(index, len(ranges))
-        assert anatomy.family is not None
         config = anatomy.network.config
         self.body, self._width = anatomy.body, config.hidden_size
         self.head = anatomy.network.get_output_embeddings() if self.last else None

@@ -39,9 +39,13 @@ def begin_sweep(planned: PlannedSweep) -> Path:
     """
     folder, number = planned.folder, 1
     try:
-        while not _claimed(folder):
-            number += 1
-            folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
+        while True:
+            try:
+                (folder / "cells").mkdir(parents=True)
+                break
+            except FileExistsError:  # of a sweep that began in the same second
+                number += 1
+                folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
         if planned.cells is not None:
             for cell in planned.cells:
                 write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
@@ -61,15 +65,6 @@ def begin_sweep(planned: PlannedSweep) -> Path:
 def cell_file(folder: Path, key: str) -> Path:
     """The configuration of the cell with these 12 digits of its hash."""
     return folder / "cells" / f"{key}.yaml"
-
-
-def _claimed(folder: Path) -> bool:
-    """Whether this process has made the sweep's folder; among several at once, exactly one has."""
-    try:
-        (folder / "cells").mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
 
 
 def read_cells(folder: Path) -> list[dict[str, Any]]:
@@ -123,11 +118,6 @@ def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path
     write_text(folder / "failed" / f"{key}.txt", "\n".join(lines) + "\n")
 
 
-def clear_failure(folder: Path, key: str) -> None:
-    """The cell has succeeded after all."""
-    (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)
-
-
 def failures(folder: Path) -> list[Failure]:
     """The failures of cells that have not succeeded since, in the order of the cells."""
     found = {}
@@ -147,11 +137,6 @@ def is_done(folder: Path, cell: dict[str, Any]) -> bool:
     """Whether its run is `DONE`; with overwrite=true, an earlier run does not count."""
     done, submitted = Path(cell["run"]) / "DONE", folder / CELLS
     return done.is_file() and (cell["done_before"] or done.stat().st_mtime >= submitted.stat().st_mtime)
-
-
-def has_begun(folder: Path, cell: dict[str, Any]) -> bool:
-    """Whether the cell has a log already."""
-    return (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()
 
 
 PARTS = ("run.py", "src", "conf", "sweeps")
@@ -218,7 +203,8 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
     register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
-    key, name, log = f"job-{settings.job.num}", typed_overrides(), None
+    typed: Any = OmegaConf.to_container(settings.overrides.task)  # unresolved: what is in them may be the mistake
+    key, name, log = f"job-{settings.job.num}", " ".join(typed), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
@@ -252,7 +238,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
         if composed.cell is None:
             raise
         return None
-    clear_failure(folder, key)
+    (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)  # of an earlier try
     return value
 
 
@@ -260,12 +246,6 @@ def _begun_here(folder: Path, run: Path) -> bool:
     """Whether this sweep has begun the run already; then a requeued job resumes, even with overwrite=true."""
     written, submitted = run / "config.yaml", folder / CELLS
     return written.is_file() and submitted.is_file() and written.stat().st_mtime > submitted.stat().st_mtime
-
-
-def typed_overrides() -> str:
-    """The cell's overrides, unresolved, as an interpolation in them may be the cause of the failure."""
-    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return " ".join(given)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from groupwise.config.identity import load_config
 from groupwise.errors import ProcessFailed
 from groupwise.processes.environment import world_size
 from groupwise.sweeps import slurm
-from groupwise.sweeps.folder import cell_file, has_begun, read_cells, unfinished
+from groupwise.sweeps.folder import cell_file, read_cells, unfinished
 
 Cells = list[dict[str, Any]]
 """Of `cells.json`."""
@@ -58,7 +58,7 @@ def _run(folder: Path, cells: Cells, launch: Callable[[Cells], None]) -> None:
             return launch(cells)
         except BrokenProcessPool as error:
             left = [cell for cell in unfinished(folder) if cell in cells]
-            waiting = [cell for cell in left if not has_begun(folder, cell)]
+            waiting = [cell for cell in left if not (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()]
             now = len(waiting), len(left)
             if now == before or not left:
                 raise

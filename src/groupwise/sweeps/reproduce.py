@@ -78,17 +78,10 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
     lines, good = [], True
     for key in sorted(key for key in row if key.startswith(METRICS) and row[key]):
-        if again.get(key) is None:
-            good = False
-            lines.append(f"{key}: {row[key]} then, none now")
-            continue
-        then, now = float(row[key]), float(str(again[key]))
-        if math.isnan(then) and math.isnan(now):
-            lines.append(f"{key}: nan then and now")
-            continue
+        then, now = float(row[key]), again.get(key)
         allowed = (LOSS if key.endswith(("loss", "nll")) else POINTS) if other else 0.0
-        good = good and abs(now - then) <= allowed
-        lines.append(f"{key}: {then!r} then, {now!r} now" + ("" if now == then else f", {now - then:+.3g}"))
+        good &= isinstance(now, int | float) and (abs(now - then) <= allowed or (math.isnan(then) and math.isnan(now)))
+        lines.append(f"{key}: {then!r} then, {now!r} now")
     how = f"within {POINTS:g} point, since another {', '.join(other)}" if other else "bit for bit"
     if not good and "git.sha" in other:
         how += f": the row is of commit {row['git.sha'][:7]}, whose bits are not today's, so it is to be made again"

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from tqdm import tqdm
+
 from groupwise.errors import command
 from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.folder import CELLS, is_done, read_cells
@@ -77,10 +79,7 @@ def _jobs(folder: Path) -> dict[str, str]:
     numbers = {link.stem: link.resolve().parent.name for link in (folder / "logs").glob("*.log") if link.is_symlink()}
     if not numbers or shutil.which("squeue") is None:
         return {}
-    try:
-        asked = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
+    asked = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True)
     queued = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
     return {key: queued[number] for key, number in numbers.items() if number in queued}
 
@@ -116,7 +115,7 @@ def status(folder: Path, each: bool = False) -> list[str]:
     counts = Counter(cell.kind for cell in cells)
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
     left = seconds_left(cells)
-    until = [] if left is None else [f"  {_in_words(left)} left"]
+    until = [] if left is None else [f"  about {tqdm.format_interval(left)} left"]
     lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}", *until]
     if counts[INTERRUPTED]:
         lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
@@ -133,12 +132,6 @@ def seconds_left(cells: Sequence[State]) -> float | None:
     if not counts[RUNNING] or not took:
         return None
     return mean(took) * (counts[RUNNING] + counts[WAITING]) / counts[RUNNING]
-
-
-def _in_words(seconds: float) -> str:
-    if seconds < 90:
-        return f"about {max(seconds, 1):.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
 
 
 @command

@@ -285,5 +285,5 @@ def test_no_pair_of_runs_that_speaks_to_a_claim_is_left_out():
         for name, rows in measured:
             everywhere = Contrast(name, one.contrast.plus, one.contrast.minus)
             assert runs_in_pairs(everywhere, rows) <= judged, (
-                f"add a claim about the sweep {name} to analysis/claims.py"
+                f"add a claim about the sweep {name} to results/paper/claims.csv"
             )
