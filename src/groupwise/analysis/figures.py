@@ -114,22 +114,20 @@ def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 if a figure that was named, or exists, could not be made."""
+    """The command line; returns the exit code: 2 if a figure could not be made, after the others were."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     wanted = FIGURES if "all" in given.names else tuple(dict.fromkeys(given.names))
-    failed = 0
+    failed = False
     for name in wanted:
         try:
             drawn = make(name, Folders.given(given))
         except UserError as error:
-            stale = next(iter(sorted(given.out.glob(f"{name}.*"))), None)
-            failed += "all" not in given.names or stale is not None
-            kept = f" ({stale} is of other rows)" if stale else ""
-            print(f"left out: {name}: {error}{kept}" if "all" in given.names else f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
+            failed = True
             continue
         written = write_figure(drawn.figure, drawn.title, given.out, name)
         print(f"{name} (scale={drawn.scale}):", *written)

@@ -117,8 +117,8 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     for scale in SHOWN:
         if file_of(sweep, scale, folders.measured).is_file():
             found += _at_scale(claim, sweep, scale, paper, folders)
-    nothing = Verdict(claim, "", "", _mean(paper, places_of(paper)), summarise([]), 0, why="no pairs of runs")
-    return found or [nothing]
+    printed = summarise(over_seeds(paper, places_of(paper))).mean
+    return found or [Verdict(claim, "", "", printed, summarise([]), 0, why="no pairs of runs")]
 
 
 def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -140,7 +140,9 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folde
     if pairs.empty:
         return []
     weak = _weak(claim.contrast, pairs, folders)
-    why = _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders) if not weak else _in_words(weak, wanted)
+    several = len({settings_of(place).get("task") for place in places_of(wanted)}) > 1
+    why = "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
+    why = why or _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders)
     everywhere = places_of(pairs)
     places = [place for place in everywhere if _task(claim.contrast, place) not in weak] or everywhere
     by_budget: dict[str, list[str]] = {}
@@ -179,24 +181,17 @@ def _obstacle(
 
 def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, str]:
     """Tasks whose pairs say nothing, and why: they are left out of the effect, and keep the claim from a verdict."""
-    floors, tasks = read_floors(folders.measured), sorted({_task(contrast, place) for place in places_of(pairs)})
-    found = {task: why_uninformative(task, contrast.metric, _best(contrast, pairs, task), floors) for task in tasks}
-    return {task: why for task, why in found.items() if why}
-
-
-def _in_words(weak: dict[str, str], wanted: pd.DataFrame) -> str:
-    several = len({settings_of(place).get("task") for place in places_of(wanted)}) > 1
-    return "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
+    floors, found = read_floors(folders.measured), {}
+    by_place = pairs.drop(columns="effect").groupby("place").mean()
+    for task, means in by_place.groupby(lambda place: _task(contrast, place)):
+        best = float(means.mean().max())  # of the better of the terms
+        if why := why_uninformative(str(task), contrast.metric, best, floors):
+            found[str(task)] = why
+    return found
 
 
 def _task(contrast: Contrast, place: str) -> str:
     return settings_of(place).get("task", contrast.where.get("task", ""))
-
-
-def _best(contrast: Contrast, pairs: pd.DataFrame, task: str) -> float:
-    """The mean of the better of a contrast's terms, over the pairs of one task, a place counting once."""
-    own = [place for place in places_of(pairs) if _task(contrast, place) == task]
-    return float(pairs.drop(columns="effect").loc[own].groupby("place").mean().mean().max())
 
 
 def _depends(pairs: pd.DataFrame, by_budget: dict[str, list[str]]) -> bool:
@@ -211,7 +206,7 @@ def _verdict(
 ) -> Verdict:
     measured = summarise(over_seeds(pairs, places))
     printed = [place for place in places_of(paper) if place in places]
-    verdict = Verdict(claim, scale, epsilon, _mean(paper, printed), measured, len(places))
+    verdict = Verdict(claim, scale, epsilon, summarise(over_seeds(paper, printed)).mean, measured, len(places))
     if not why and measured.n < LEAST:
         why = "one seed" if measured.n == 1 else f"{measured.n} seeds, fewer than {LEAST}"
     elif not why and measured.std < SAME:
@@ -252,10 +247,6 @@ def decide(found: Sequence[Verdict]) -> list[Verdict]:
             word = AGREEMENT if verdict.supports < verdict.opposes else DISAGREEMENT
             decided.append(replace(verdict, p=p, word=word))
     return decided
-
-
-def _mean(paper: pd.DataFrame, places: Sequence[str]) -> float:
-    return summarise(over_seeds(paper, places)).mean
 
 
 def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> pd.DataFrame:

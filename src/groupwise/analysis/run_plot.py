@@ -3,7 +3,6 @@
 python -m groupwise.analysis.run_plot results/runs/0123456789ab
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,26 +26,23 @@ def read_metrics(folder: Path) -> pd.DataFrame:
         UserError: there are none yet.
     """
     try:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        metrics = pd.read_json(folder / "metrics.jsonl", lines=True)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable metrics.jsonl: give the folder of a run, results/runs/…") from error
-    if not lines:
+    if metrics.empty:
         raise UserError(f"{folder} has no metrics yet: wait for its first step.")
-    return pd.DataFrame(lines).groupby("step").first()
+    return metrics.groupby("step").first()
 
 
 def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
-    """Up to four panels over the steps, of what the run has.
-
-    Args:
-        metrics: as `read_metrics` gives them.
-        title: of the figure.
-    """
-    losses = [name for name in ("nonprivate/loss", "valid/loss") if name in metrics]
-    scores = [name for name in metrics if name.startswith("valid/") and "loss" not in name]
+    """Up to four panels over the steps, of what the run's `read_metrics` have."""
     thresholds = [name for name in metrics if name.startswith("threshold/")]
-    epsilon = [name for name in ("epsilon_bound",) if name in metrics]
-    kinds = {"loss": losses, "validation": scores, "ε spent": epsilon, "threshold $C_k$": thresholds}
+    kinds = {
+        "loss": [name for name in WORDS if name in metrics],
+        "validation": [name for name in metrics if name.startswith("valid/") and "loss" not in name],
+        "ε spent": ["epsilon_bound"] if "epsilon_bound" in metrics else [],
+        "threshold $C_k$": thresholds,
+    }
     panels = {label: names for label, names in kinds.items() if names}
     figure = Figure(figsize=(PAGE, 1.5 * len(panels) + 0.4), layout="constrained")
     axes: list[Any] = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])

@@ -11,7 +11,6 @@ from scipy.special import nctdtrinc
 from scipy.stats import f, t
 
 from groupwise.analysis.results import LEARNT, SHOWN, settings_of
-from groupwise.errors import UserError
 from groupwise.sweeps.cells import PAPER, Sweep
 
 CONFIDENCE, POWER = 0.95, 0.8
@@ -196,14 +195,8 @@ def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
 
 def waiting_at(sweep: Sweep, cells: Sequence[str]) -> str:
     """The largest scale below the paper's that has the cells, or nothing."""
-    return next((at for at in SHOWN[1:] if at in sweep.scales and _has(sweep, at, cells)), "")
-
-
-def _has(sweep: Sweep, scale: str, cells: Sequence[str]) -> bool:
-    try:
-        return set(cells) <= {cell.name for cell in sweep.cells(scale)}
-    except UserError:
-        return False
+    names = {at: {cell.name for cell in sweep.cells(at)} for at in SHOWN[1:] if at in sweep.scales}
+    return next((at for at, known in names.items() if known.issuperset(cells)), "")
 
 
 def _first(reasons: Sequence[tuple[dict[str, str], str]], cell: str) -> str:
@@ -260,12 +253,8 @@ def compare(
     if number["note"].startswith(UNMEASURED) or math.isnan(number["value"]):
         return UNPRINTED, number["note"]
     difference = measured.mean - number["value"]
-    words = f"by {difference:+.2f} points{_interval(measured, number['value'])}"
+    words = f"by {difference:+.2f} points"
+    if not math.isnan(measured.low):
+        inside = measured.low <= number["value"] <= measured.high
+        words += f"; the 95 % interval of our mean {'holds' if inside else 'leaves out'} the paper's"
     return (REPRODUCED if abs(difference) <= MARGIN else DIFFERS), words
-
-
-def _interval(measured: Summary, value: float) -> str:
-    if math.isnan(measured.low):
-        return ""
-    inside = measured.low <= value <= measured.high
-    return f"; the 95 % interval of our mean {'holds' if inside else 'leaves out'} the paper's"
