@@ -73,9 +73,7 @@ def build_trainer(
     if isinstance(task.model, Stage):
         from groupwise.pipeline.trainer import PipelineTrainer
 
-        return PipelineTrainer(
-            task=task, private=private, schedule=schedule, runner=sums.runner, one_group=sums.one_group
-        )
+        return PipelineTrainer(task=task, private=private, schedule=schedule)
     average = WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None
     return Trainer(task=task, private=private, schedule=schedule, average=average)
 

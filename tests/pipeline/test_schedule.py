@@ -3,7 +3,6 @@
 import gc
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -29,18 +28,6 @@ def nothing_random(_: int) -> nullcontext:
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come():
     assert [held_at_once(4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
     assert [held_at_once(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
-
-
-def test_thresholds_that_need_other_stages_are_refused():
-    trainer = make_trainer(Case(stages=1), Alone())
-    rescaled = make_trainer(Case(stages=1, policy="adaptive"), trainer.private.ranks).private
-    rescaled.thresholds.rescale_to = 1.0
-    with pytest.raises(UserError, match=r"clip\.rescale=false"):
-        PipelineTrainer(**{**_fields(trainer), "private": rescaled})
-
-
-def _fields(trainer: PipelineTrainer) -> dict:
-    return {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.init}
 
 
 def drawn(trainer: PipelineTrainer, size: int, least: int = 1) -> list[Microbatch]:

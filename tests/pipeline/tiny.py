@@ -135,8 +135,6 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
             ranks=ranks,
         ),
         schedule=make_schedule(optimizer, optim, 1000),
-        runner=runner,
-        one_group=one_group,
     )
     trainer.private.sampler = Drawn(batches)
     return trainer

@@ -20,7 +20,7 @@ from groupwise.errors import UserError
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import StageLink, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
-from groupwise.privacy import AdaptiveThresholds, NoiseSource
+from groupwise.privacy import NoiseSource
 from groupwise.tasks.text_generation import TextGeneration
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.provenance import peak_memory_bytes
@@ -54,26 +54,18 @@ class StageSums:
 
 @dataclass(kw_only=True)
 class PipelineTrainer(Trainer):
-    """A trainer of one stage, `runner.stage`, also `task.model`; all processes call the same methods together.
+    """A trainer of one stage, `task.model`, whose sums are `StageSums`; all processes call the same methods together.
 
     `thresholds` and `engine` are those of the stage's own groups, `plan.num_groups` is K, over all stages.
-
-    Raises:
-        UserError: a choice that would need other stages' thresholds.
     """
 
-    runner: StageRunner
-    one_group: bool = False
-    """All stages together are one group (flat); else each stage has groups of its own."""
-
     def __post_init__(self) -> None:
-        stage, private = self.runner.stage, self.private
-        source = private.gradient_noise = stage_noise(self.private.noise, stage.index)
+        sums: Any = self.private.sums
+        self.runner: StageRunner = sums.runner
+        self.one_group: bool = sums.one_group
+        self.private.gradient_noise = stage_noise(self.private.noise, self.runner.stage.index)
         if not self.one_group:
-            private.count_noise = source
-            thresholds = private.thresholds
-            if isinstance(thresholds, AdaptiveThresholds) and thresholds.rescale_to is not None:
-                raise UserError("clip.rescale=true needs the thresholds of all stages: use clip.rescale=false.")
+            self.private.count_noise = self.private.gradient_noise
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
