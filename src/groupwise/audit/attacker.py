@@ -119,8 +119,11 @@ class Attacker:
         )
         policy = self._thresholds
         if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else no threshold shows its count
+            moved = torch.log(policy.state_dict()["thresholds"] / raw)
+            below = policy.target_quantile - moved / policy.learning_rate
+            counts = np.asarray((below - 0.5) * policy.expected_batch_size, dtype=np.float64)
             chance = 0.5 * self._trainer.private.plan.sample_rate
-            evidence += in_counts(self._released_counts(policy, raw), bits, policy.count_noise_multiplier, chance)
+            evidence += in_counts(counts, bits, policy.count_noise_multiplier, chance)
         return evidence
 
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
@@ -144,12 +147,6 @@ class Attacker:
             for name in names:
                 own[name] = own[name] * factors.unsqueeze(1)
         return own, bits
-
-    def _released_counts(self, thresholds: AdaptiveThresholds, raw: Tensor) -> Floats:
-        """The noisy centred counts (K,), from the change of the thresholds."""
-        moved = torch.log(thresholds.state_dict()["thresholds"] / raw)
-        below = thresholds.target_quantile - moved / thresholds.learning_rate
-        return np.asarray((below - 0.5) * thresholds.expected_batch_size, dtype=np.float64)
 
     def _weights(self) -> dict[str, Tensor]:
         named = self._trainer.task.model.named_parameters()

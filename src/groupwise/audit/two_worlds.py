@@ -56,7 +56,7 @@ class TrainerWorld:
         trainers: one, or all replicas of one run; the first one is observed.
         steps: of one play.
         score: the attacker.
-        together: runs a step of all trainers; by default one after the other.
+        together: runs a step of all trainers; not needed for one.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TrainerWorld:
         together: Callable[[int], object] | None = None,
     ) -> None:
         self._trainers, self._steps, self._score = trainers, steps, score
-        self._together = together or self._one_by_one
+        self._together = together or trainers[0].step
         self._start = [p.detach().clone() for p in trainers[0].task.model.parameters()]
         policy = trainers[0].private.thresholds
         self._thresholds = None if policy is None else policy.state_dict()
@@ -84,10 +84,6 @@ class TrainerWorld:
             before = after
         self._done += self._steps
         return self._score(releases)
-
-    def _one_by_one(self, step: int) -> None:
-        for trainer in self._trainers:
-            trainer.step(step)
 
     def _weights(self) -> Tensor:
         parameters = self._trainers[0].task.model.parameters()
@@ -169,7 +165,11 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
     public = setting.design == "masks"
     stds = _by_entry(trainer)
-    canary = int(_everybody(trainer)[0]) if public else _loudest(trainer, stds)
+    if public:
+        canary = int(_everybody(trainer)[0])  # whose absence moves all others' masks
+    else:  # the largest contribution, in stds of the noise, under one draw of masks
+        lengths = [float((_clipped_sum(trainer, [i]) / stds).norm()) for i in range(trainer.task.train_size)]
+        canary = int(np.argmax(lengths))
     own = _mean_gradient(trainer, canary)
     direction = (_public_difference(trainer, canary, setting.config.seed) if public else own) / stds.square()
     trainer.private.sampler = Present(trainer.private.sampler, np.arange(trainer.task.train_size) != canary)
@@ -209,15 +209,9 @@ def _everybody(trainer: Trainer) -> np.ndarray:
     return trainer.task.order(np.arange(trainer.task.train_size))
 
 
-def _loudest(trainer: Trainer, stds: Tensor) -> int:
-    """The example with the largest contribution, in stds of the noise, under one draw of masks."""
-    lengths = [float((_clipped_sum(trainer, np.array([i])) / stds).norm()) for i in range(trainer.task.train_size)]
-    return int(np.argmax(lengths))
-
-
 def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
     """An example's clipped gradient (P,), in the mean over masks that the attacker draws."""
-    return torch.stack([_clipped_sum(trainer, np.array([canary])) for _ in range(4 * MASKS)]).mean(0)
+    return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(4 * MASKS)]).mean(0)
 
 
 def _public_difference(trainer: Trainer, canary: int, seed: int) -> Tensor:
@@ -227,18 +221,18 @@ def _public_difference(trainer: Trainer, canary: int, seed: int) -> Tensor:
     for examples in (everybody, everybody[everybody != canary]):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            sums.append(_clipped_sum(trainer, examples))
+            sums.append(_clipped_sum(trainer, examples.tolist()))
     return sums[0] - sums[1]
 
 
-def _clipped_sum(trainer: Trainer, examples: np.ndarray) -> Tensor:
+def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
     """Of these examples, (P,) float64, parameters in the model's order, with masks of the default generator."""
     engine, thresholds = trainer.private.engine, trainer.private.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     trainer.private.clear()
     for start in range(0, len(examples), trainer.private.sums.size):
-        engine.clip(trainer.task.losses_of, examples[start : start + trainer.private.sums.size].tolist())
+        engine.clip(trainer.task.losses_of, examples[start : start + trainer.private.sums.size])
     sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
     return torch.cat([own.flatten() for own in sums]).double()
 

@@ -89,7 +89,7 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
         else:
             model = _read(settings, automatic, config, options)
     if settings.untie:
-        _untie(model)
+        untie(model)
     text = model.config.get_text_config()
     if text.pad_token_id is None:  # after the embedding was made: otherwise it would not train the padding row
         padding = tokenizer.pad_token_id
@@ -190,7 +190,7 @@ def _no_sdpa(error: Exception) -> str:
     return "give model.attention=eager" if "scaled_dot_product_attention" in str(error) else ""
 
 
-def _untie(model: Any) -> None:
+def untie(model: Any) -> None:
     """Give the head its own copy of the token embedding, unless the two are untied already."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight:

@@ -11,6 +11,7 @@ from torch import nn
 
 from groupwise.config.schema import LoraConfig
 from groupwise.errors import UserError, did_you_mean
+from groupwise.models.language import untie
 from groupwise.models.trainable import add_adapters
 from groupwise.torchvision_import import mend_torchvision
 
@@ -96,13 +97,5 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
         if rank:
             model = add_adapters(model, LoraConfig(rank=rank, alpha=float(rank)))
         else:
-            untie(model)
+            untie(model)  # the first and the last stage cannot train one weight together
     return model.train()
-
-
-def untie(model: Any) -> None:
-    """Give the head a weight of its own, as the first and the last stage cannot train one together."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        head.weight = nn.Parameter(torch.empty_like(embedding.weight).copy_(embedding.weight.detach()))
-        model.config.tie_word_embeddings = False
