@@ -17,7 +17,7 @@ from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
 from groupwise.clipping import ClipPlan, Rates, attach, flat, per_block, per_layer
 from groupwise.clipping.partition import Partition
-from groupwise.clipping.rules.base import RuleContext, find_rule
+from groupwise.clipping.rules.base import find_rule
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, release_gradients
 from groupwise.training.graphs import WARM_UP, CudaRecorder, recorder_of
@@ -98,8 +98,7 @@ class _LinearFunction(torch.autograd.Function):
         gx = ctx.rule.input_gradient(ctx.saved_tensors, g) if input_wanted else None
         weight = bias = None
         if weight_wanted:
-            wanted = (True, bias_wanted)
-            weight, bias = ctx.rule.weighted_sum(ctx.saved_tensors, g, None, wanted, RuleContext())
+            weight, bias = ctx.rule.weighted_sum(ctx.saved_tensors, g, None, (True, bias_wanted))
         return None, weight, bias, gx
 
 

@@ -12,7 +12,7 @@ from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.precision import cut_factors, product_over_rows, squared_row_norms
 from groupwise.clipping.rules import linear
-from groupwise.clipping.rules.base import Gradients, RuleContext, Saved, clipped_sum, find_rule
+from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, find_rule
 
 C = 0.5
 BOUND = 1e-6
@@ -84,7 +84,7 @@ def test_no_example_adds_more_than_its_threshold(half, kind, formula, own_group)
     layer, examples = make(), 30 if linear else 12
     found = find_rule(layer)
     assert found is not None
-    rule, context = found(layer), RuleContext(own_group, methods=NormMethods(formula))
+    rule = found(layer, NormMethods(formula, own_group=own_group))
     x = rows(examples, *shape, seed=5)
     values = [getattr(layer.requires_grad_(False), name) for name in rule.parameter_names]
     wanted = tuple(value is not None for value in values)
@@ -109,15 +109,15 @@ def test_no_example_adds_more_than_its_threshold(half, kind, formula, own_group)
         return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
 
     def squares_of(saved: Saved, g: torch.Tensor) -> torch.Tensor:
-        closed = rule.squared_norms(saved, g, wanted, context)
+        closed = rule.squared_norms(saved, g, wanted)
         return squares_together([[rule.formed_norms(saved, g, wanted) if closed is None else closed]])[0]
 
     def clip_and_sum(saved: Saved, g: torch.Tensor) -> Gradients:
         if formed:
             return clipped_sum(rule, saved, g, clip, wanted)
-        return rule.weighted_sum(saved, g, clip(squares_of(saved, g)).values, wanted, context)
+        return rule.weighted_sum(saved, g, clip(squares_of(saved, g)).values, wanted)
 
-    formed = own_group and rule.squared_norms(saved, g, wanted, context) is None
+    formed = own_group and rule.squared_norms(saved, g, wanted) is None
     squares = squares_of(saved, g)
     assert bool((squares >= true * (1 - 2e-6)).all())
     torch.testing.assert_close(squares, true, rtol=1e-3 if linear else 3e-3, atol=0)

@@ -19,7 +19,7 @@ def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
     """The method of each layer, in order, "one" where there is no choice."""
     with attach(model, per_layer(model), 0.1, **options) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
-        every = [member.context.methods for group in engine.groups for member in group.members]
+        every = [member.rule.methods for group in engine.groups for member in group.members]
         return [methods[methods.last] if methods.last else "one" for methods in every]
 
 
@@ -78,7 +78,7 @@ def test_explain_is_a_table_with_the_method_that_was_taken_first():
     for formula in ("auto", "materialize"):
         with attach(model, per_layer(model), 1.0, formula=formula) as engine:
             clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
-            methods = engine.groups[0].members[0].context.methods
+            methods = engine.groups[0].members[0].rule.methods
             lines = explain(engine).splitlines()
         taken, costs = methods[methods.last], methods.costs[methods.last]
         other = next(name for name in costs if name != taken)

@@ -9,7 +9,6 @@ from groupwise.clipping import shared_parameters as joint
 from groupwise.clipping.gram import OuterProducts as Outer
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import find_layers
-from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.rules.conv import ConvRule
 from tests.clipping.alone import assert_exact
 from tests.clipping.conftest import BATCH, CASES, make_case
@@ -99,9 +98,9 @@ def test_every_layer_of_a_case_has_a_rule(name):
 def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
     seen = []
     monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
-    rule = ConvRule(layer)
+    rule = ConvRule(layer, NormMethods("gram"))
     y, saved = rule.forward(torch.randn(2, 3, space, space), layer.weight.detach(), layer.bias.detach())
-    rule.squared_norms(saved, torch.randn_like(y), (True, False), RuleContext(methods=NormMethods("gram")))
+    rule.squared_norms(saved, torch.randn_like(y), (True, False))
     assert set(seen) == {longest}
 
 

@@ -195,7 +195,7 @@ def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
         engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
         stated = float(engine.per_example_norms[0, 0])
         added = _length([p.grad for p in model.parameters()])
-        methods = engine.groups[0].members[0].context.methods
+        methods = engine.groups[0].members[0].rule.methods
     chosen = None if methods.last is None else methods[methods.last]
     if case.formula and chosen != case.formula:
         raise RuntimeError(f"{name}: the engine chose {chosen}, not {case.formula}")

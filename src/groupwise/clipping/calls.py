@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from groupwise.clipping.autograd import LayerFunction, ReportFunction, enter
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
+from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.passes import Passes, hides_batch
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule, ParameterRule, RuleContext
+from groupwise.clipping.rules.base import LayerRule, ParameterRule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.errors import UserError
@@ -35,11 +36,11 @@ class LayerCalls:
     Args:
         groups: the engine's.
         passes: where the passes of the groups are kept.
-        context: what their rules share.
+        methods: how the layers' norms are computed.
     """
 
-    def __init__(self, groups: tuple[ClippingGroup, ...], passes: Passes, context: RuleContext) -> None:
-        self.passes, self._context = passes, context
+    def __init__(self, groups: tuple[ClippingGroup, ...], passes: Passes, methods: NormMethods) -> None:
+        self.passes, self._methods = passes, methods
         self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
         self._members: dict[tuple[object, ...], ClippedLayer] = {}
         self.compared: set[tuple[object, ...]] = set()
@@ -77,7 +78,7 @@ class LayerCalls:
             with torch.device("meta"):
                 module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
             name = next(group.names[place] for place in places if place is not None)
-            self._members[key] = ClippedLayer(name, kind(module), places, self._context.for_layer(), rows)
+            self._members[key] = ClippedLayer(name, kind(module, self._methods.for_layer()), places, rows)
         return self._members[key], values
 
     def copies(self, group: ClippingGroup, place: int) -> Tensor:
@@ -91,8 +92,7 @@ class LayerCalls:
                     "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
                     stacklevel=2,
                 )
-            rule = ParameterRule(home, local)
-            self._members[key] = ClippedLayer(group.names[place], rule, (place,), self._context.for_layer(), (None,))
+            self._members[key] = ClippedLayer(group.names[place], ParameterRule(home, local), (place,), (None,))
         member, parameter = self._members[key], group.parameters[place]
         group_pass = self.passes.current.groups.get(group.index)
         if group_pass is not None and place in group_pass.copies:

@@ -20,13 +20,12 @@ from groupwise.clipping.checks import (
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
 from groupwise.clipping.group_pass import total_squares
-from groupwise.clipping.groups import clip_factors_of
+from groupwise.clipping.groups import build_groups, clip_factors_of
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import NOT_NAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32, no_autocast
-from groupwise.clipping.rules.base import RuleContext
 from groupwise.clipping.runs import Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
 from groupwise.clipping.trace import TRACED, trace
@@ -77,8 +76,8 @@ class ClippingEngine(ThresholdsAndCounts):
         check_model(model)
         layers = find_layers(model)
         check_partition(layers, partition)
-        context = RuleContext(save_memory=norms == "ghost", methods=NormMethods(formula, rates))
-        super().__init__(model, layers, partition, clip_rule, context, direct)
+        methods = NormMethods(formula, rates, save_memory=norms == "ghost")
+        super().__init__(model, partition, build_groups(layers, partition, clip_rule, methods, direct))
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._passes = Passes(ClippedGradients({} if direct else trained))
@@ -89,7 +88,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
         self.set_thresholds(thresholds)
-        calls = LayerCalls(self.groups, self._passes, context)
+        calls = LayerCalls(self.groups, self._passes, methods)
         self._patches = Patches(model, layers, self.groups, calls, direct)
 
     def reset(self) -> None:

@@ -130,7 +130,7 @@ class GroupPass:
     def _report(self, call: LayerCall, phase: Phase | None) -> Gradients:
         """Take a call's squared norms, and what makes its sum once the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
-        closed = rule.squared_norms(saved, g, wanted, member.context)
+        closed = rule.squared_norms(saved, g, wanted)
         forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
         if phase is not Phase.CLIP:
             self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
@@ -243,7 +243,7 @@ def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
 def weighted_sum(call: LayerCall, factors: Factors | None) -> Gradients:
     """Σ_i factor_i · g^(i) for each parameter of a call; examples that are left out count as zeros."""
     values = None if factors is None else factors.values
-    return call.rule.weighted_sum(*without_dropped(call, factors), values, call.member.wanted, call.member.context)
+    return call.rule.weighted_sum(*without_dropped(call, factors), values, call.member.wanted)
 
 
 def without_dropped(call: LayerCall, factors: Factors | None) -> tuple[Saved, Tensor]:

@@ -1,6 +1,7 @@
 """Makes the engine's groups from a partition of the layers: which parameters train, where, and with which rule."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import ClipRule, Factors, is_async_device, keep_finite
-from groupwise.clipping.partition import Group, Layer, Partition
+from groupwise.clipping.norm_methods import NormMethods
+from groupwise.clipping.partition import Layer, Partition
 from groupwise.clipping.precision import LEAST_SQUARE
-from groupwise.clipping.rules.base import LayerRule, ParameterRule, RuleContext, Wanted, total_numel
+from groupwise.clipping.rules.base import LayerRule, ParameterRule, Wanted, total_numel
 from groupwise.errors import UserError
 
 
@@ -21,7 +23,6 @@ class ClippedLayer:
     name: str
     rule: LayerRule
     parameter_indices: tuple[int | None, ...]
-    context: RuleContext
     rows: tuple[slice | None, ...]
     """For each parameter the rows of it that it uses; None: all."""
 
@@ -130,11 +131,7 @@ def share_thresholds(groups: Sequence[ClippingGroup]) -> Tensor:
 
 
 def build_groups(
-    layers: tuple[Layer, ...],
-    partition: Partition,
-    clip_rule: ClipRule,
-    context: RuleContext,
-    direct: bool,
+    layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, methods: NormMethods, direct: bool
 ) -> tuple[ClippingGroup, ...]:
     """One `ClippingGroup` a group, in order.
 
@@ -142,7 +139,7 @@ def build_groups(
         layers: all layers that train.
         partition: which of them belong together.
         clip_rule: norms and threshold -> factors.
-        context: what the rules share; each layer gets choices of its own.
+        methods: how norms are computed; each layer gets choices of its own.
         direct: layers return their parameters' gradients themselves.
 
     Raises:
@@ -152,72 +149,53 @@ def build_groups(
     if len(kinds) > 1:
         shown = " and ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds))
         raise UserError(f"The trainable parameters are {shown}: move them to one device, and keep one precision.")
+    [(device, dtype)] = kinds
     by_name = {layer.name: layer for layer in layers}
-    uses: dict[int, int] = {}
-    for layer in layers:
-        for parameter in layer.trainable.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    groups = tuple(
-        _build_group(k, group, by_name, uses, clip_rule, context, direct) for k, group in enumerate(partition)
-    )
+    uses = Counter(id(p) for layer in layers for p in layer.trainable.values())
+    groups = []
+    for index, group in enumerate(partition):
+        own = [by_name[name] for name in group.layers]
+        homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
+        for layer in own:
+            for local, p in layer.trainable.items():
+                homes.setdefault(id(p), (layer, local, p))
+        place, found = {key: i for i, key in enumerate(homes)}, homes.values()
+        groups.append(
+            ClippingGroup(
+                index,
+                group.name,
+                tuple(member for layer in own for member in _members(layer, place, methods, len(own) == 1, uses)),
+                tuple((layer.module, local) for layer, local, _ in found),
+                tuple(layer.full_name(local) for layer, local, _ in found),
+                () if direct else tuple(p for *_, p in found),
+                torch.zeros((), dtype=dtype, device=device, requires_grad=True),
+                clip_rule,
+                torch.empty((), dtype=dtype, device=device),
+            )
+        )
     if direct:
-        _check_direct(groups, uses, ghost=context.save_memory)
+        _check_direct(groups, uses, ghost=methods.save_memory)
     else:
         _check_whole(layers)
-    return groups
+    return tuple(groups)
 
 
-def _build_group(
-    index: int,
-    group: Group,
-    by_name: dict[str, Layer],
-    uses: dict[int, int],
-    clip_rule: ClipRule,
-    context: RuleContext,
-    direct: bool,
-) -> ClippingGroup:
-    parameters: list[nn.Parameter] = []
-    homes: list[tuple[nn.Module, str]] = []
-    names: list[str] = []
-    place: dict[int, int] = {}
-    for name in group.layers:
-        for local, parameter in by_name[name].trainable.items():
-            if id(parameter) not in place:
-                place[id(parameter)] = len(parameters)
-                parameters.append(parameter)
-                homes.append((by_name[name].module, local))
-                names.append(by_name[name].full_name(local))
-    members = []
-    for name in group.layers:
-        layer = by_name[name]
-        if layer.rule is None:
-            for local, p in layer.trainable.items():
-                rule: LayerRule = ParameterRule(layer.module, local)
-                members.append(
-                    ClippedLayer(layer.full_name(local), rule, (place[id(p)],), context.for_layer(), (None,))
-                )
-            continue
-        rule = layer.rule(layer.module)
-        places = tuple(
-            place[id(layer.trainable[local])] if local in layer.trainable else None for local in rule.parameter_names
-        )
-        own_group = len(group.layers) == 1 and all(uses[id(p)] == 1 for p in layer.trainable.values())
-        members.append(ClippedLayer(name, rule, places, context.for_layer(own_group), (None,) * len(places)))
-    dtype, device = parameters[0].dtype, parameters[0].device
-    return ClippingGroup(
-        index,
-        group.name,
-        tuple(members),
-        tuple(homes),
-        tuple(names),
-        () if direct else tuple(parameters),
-        torch.zeros((), dtype=dtype, device=device, requires_grad=True),
-        clip_rule,
-        torch.empty((), dtype=dtype, device=device),
-    )
+def _members(
+    layer: Layer, place: Mapping[int, int], methods: NormMethods, alone: bool, uses: Mapping[int, int]
+) -> list[ClippedLayer]:
+    """A layer in its group; each of its parameters by itself, where it has no rule."""
+    if layer.rule is None:
+        return [
+            ClippedLayer(layer.full_name(local), ParameterRule(layer.module, local), (place[id(p)],), (None,))
+            for local, p in layer.trainable.items()
+        ]
+    own_group = alone and all(uses[id(p)] == 1 for p in layer.trainable.values())
+    rule = layer.rule(layer.module, methods.for_layer(own_group))
+    places = tuple(place.get(id(layer.trainable.get(local))) for local in rule.parameter_names)
+    return [ClippedLayer(layer.name, rule, places, (None,) * len(places))]
 
 
-def _check_direct(groups: tuple[ClippingGroup, ...], uses: dict[int, int], ghost: bool) -> None:
+def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghost: bool) -> None:
     """Refuse what one layer alone cannot clip."""
     for group in groups:
         for member in group.members:

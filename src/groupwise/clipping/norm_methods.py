@@ -95,21 +95,38 @@ class NormMethods(dict[tuple[Any, ...], str]):
     Args:
         formula: "auto", or the method to use wherever a layer has both.
         rates: of the device; None takes those of its kind.
+        save_memory: nothing may be kept for the sake of speed (ghost clipping).
+        own_group: the layer is a group by itself, and each of its parameters is used once: clipped sums are fused with
+            norms.
     """
 
-    def __init__(self, formula: Formula = "auto", rates: Rates | None = None) -> None:
+    def __init__(
+        self,
+        formula: Formula = "auto",
+        rates: Rates | None = None,
+        save_memory: bool = False,
+        own_group: bool = False,
+    ) -> None:
         super().__init__()
-        self.formula, self.rates = formula, rates
+        self.formula, self.rates, self.save_memory, self.own_group = formula, rates, save_memory, own_group
         self.last: tuple[Any, ...] | None = None
         """The shapes of the last input and output that a method was asked for."""
         self.costs: dict[tuple[Any, ...], dict[str, float]] = {}
         """Seconds of each method, by sizes."""
 
+    def for_layer(self, own_group: bool = False) -> "NormMethods":
+        """Those of another layer of the same engine."""
+        return NormMethods(self.formula, self.rates, self.save_memory, own_group)
+
+    def reuses(self, gradients: int, activations: int) -> bool:
+        """Whether gradients that were formed for norms serve for the sum, too."""
+        return not self.save_memory and (self.own_group or are_kept(gradients, activations))
+
     def choose(self, key: tuple[Any, ...], device: str, sizes: Callable[[], Sizes]) -> str:
         """The method for a call.
 
         Args:
-            key: shape of the input, shape of the output, and what else the sizes depend on.
+            key: shapes of the input and of the output.
             device: its kind, as in `RATES`.
             sizes: says them, where the key is new.
         """

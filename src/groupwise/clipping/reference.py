@@ -84,7 +84,7 @@ def explain(engine: ClippingEngine) -> str:
 
 
 def _row(member: ClippedLayer) -> tuple[str, ...]:
-    name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.context.methods
+    name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.rule.methods
     if (last := methods.last) is None:
         return (name, kind, "", "one way", "no choice to make")
     arrow = " -> ".join("×".join(map(str, sizes)) for sizes in last[:2])

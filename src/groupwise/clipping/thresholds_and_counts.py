@@ -7,10 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import RELATIONS, ClipRule, Sensitivity, is_async_device
-from groupwise.clipping.groups import build_groups, clip_factors_of, one_each, share_thresholds
-from groupwise.clipping.partition import Layer, Partition
-from groupwise.clipping.rules.base import RuleContext
+from groupwise.clipping.factors import RELATIONS, Sensitivity, is_async_device
+from groupwise.clipping.groups import ClippingGroup, clip_factors_of, one_each, share_thresholds
+from groupwise.clipping.partition import Partition
 from groupwise.errors import UserError
 
 
@@ -19,24 +18,12 @@ class ThresholdsAndCounts:
 
     Args:
         model: the model.
-        layers: its layers that train.
-        partition: which of them are clipped together.
-        clip_rule: norms and threshold -> factors.
-        context: what the layers' rules share.
-        direct: layers return their parameters' gradients themselves.
+        partition: which of its layers are clipped together.
+        groups: those of the partition.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: tuple[Layer, ...],
-        partition: Partition,
-        clip_rule: ClipRule,
-        context: RuleContext,
-        direct: bool,
-    ) -> None:
-        self.model, self.partition = model, partition
-        self.groups = build_groups(layers, partition, clip_rule, context, direct)
+    def __init__(self, model: nn.Module, partition: Partition, groups: tuple[ClippingGroup, ...]) -> None:
+        self.model, self.partition, self.groups = model, partition, groups
         self.squared_norms: dict[int, Tensor] = {}
         """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
         self._table = share_thresholds(self.groups)

@@ -6,7 +6,6 @@ Where they can be had without a gradient for each example, a rule has `squared_n
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -21,23 +20,6 @@ from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import sum_of_squares, upcast
 from groupwise.errors import UserError
-
-
-@dataclass(frozen=True)
-class RuleContext:
-    """What the rule of one layer works with; `RuleContext()` will do for a call outside of an engine."""
-
-    own_group: bool = False
-    """The layer is a group by itself, and each of its parameters is used once: clipped sums are fused with norms."""
-    save_memory: bool = False
-    """Nothing may be kept for the sake of speed (ghost clipping)."""
-    methods: NormMethods = field(default_factory=NormMethods)
-    """How the layer's norms are computed, decided once for each size."""
-
-    def for_layer(self, own_group: bool = False) -> "RuleContext":
-        """The context of another layer of the same engine: methods of its own, everything else shared."""
-        return replace(self, own_group=own_group, methods=NormMethods(self.methods.formula, self.methods.rates))
-
 
 Saved = tuple[Any, ...]
 """Tensors, or None, that a rule keeps from a call's forward pass."""
@@ -63,8 +45,10 @@ class LayerRule(ABC):
     indexed: ClassVar[bool] = False
     """Whether sums are numbers in few rows of the parameter, and it has `weighted_rows`."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, methods: NormMethods | None = None) -> None:
         self.module = module
+        self.methods = NormMethods() if methods is None else methods
+        """How the layer's norms are computed, decided once for each size."""
         self._numel: dict[Wanted, int] = {}
 
     @classmethod
@@ -110,7 +94,7 @@ class LayerRule(ABC):
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         """Each wanted parameter's per-example gradients (B, *shape), float32 or better; None for the others."""
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         """‖g_k^(i)‖² over the wanted parameters, (B,), float64, or what they are made of.
 
         None where they are found from `per_example_gradients`, which may then serve for the sums, too. Rounding does
@@ -123,9 +107,7 @@ class LayerRule(ABC):
         squares = [sum_of_squares(rows) for rows in self.gradient_chunks(saved, g, wanted)]
         return squares[0] if len(squares) == 1 else torch.cat(squares)
 
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         """Σ_i factor_i · g_k^(i) for each parameter (None: all ones)."""
         if factors is None:
             factors = torch.ones(self.count(g), dtype=torch.promote_types(g.dtype, torch.float32), device=g.device)

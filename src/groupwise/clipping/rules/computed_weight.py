@@ -29,7 +29,7 @@ from groupwise.clipping.precision import (
     squared_row_norms,
     upcast,
 )
-from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, chunk_floats, register_rule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, chunk_floats, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
@@ -106,10 +106,10 @@ class FilterRule(ConvRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         if not _of_used(wanted)[0]:
-            return super().squared_norms(saved, g, _of_used(wanted), context)
-        if self.materializes(saved, g, context):
+            return super().squared_norms(saved, g, _of_used(wanted))
+        if self.materializes(saved, g):
             return None
         positions = g.shape[2:].numel()
         step = max(1, chunk_floats(g) // (4 * positions**2))
@@ -128,10 +128,8 @@ class FilterRule(ConvRule):
         slack = taps**0.5 * second_product_slack(x, g, max(g.shape[2:].numel(), weight[0].numel()))
         return slack * (scale.abs().amax() + length.abs().amax()).double()  # more than the map's norm
 
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
-        weight, bias = super().weighted_sum(saved[:2], g, factors, _of_used(wanted), context)
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
+        weight, bias = super().weighted_sum(saved[:2], g, factors, _of_used(wanted))
         total, gain = self._pulled(saved, None if weight is None else weight.unsqueeze(0), wanted)
         return None if total is None else total[0], bias, None if gain is None else gain[0]
 

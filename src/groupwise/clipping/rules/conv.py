@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping import matmul
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
-from groupwise.clipping.norm_methods import Sizes, are_kept
+from groupwise.clipping.norm_methods import Sizes
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -23,15 +23,7 @@ from groupwise.clipping.precision import (
     squared_row_norms,
     upcast,
 )
-from groupwise.clipping.rules.base import (
-    Gradients,
-    LayerRule,
-    RuleContext,
-    Saved,
-    Wanted,
-    chunk_floats,
-    register_rule,
-)
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, chunk_floats, register_rule
 from groupwise.clipping.rules.geometry import Geometry
 
 GROUPED_FLOATS = 3 << 16
@@ -109,19 +101,19 @@ class ConvRule(LayerRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def materializes(self, saved: Saved, g: Tensor, context: RuleContext) -> bool:
+    def materializes(self, saved: Saved, g: Tensor) -> bool:
         """Whether the norms of the weight's gradients are found by forming them."""
         if self.geometry.groups > 1:
             return True
         x, g = self.sides(saved, g)
-        key, sizes = (x.shape, g.shape, context.own_group), partial(self._sizes, x.shape, g.shape, context)
+        sizes = partial(self._sizes, x.shape, g.shape)
         kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
-        return context.methods.choose(key, kind, sizes) == "materialize"
+        return self.methods.choose((x.shape, g.shape), kind, sizes) == "materialize"
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         if not wanted[0]:
             return squared_row_norms(_over_space(g))
-        if self.materializes(saved, g, context):
+        if self.materializes(saved, g):
             return None
         x, rows = self.sides(saved, g)
         squares = self._gram_norms(upcast(x), upcast(rows))
@@ -138,9 +130,7 @@ class ConvRule(LayerRule):
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
         return taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel())
 
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
         gradients, inputs = scale_rows(upcast(g), factors), upcast(x)
         if wanted[0] and weight.numel() >= MANY_WEIGHTS and g.device.type == "cpu" and self.geometry.groups == 1:
@@ -187,10 +177,9 @@ class ConvRule(LayerRule):
         """Shape of one filter: channels that it sees, and its taps."""
         return self.module.in_channels // self.module.groups, *self.module.kernel_size
 
-    def _sizes(self, inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
+    def _sizes(self, inputs: torch.Size, out: torch.Size) -> Sizes:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
-        fits = are_kept(inputs[0] * p * k, out.numel() + inputs.numel())
-        reused = not context.save_memory and (context.own_group or fits)
+        reused = self.methods.reuses(inputs[0] * p * k, out.numel() + inputs.numel())
         return Sizes(inputs[0], t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
 
     def _gram_norms(self, x: Tensor, g: Tensor) -> Tensor:

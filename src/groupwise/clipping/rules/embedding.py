@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import OuterProducts
 from groupwise.clipping.precision import inflate_norms, squared_row_norms, upcast
-from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 
 
 @register_rule
@@ -49,7 +49,7 @@ class EmbeddingRule(LayerRule):
     def outer_products(self, saved: Saved, g: Tensor) -> OuterProducts:
         return OuterProducts(*self.rows(saved, g))
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Tensor:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         indices, g = self.rows(saved, g)
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
         slots = distinct(indices.masked_fill(lengths == 0, -1))  # what stands at padding changes nothing
@@ -62,9 +62,7 @@ class EmbeddingRule(LayerRule):
         indices, g = self.rows(saved, g)
         return indices.flatten(), scale_rows(g, factors).flatten(0, 1)
 
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         indices, g = self.rows(saved, g)
         padding = -1 if self.module.padding_idx is None else self.module.padding_idx
         rows = scale_rows(g, factors)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.gram import OuterProducts, gram_terms
 from groupwise.clipping.matmul import are_by_onednn, batched, linear, product
-from groupwise.clipping.norm_methods import Sizes, are_kept
+from groupwise.clipping.norm_methods import NormMethods, Sizes
 from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -24,7 +24,7 @@ from groupwise.clipping.precision import (
     squared_row_norms,
     upcast,
 )
-from groupwise.clipping.rules.base import Gradients, LayerRule, RuleContext, Saved, Wanted, register_rule
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 
 THIN = 1 << 18
 """Weights of so few numbers (low-rank adapters) are formed the faster way round."""
@@ -54,14 +54,14 @@ class LinearRule(LayerRule):
         x = saved[0]
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted, context: RuleContext) -> Terms | Tensor | None:
+    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         x = saved[0]
         if not wanted[0]:
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
         if x.dim() == 2 or x.shape[1:-1].numel() == 1:
             return OneRowTerms(x.flatten(1), g.flatten(1), wanted[1])
-        key, sizes = (x.shape, g.shape, context.own_group), partial(_sizes, x.shape, g.shape, context)
-        if context.methods.choose(key, x.device.type, sizes) == "materialize":
+        sizes = partial(_sizes, x.shape, g.shape, self.methods)
+        if self.methods.choose((x.shape, g.shape), x.device.type, sizes) == "materialize":
             return None
         x, rows = self.rows(saved, g)
         terms = gram_terms(x, rows, wanted[1])
@@ -73,9 +73,7 @@ class LinearRule(LayerRule):
         x, rows = self.rows(saved, g)
         return inflate_norms(super().formed_norms(saved, g, wanted), second_product_slack(x, rows, x.shape[1]))
 
-    def weighted_sum(
-        self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted, context: RuleContext
-    ) -> Gradients:
+    def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x = saved[0]
         half = keeps_half(x, g)
         if not half:
@@ -161,10 +159,9 @@ class _FrozenFunction(torch.autograd.Function):
         return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # and that has derivatives
 
 
-def _sizes(inputs: torch.Size, out: torch.Size, context: RuleContext) -> Sizes:
-    t, d, p = inputs[1:-1].numel(), inputs[-1], out[-1]
-    reused = not context.save_memory and (context.own_group or are_kept(inputs[0] * d * p, inputs[0] * t * (d + p)))
-    return Sizes(inputs[0], t, d, p, reused)
+def _sizes(inputs: torch.Size, out: torch.Size, methods: NormMethods) -> Sizes:
+    n, t, d, p = inputs[0], inputs[1:-1].numel(), inputs[-1], out[-1]
+    return Sizes(n, t, d, p, methods.reuses(n * d * p, n * t * (d + p)))
 
 
 def _as_rows(t: Tensor) -> Tensor:
