@@ -14,8 +14,7 @@ from groupwise.clipping.gram import self_products
 from groupwise.clipping.precision import rounding_slack, sum_of_squares, upcast
 from groupwise.clipping.rules import base
 from groupwise.clipping.rules.base import chunk_floats, in_format_of, total_numel
-from groupwise.clipping.rules.conv import positions_first
-from groupwise.clipping.rules.geometry import Geometry
+from groupwise.clipping.rules.conv import Geometry, positions_first
 from tests.clipping.conftest import BATCH, make_case
 from tests.clipping.traced import clip, clip_batch
 
@@ -195,8 +194,8 @@ def test_a_layer_alone_keeps_no_more_than_it_must():
         (flat(model), "ghost", [False, False], True),
     ):
         with attach(model, partition, 1.0, norms=norms) as engine:
-            contexts = [m.context for group in engine.groups for m in group.members]
-            assert [c.own_group for c in contexts] == alone and [c.save_memory for c in contexts] == [thrifty] * 2
+            every = [m.rule.methods for group in engine.groups for m in group.members]
+            assert [c.own_group for c in every] == alone and [c.save_memory for c in every] == [thrifty] * 2
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with attach(model, per_layer(model), 1.0) as engine:
-        assert all(m.context.own_group for group in engine.groups for m in group.members)
+        assert all(m.rule.methods.own_group for group in engine.groups for m in group.members)

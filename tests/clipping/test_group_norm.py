@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.rules import group_norm
+from groupwise.clipping.rules import normalization
 from tests.clipping.alone import assert_exact, looped
 from tests.clipping.traced import trace_batch
 
@@ -18,7 +18,7 @@ from tests.clipping.traced import trace_batch
 def grid(monkeypatch, request) -> None:
     """Where a GPU's grid takes six groups, three calls make the batch."""
     if request.param is not None:
-        monkeypatch.setattr(group_norm, "LARGEST_GRID", request.param)
+        monkeypatch.setattr(normalization, "LARGEST_GRID", request.param)
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_outputs_and_input_gradients_keep_the_layout(grid, layout) -> None:
         again = model(x)
     assert again.is_contiguous(memory_format=layout)
     assert torch.allclose(again, y, atol=1e-5)
-    rule = group_norm.GroupNormRule(norm)
+    rule = normalization.GroupNormRule(norm)
     with torch.no_grad():
         _, saved = rule.forward(x, norm.weight, norm.bias)
         found = rule.input_gradient(saved, rule.arrange(saved, 2 * again))
@@ -79,6 +79,6 @@ def test_one_example_whose_tokens_became_an_image(double):
             return x.transpose(1, 2).reshape(len(x), 4, 3, 3)
 
     model, x = nn.Sequential(nn.Linear(4, 4), Image(), nn.GroupNorm(2, 4)), torch.randn(1, 9, 4)
-    assert not group_norm._stays_channels_last(model[:2](x)) and not model[:2](x).is_contiguous()
+    assert not normalization._stays_channels_last(model[:2](x)) and not model[:2](x).is_contiguous()
     with attach(model, flat(model), 1.0) as engine:
         assert_exact(engine, lambda rows: loss(model, x[list(rows)]), [0])

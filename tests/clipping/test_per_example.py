@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.calls import LayerCalls
+from groupwise.clipping.calls import ParameterUse
 from groupwise.clipping.clip_plan import FIRST, CallSite, ClipPlan
 from groupwise.clipping.example_by_example import _for_all
 from groupwise.errors import UserError
@@ -173,22 +173,22 @@ EXACT |= {
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
-    monkeypatch.setattr(LayerCalls, "copies", None)
+    monkeypatch.setattr(ParameterUse, "copies", None)
     shape, use = PRODUCTS[name]
     assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: no axis but the first can hold the batch
 
 
 def test_a_product_with_a_computed_bias_makes_no_copies_of_the_weight(monkeypatch):
-    copied, real = set(), LayerCalls.copies
+    copied, real = set(), ParameterUse.copies
 
-    def copies(calls, group, place):
-        copied.add(group.names[place])
-        return real(calls, group, place)
+    def copies(use):
+        copied.add(use.group.names[use.place])
+        return real(use)
 
     def use(p, layer, x):
         return F.linear(x, layer.weight, torch.cat([p, p.new_zeros(2)]))
 
-    monkeypatch.setattr(LayerCalls, "copies", copies)
+    monkeypatch.setattr(ParameterUse, "copies", copies)
     model = Uses((3,), use)
     model.layer.bias = None
     assert_exact(model, torch.randn(7, 3, 5), "flat")

@@ -34,76 +34,16 @@ class LayerCalls:
     """The calls of an engine's layers, while the model runs.
 
     Args:
-        groups: the engine's.
         passes: where the passes of the groups are kept.
         methods: how the layers' norms are computed.
     """
 
-    def __init__(self, groups: tuple[ClippingGroup, ...], passes: Passes, methods: NormMethods) -> None:
-        self.passes, self._methods = passes, methods
-        self._places = {id(p): (group, place) for group in groups for place, p in enumerate(group.parameters)}
-        self._members: dict[tuple[object, ...], ClippedLayer] = {}
+    def __init__(self, passes: Passes, methods: NormMethods) -> None:
+        self.passes, self.methods = passes, methods
+        self.members: dict[tuple[object, ...], ClippedLayer] = {}
+        """Those that are no layers of the model, by what they are made of."""
         self.compared: set[tuple[object, ...]] = set()
         """Operations whose results for examples one by one were seen to be those for the batch."""
-
-    # -- members that are no layers of the model ------------------------------------------------------------------
-
-    def place_of(self, parameter: nn.Parameter) -> tuple[ClippingGroup, int] | None:
-        """The group of a parameter that trains, and its place there."""
-        return self._places.get(id(parameter))
-
-    def product(
-        self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None = None, padding_idx: int | None = None
-    ) -> tuple[ClippedLayer, Values]:
-        """A layer of single parameters, or of rows of them: made when they are first used so.
-
-        Args:
-            kind: its rule: `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`.
-            weight: its weight.
-            bias: its bias, if that trains; a parameter of the same group.
-            padding_idx: of an embedding.
-
-        Returns:
-            The layer, and the values of its parameters.
-        """
-        group, parameters = weight.origin.group, (weight,) if kind is EmbeddingRule else (weight, bias)
-        places = tuple(None if each is None else each.origin.place for each in parameters)
-        rows = tuple(None if each is None else each.part for each in parameters)
-        wholes: Values = [None if each is None else each.origin.parameter.detach() for each in parameters]
-        values = [t if t is None or part is None else t[part] for t, part in zip(wholes, rows, strict=True)]
-        key = (kind, group.index, places, *((part.start, part.stop) for part in rows if part), padding_idx)
-        if key not in self._members:
-            assert values[0] is not None
-            n, m = values[0].shape
-            with torch.device("meta"):
-                module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
-            name = next(group.names[place] for place in places if place is not None)
-            self._members[key] = ClippedLayer(name, kind(module, self._methods.for_layer()), places, rows)
-        return self._members[key], values
-
-    def copies(self, group: ClippingGroup, place: int) -> Tensor:
-        """A parameter's copies (B, *shape), made once a forward pass."""
-        key = ("parameter", group.index, place)
-        if key not in self._members:
-            home, local = group.homes[place]
-            if home.get_parameter(local).numel() > COPIED and self.passes.current.examples > 1:
-                warnings.warn(
-                    f"groupwise has no rule for what is done with {local} of {type(home).__name__}: it is clipped "
-                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
-                    stacklevel=2,
-                )
-            self._members[key] = ClippedLayer(group.names[place], ParameterRule(home, local), (place,), (None,))
-        member, parameter = self._members[key], group.parameters[place]
-        group_pass = self.passes.current.groups.get(group.index)
-        if group_pass is not None and place in group_pass.copies:
-            return group_pass.copies[place]
-        group_pass = enter(self.passes.current, group, member)
-        made = parameter.detach().unsqueeze(0).expand(self.passes.current.examples, *parameter.shape)
-        copies: Tensor = ReportFunction.apply(group_pass, member, FIRST, [], group_pass.probe, made)
-        group_pass.copies[place] = copies
-        return copies
-
-    # -- calls of layers ------------------------------------------------------------------------------------------
 
     def layer(self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
         """What stands in place of a layer's forward."""
@@ -214,7 +154,15 @@ class GroupOrigin:
 
 
 class ParameterUse(GroupOrigin):
-    """A parameter that modules may read by themselves while the model runs: the origin of a `PerExample`."""
+    """A parameter that modules may read by themselves while the model runs: the origin of a `PerExample`.
+
+    Args:
+        calls: of the engine's layers.
+        group: of the parameter.
+        place: its own there.
+        parameter: itself.
+        label: its name in the model.
+    """
 
     def __init__(
         self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
@@ -224,7 +172,24 @@ class ParameterUse(GroupOrigin):
 
     def copies(self) -> Tensor:
         """(B, *shape), made once a forward pass."""
-        return self.calls.copies(self.group, self.place)
+        group, place, running, members = self.group, self.place, self.calls.passes.current, self.calls.members
+        key = ("parameter", group.index, place)
+        if key not in members:
+            home, local = group.homes[place]
+            if self.parameter.numel() > COPIED and running.examples > 1:
+                warnings.warn(
+                    f"groupwise has no rule for what is done with {local} of {type(home).__name__}: it is clipped "
+                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
+                    stacklevel=2,
+                )
+            members[key] = ClippedLayer(group.names[place], ParameterRule(home, local), (place,), (None,))
+        group_pass = running.groups.get(group.index)
+        if group_pass is None or place not in group_pass.copies:
+            group_pass = enter(running, group, members[key])
+            made = self.parameter.detach().unsqueeze(0).expand(running.examples, *self.parameter.shape)
+            copies = ReportFunction.apply(group_pass, members[key], FIRST, [], group_pass.probe, made)
+            group_pass.copies[place] = copies
+        return group_pass.copies[place]
 
     def pairs(self, bias: PerExample) -> bool:
         """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
@@ -232,12 +197,12 @@ class ParameterUse(GroupOrigin):
 
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
         """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
-        member, values = self.calls.product(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
+        member, values = self._layer(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
         return self.calls.run(self.group, member, x, values, layout)
 
     def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
         """The rows that x says, by the rule of such layers."""
-        member, values = self.calls.product(EmbeddingRule, weight, None, padding_idx)
+        member, values = self._layer(EmbeddingRule, weight, None, padding_idx)
         return self.calls.run(self.group, member, x, values, layout)
 
     def late(
@@ -245,12 +210,37 @@ class ParameterUse(GroupOrigin):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
         are first in the list by then; `like` (B, T, ...) holds the examples as x does."""
-        member, (w, b) = self.calls.product(LinearRule, weight, bias)
+        member, (w, b) = self._layer(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
         group_pass = enter(self.calls.passes.current, self.group, member)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
         return w, b, ReportFunction.apply(group_pass, member, layout, inputs, group_pass.probe, zeros)
+
+    def _layer(
+        self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
+    ) -> tuple[ClippedLayer, Values]:
+        """A layer of single parameters, or of rows of them, made when they are first used so; and their values.
+
+        Args:
+            kind: its rule: `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`.
+            weight: its weight.
+            bias: its bias, if that trains; a parameter of the same group.
+            padding_idx: of an embedding.
+        """
+        parameters = (weight,) if kind is EmbeddingRule else (weight, bias)
+        places = tuple(None if each is None else each.origin.place for each in parameters)
+        rows = tuple(None if each is None else each.part for each in parameters)
+        wholes: Values = [None if each is None else each.origin.parameter.detach() for each in parameters]
+        values = [t if t is None or part is None else t[part] for t, part in zip(wholes, rows, strict=True)]
+        key = (kind, self.group.index, places, *((part.start, part.stop) for part in rows if part), padding_idx)
+        if key not in self.calls.members:
+            n, m = weight.origin.parameter[rows[0] or slice(None)].shape
+            with torch.device("meta"):
+                module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
+            rule = kind(module, self.calls.methods.for_layer())
+            self.calls.members[key] = ClippedLayer(self.group.names[self.place], rule, places, rows)
+        return self.calls.members[key], values
 
 
 def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:

@@ -77,7 +77,7 @@ class ClippingEngine(ThresholdsAndCounts):
         layers = find_layers(model)
         check_partition(layers, partition)
         methods = NormMethods(formula, rates, save_memory=norms == "ghost")
-        super().__init__(model, partition, build_groups(layers, partition, clip_rule, methods, direct))
+        super().__init__(model, partition, *build_groups(layers, partition, clip_rule, methods, direct))
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._passes = Passes(ClippedGradients({} if direct else trained))
@@ -88,7 +88,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
         self.set_thresholds(thresholds)
-        calls = LayerCalls(self.groups, self._passes, methods)
+        calls = LayerCalls(self._passes, methods)
         self._patches = Patches(model, layers, self.groups, calls, direct)
 
     def reset(self) -> None:

@@ -61,9 +61,9 @@ def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
     return GramTerms(self_products(x), self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
-def norms_from_products(xx: Tensor, gg: Tensor, bias: bool, longest: int) -> Tensor:
-    """The same from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
-    return squares_together([[GramTerms(xx, gg, bias, longest)]])[0]
+def norms_from_products(xx: Tensor, gg: Tensor, longest: int) -> Tensor:
+    """‖GᵀX‖² from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
+    return squares_together([[GramTerms(xx, gg, False, longest)]])[0]
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
             elif due.joined is None:
                 each.add(member, add_up([(factors, due.gradients)]))
             else:
-                joined.setdefault(id(due.joined[0]), []).append((each, member, due, factors))
+                joined.setdefault(id(due.joined), []).append((each, member, due, factors))
     for some in joined.values():
         sums = joined_sums([rows for _, _, rows, _ in some], [factors for *_, factors in some])
         for (each, member, _, _), total in zip(some, sums, strict=True):

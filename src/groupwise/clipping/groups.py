@@ -120,20 +120,10 @@ def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
     return each.clone()
 
 
-def share_thresholds(groups: Sequence[ClippingGroup]) -> Tensor:
-    """Let the groups' thresholds be entries of one table (K,), which one copy sets; and let groups close together."""
-    first = groups[0].threshold
-    table = torch.ones(len(groups), dtype=first.dtype, device=first.device)
-    for group, entry in zip(groups, table.unbind(), strict=True):
-        group.threshold = entry
-    _close_together([group for group in groups if not group.direct])
-    return table
-
-
 def build_groups(
     layers: tuple[Layer, ...], partition: Partition, clip_rule: ClipRule, methods: NormMethods, direct: bool
-) -> tuple[ClippingGroup, ...]:
-    """One `ClippingGroup` a group, in order.
+) -> tuple[tuple[ClippingGroup, ...], Tensor]:
+    """One `ClippingGroup` a group, in order; and the table of their thresholds, (K,), which one copy sets.
 
     Args:
         layers: all layers that train.
@@ -152,8 +142,8 @@ def build_groups(
     [(device, dtype)] = kinds
     by_name = {layer.name: layer for layer in layers}
     uses = Counter(id(p) for layer in layers for p in layer.trainable.values())
-    groups = []
-    for index, group in enumerate(partition):
+    groups, table = [], torch.ones(len(partition), dtype=dtype, device=device)
+    for index, (group, threshold) in enumerate(zip(partition, table.unbind(), strict=True)):
         own = [by_name[name] for name in group.layers]
         homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
         for layer in own:
@@ -170,14 +160,15 @@ def build_groups(
                 () if direct else tuple(p for *_, p in found),
                 torch.zeros((), dtype=dtype, device=device, requires_grad=True),
                 clip_rule,
-                torch.empty((), dtype=dtype, device=device),
+                threshold,
             )
         )
     if direct:
         _check_direct(groups, uses, ghost=methods.save_memory)
     else:
         _check_whole(layers)
-    return tuple(groups)
+        _close_together(groups)
+    return tuple(groups), table
 
 
 def _members(

@@ -7,7 +7,6 @@ reduced already, and a closing group (or several groups that close together) fin
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +25,8 @@ FEW_ON_CPU = 1 << 14
 class Terms(ABC):
     """What one layer's squared norms are made of."""
 
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Terms of one class with equal keys are finished together."""
+    key: Hashable
+    """Terms of one class with equal keys are finished together."""
 
     @classmethod
     @abstractmethod
@@ -53,11 +50,7 @@ class GramTerms(Terms):
         sides = xx.diagonal(dim1=1, dim2=2), gg.diagonal(dim1=1, dim2=2)
         few = xx.numel() <= FEW  # a diagonal is a view, and keeps all of the products
         self.left, self.right = sides if few else torch.stack(sides).unbind()
-
-    @property
-    def key(self) -> Hashable:
-        """Whether there is a bias, and the sizes."""
-        return self.bias, self.left.shape, self.left.dtype
+        self.key = bias, self.left.shape, self.left.dtype
 
     @classmethod
     def squares_of(cls, terms: Sequence["GramTerms"]) -> Tensor:
@@ -82,11 +75,7 @@ class OneRowTerms(Terms):
     def __init__(self, x: Tensor, g: Tensor, bias: bool) -> None:
         self.bias, self.left, self.right = bias, row_lengths(x), row_lengths(g)
         self.sizes = x.shape[1], g.shape[1], x.dtype
-
-    @property
-    def key(self) -> Hashable:
-        """Whether there is a bias, and the sizes."""
-        return self.bias, self.sizes, self.left.shape, self.left.dtype, self.right.dtype
+        self.key = bias, self.sizes, self.left.shape, self.left.dtype, self.right.dtype
 
     @classmethod
     def squares_of(cls, terms: Sequence["OneRowTerms"]) -> Tensor:
@@ -97,21 +86,16 @@ class OneRowTerms(Terms):
         return left.add_(floor(d, dtype) + terms[0].bias) * right.add_(floor(p, dtype))
 
 
-@dataclass
 class RowTerms(Terms):
     """Per-example gradients (B, *shape) of a layer's parameters, which serve for the weighted sums as well."""
 
-    gradients: tuple[Tensor | None, ...]
-    joined: tuple[Tensor, int] | None = None
-    """The rows of all that were finished with it, (B, n, m), and its place among them."""
-
-    @property
-    def key(self) -> Hashable:
-        """The sizes; what is too large to be copied for it is not joined."""
-        rows = [each for each in self.gradients if each is not None]
-        if sum(each.numel() for each in rows) > (FEW if is_async_device(rows[0]) else FEW_ON_CPU):
-            return id(self)
-        return tuple(None if each is None else (each.shape, each.dtype) for each in self.gradients)
+    def __init__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.gradients = gradients
+        self.joined: Tensor | None = None
+        """The rows of all that were finished with it, (B, n, m)."""
+        rows = [each for each in gradients if each is not None]
+        few = sum(each.numel() for each in rows) <= (FEW if is_async_device(rows[0]) else FEW_ON_CPU)
+        self.key = tuple(each is not None and (each.shape, each.dtype) for each in gradients) if few else id(self)
 
     @classmethod
     def squares_of(cls, terms: Sequence["RowTerms"]) -> Tensor:
@@ -120,8 +104,8 @@ class RowTerms(Terms):
             return sum_of_squares(terms[0].gradients).unsqueeze(0)
         joined = torch.cat([rows.reshape(len(rows), -1) for t in terms for rows in t.gradients if rows is not None], 1)
         together = joined.view(len(joined), len(terms), joined.shape[1] // len(terms))
-        for i, term in enumerate(terms):
-            term.joined = together, i
+        for term in terms:
+            term.joined = together
         return squared_row_norms(together.flatten(0, 1)).view(together.shape[:2]).t()
 
     def split(self, sums: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,8 +116,8 @@ class RowTerms(Terms):
 
 def joined_sums(terms: Sequence[RowTerms], factors: Sequence[Factors]) -> list[tuple[Tensor | None, ...]]:
     """Σ_i factor_i · g_i for each layer and parameter, of terms that were finished together, in their order."""
-    assert terms[0].joined is not None
-    rows = terms[0].joined[0]
+    rows = terms[0].joined
+    assert rows is not None
     weights = torch.stack([each.values.to(rows.dtype) for each in factors])
     if any(each.dropped is not None for each in factors):
         rows.masked_fill_((weights == 0).t().unsqueeze(2), 0)  # whatever they hold: 0 · NaN is NaN

@@ -62,7 +62,6 @@ class Patches:
         calls: LayerCalls,
         direct: bool,
     ) -> None:
-        self.calls = calls
         members = {member.name: (group, member) for group in groups for member in group.members}
         self._attributes: list[tuple[dict[str, Any], str, Any]] = [
             (norm.__dict__, "forward", partial(self._run_batch_norm, name, norm, norm.forward))
@@ -82,19 +81,16 @@ class Patches:
                 forward = partial(calls.layer, layer.module, *members[layer.name])
             if forward is not None:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
-        if not direct:
-            self._read_as_copies(layers)
-
-    def _read_as_copies(self, layers: tuple[Layer, ...]) -> None:
-        known: dict[int, PerExample] = {}
+        if direct:
+            return
+        copies: dict[int, PerExample] = {}
+        for group in groups:
+            for place, (parameter, name) in enumerate(zip(group.summed, group.names, strict=True)):
+                use = ParameterUse(calls, group, place, parameter, name)
+                copies[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
         for layer in layers:
             for local, parameter in layer.trainable.items():
-                if id(parameter) not in known:
-                    found = self.calls.place_of(parameter)
-                    assert found is not None, "every parameter that trains is in a group"
-                    use = ParameterUse(self.calls, *found, parameter, layer.full_name(local))
-                    known[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
-                self._attributes.append((layer.module.__dict__, local, known[id(parameter)]))
+                self._attributes.append((layer.module.__dict__, local, copies[id(parameter)]))
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -76,9 +76,9 @@ class Draws(TorchDispatchMode):
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
         calm = self._calm or name in FOLLOWING_VALUES
-        changed = _CHANGED.get(name) or ({"dropout_p": _nothing} if "dropout_p" in names else {})  # 0 is not given
+        changed = {"dropout_p": 0.0} if "dropout_p" in names else _CHANGED.get(name, lambda _: {})(given)
         if calm and changed:
-            given |= {key: make(given) for key, make in changed.items()}
+            given |= changed
             args, kwargs = (
                 [given[n] for n in names[: len(args)]],
                 {n: given[n] for n in names[len(args) :] if n in given},
@@ -128,20 +128,16 @@ class Draws(TorchDispatchMode):
                 made.copy_(batch.unflatten(axes[0], (rows, -1)).select(axes[0], row))
 
 
-def _nothing(given: dict[str, Any]) -> float:
-    return 0.0
+def _middle(given: dict[str, Any]) -> dict[str, float]:
+    return dict.fromkeys(("lower", "upper"), (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2)
 
 
-def _middle(given: dict[str, Any]) -> float:
-    return float((given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2)
-
-
-_CHANGED: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {
-    "native_dropout": {"p": _nothing},
-    "rrelu_with_noise": {"lower": _middle, "upper": _middle},
-    "rrelu_with_noise_": {"lower": _middle, "upper": _middle},
+_CHANGED: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
+    "native_dropout": lambda given: {"p": 0.0},
+    "rrelu_with_noise": _middle,
+    "rrelu_with_noise_": _middle,
 }
-"""Operations that draw inside and give something else: the argument that takes the chance out."""
+"""Operations that draw inside and give something else: the arguments that take the chance out."""
 
 FOLLOWING_VALUES = {
     "rrelu_with_noise",

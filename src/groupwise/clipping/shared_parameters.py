@@ -7,7 +7,7 @@ report the squares, and this file the rest: from outer products where both rules
 materialised gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import torch
@@ -44,17 +44,13 @@ def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall
     by_layer: dict[int, list[LayerCall]] = {}
     for call in calls:
         by_layer.setdefault(id(call.member) if call.rule.stacks else id(call), []).append(call)
-    every: list[LayerCall] = []
-    stacked: list[LayerCall] = []
-    for same in by_layer.values():
-        call = same[0]
-        if call.rule.stacks:
-            if len(same) > 1:
-                saved, g = call.rule.stack([(other.saved, other.g) for other in same])
-                call = LayerCall(call.rule, call.member, saved, g)
-            stacked.append(call)
-        every.append(call)
-    return every, stacked
+    every = [same[0] if len(same) == 1 else _stacked(same) for same in by_layer.values()]
+    return every, [call for call in every if call.rule.stacks]
+
+
+def _stacked(calls: list[LayerCall]) -> LayerCall:
+    saved, g = calls[0].rule.stack([(call.saved, call.g) for call in calls])
+    return replace(calls[0], saved=saved, g=g)
 
 
 def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:

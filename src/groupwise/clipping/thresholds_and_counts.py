@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import RELATIONS, Sensitivity, is_async_device
-from groupwise.clipping.groups import ClippingGroup, clip_factors_of, one_each, share_thresholds
+from groupwise.clipping.groups import ClippingGroup, clip_factors_of, one_each
 from groupwise.clipping.partition import Partition
 from groupwise.errors import UserError
 
@@ -20,13 +20,15 @@ class ThresholdsAndCounts:
         model: the model.
         partition: which of its layers are clipped together.
         groups: those of the partition.
+        table: their thresholds, (K,), of which each has its entry.
     """
 
-    def __init__(self, model: nn.Module, partition: Partition, groups: tuple[ClippingGroup, ...]) -> None:
-        self.model, self.partition, self.groups = model, partition, groups
+    def __init__(
+        self, model: nn.Module, partition: Partition, groups: tuple[ClippingGroup, ...], table: Tensor
+    ) -> None:
+        self.model, self.partition, self.groups, self._table = model, partition, groups, table
         self.squared_norms: dict[int, Tensor] = {}
         """‖g_k^(i)‖² of the last microbatch by group, (B,) each."""
-        self._table = share_thresholds(self.groups)
         self._clip = torch.ones(len(partition), dtype=torch.float64)
         self._clipped: Tensor | None = None
         self._count_at = torch.ones_like(self._table)

@@ -9,7 +9,6 @@ from groupwise.clipping.rules import (  # noqa: F401
     computed_weight,
     conv,
     embedding,
-    group_norm,
     linear,
     normalization,
     recurrent,

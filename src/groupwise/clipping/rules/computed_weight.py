@@ -18,18 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.gram import norms_from_products, self_products
-from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
-    LONGEST_SUM,
     at_least_zero,
     autocast,
-    inflate_norms,
     rounding_slack,
     second_product_slack,
     squared_row_norms,
     upcast,
 )
-from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, chunk_floats, register_rule
+from groupwise.clipping.rules.base import Gradients, Saved, Wanted, register_rule
 from groupwise.clipping.rules.conv import ConvRule, positions_first
 
 STANDARDIZATION_EPS = 1e-4
@@ -106,21 +103,8 @@ class FilterRule(ConvRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
-        if not _of_used(wanted)[0]:
-            return super().squared_norms(saved, g, _of_used(wanted))
-        if self.materializes(saved, g):
-            return None
-        positions = g.shape[2:].numel()
-        step = max(1, chunk_floats(g) // (4 * positions**2))
-        parts = (self.examples(saved, g, slice(i, i + step)) for i in range(0, len(g), step))
-        squares = torch.cat([self._norms_of_sides(*part, wanted) for part in parts])
-        if positions <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
-            return squares
-        return inflate_norms(squares, self._slack(saved, g))
-
-    def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        return inflate_norms(LayerRule.formed_norms(self, saved, g, wanted), self._slack(saved, g))
+    def needs_filters(self, wanted: Wanted) -> bool:
+        return wanted[0] or wanted[2]
 
     def _slack(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight, _, scale, _, length = saved
@@ -129,14 +113,18 @@ class FilterRule(ConvRule):
         return slack * (scale.abs().amax() + length.abs().amax()).double()  # more than the map's norm
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
-        weight, bias = super().weighted_sum(saved[:2], g, factors, _of_used(wanted))
+        weight, bias = super().weighted_sum(saved[:2], g, factors, self._of_used(wanted))
         total, gain = self._pulled(saved, None if weight is None else weight.unsqueeze(0), wanted)
         return None if total is None else total[0], bias, None if gain is None else gain[0]
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        weight, bias = super().per_example_gradients(saved[:2], g, _of_used(wanted))
+        weight, bias = super().per_example_gradients(saved[:2], g, self._of_used(wanted))
         rows, gain = self._pulled(saved, weight, wanted)
         return rows, bias, gain
+
+    def _of_used(self, wanted: Wanted) -> Wanted:
+        """Whether the gradients of the filters used, and of the bias, are needed."""
+        return self.needs_filters(wanted), wanted[1]
 
     def _pulled(self, saved: Saved, weight: Tensor | None, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
         """From gradients (n, p, …) of the filters used, which may be changed, to those of w and the gain."""
@@ -157,8 +145,8 @@ class FilterRule(ConvRule):
         by_filter.baddbmm_(along * shares, directions, alpha=-1).mul_(scale.unsqueeze(2))
         return rows.view(weight.shape), gains
 
-    def _norms_of_sides(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """Squared norms (n,) from inner products, each moved by its rounding towards the larger norm."""
+    def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """From inner products, each moved by its rounding towards the larger norm."""
         x, g = saved[0], upcast(g)
         direction, scale, taken, length = saved[2:]
         x = upcast(x)
@@ -172,7 +160,7 @@ class FilterRule(ConvRule):
         if wanted[2]:
             squares = squares + squared_row_norms((along + slack) * length.flatten())
         if wanted[0]:
-            whole = norms_from_products(xx, self_products(rows * scale.flatten()), False, longest)
+            whole = norms_from_products(xx, self_products(rows * scale.flatten()), longest)
             removed = (along - slack).clamp_min(0).double().square() * (taken * (2 - taken)).flatten()
             mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
             removed += (mean - slack).clamp_min(0).double().square()
@@ -233,8 +221,3 @@ def _centred(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Filters (p, K) less their means, and the sums of their squares (p, 1)."""
     rows = rows - rows.mean(1, keepdim=True)
     return rows, rows.square().sum(1, keepdim=True)
-
-
-def _of_used(wanted: Wanted) -> Wanted:
-    """Whether the gradients of the filters used, and of the bias, are needed."""
-    return wanted[0] or wanted[2], wanted[1]

@@ -1,7 +1,8 @@
 """Clips convolutions and their transposes in one to three dimensions, with any stride, padding, dilation and groups."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -24,7 +25,6 @@ from groupwise.clipping.precision import (
     upcast,
 )
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, chunk_floats, register_rule
-from groupwise.clipping.rules.geometry import Geometry
 
 GROUPED_FLOATS = 3 << 16
 """Weights that a CPU's kernel for many groups of channels keeps in its cache; with more it is much slower."""
@@ -40,6 +40,71 @@ product of the output gradients and what each position sees."""
 
 _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
 """The methods of torch's own convolutions, which no subclass may have changed; transposed ones share one."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution's shape, one entry an axis of space: what each position of the output sees of the input."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def windows(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """What each position sees of inputs x (B, c, *space), padding included: a copy (B, K, T), K as in a filter."""
+        padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
+        inner = tuple(slice(pad, pad + n) for n, pad in zip(x.shape[2:], self.padding, strict=True))
+        padded[(slice(None), slice(None), *inner)] = x
+        each, channel, *steps = padded.stride()
+        taps = [step * dilation for step, dilation in zip(steps, self.dilation, strict=True)]
+        moves = [step * stride for step, stride in zip(steps, self.stride, strict=True)]
+        shape, strides = (*x.shape[:2], *self.kernel, *out), (each, channel, *taps, *moves)
+        return padded.as_strided(shape, strides).reshape(len(x), -1, math.prod(out))
+
+    # -- inner products between positions -------------------------------------------------------------------------
+
+    def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[float, float]:
+        """What XXᵀ of one example takes: operations, and numbers written."""
+        pixels, sizes = math.prod(space), list(space)
+        written = float(pixels**2)
+        for axis, kernel in enumerate(self.kernel):
+            sizes[axis] = out[axis]
+            written += (1 + 2 * kernel) * math.prod(sizes) ** 2 if self._gathers(axis) else 0
+        return 2.0 * pixels * pixels * channels, written
+
+    def products(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """XXᵀ (B, T, T) of inputs x (B, c, *space) for one group of channels, from those of pixels."""
+        space, n = x.shape[2:], len(x)
+        pixels = x.flatten(2).mT
+        between = self_products(pixels.contiguous() if x.device.type == "cpu" else pixels).view(n, *space, *space)
+        for axis in range(len(space)):
+            if self._gathers(axis):
+                between = self._gather(between, axis, space[axis], out[axis])
+        return between.reshape(n, math.prod(out), math.prod(out))
+
+    def _gathers(self, axis: int) -> bool:
+        """Whether positions along an axis are anything but the inputs themselves."""
+        return (self.kernel[axis], self.stride[axis], self.padding[axis]) != (1, 1, 0)
+
+    def _gather(self, between: Tensor, axis: int, size: int, out: int) -> Tensor:
+        """Products between inputs (n, *space, *space), summed over one axis's taps, each at both positions."""
+        left, right = 1 + axis, 1 + axis + (between.dim() - 1) // 2
+        shape = list(between.shape)
+        shape[left] = shape[right] = out
+        total = between.new_zeros(shape)
+        for tap in range(self.kernel[axis]):
+            shift, step = tap * self.dilation[axis] - self.padding[axis], self.stride[axis]
+            first = max(0, -(shift // step))
+            last = min(out, (size - 1 - shift) // step + 1)  # outputs that see through this tap no padding
+            if last > first:
+                target, source = [slice(None)] * len(shape), [slice(None)] * len(shape)
+                target[left] = target[right] = slice(first, last)
+                seen = first * step + shift
+                source[left] = source[right] = slice(seen, seen + (last - first - 1) * step + 1, step)
+                total[tuple(target)].add_(between[tuple(source)])
+        return total
 
 
 @register_rule
@@ -111,16 +176,31 @@ class ConvRule(LayerRule):
         return self.methods.choose((x.shape, g.shape), kind, sizes) == "materialize"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
-        if not wanted[0]:
+        if not self.needs_filters(wanted):
             return squared_row_norms(_over_space(g))
         if self.materializes(saved, g):
             return None
         x, rows = self.sides(saved, g)
-        squares = self._gram_norms(upcast(x), upcast(rows))
-        squares = squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
-        if rows.shape[2:].numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+        out = rows.shape[2:]
+        held = int(self.geometry.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
+        step = max(1, chunk_floats(g) // held)
+        parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
+        squares = torch.cat([self.gram_norms(*part, wanted) for part in parts])
+        if out.numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
             return squares
         return inflate_norms(squares, self._slack(saved, g))
+
+    def needs_filters(self, wanted: Wanted) -> bool:
+        """Whether gradients of the filters are needed."""
+        return wanted[0]
+
+    def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
+        """Squared norms (n,) from XXᵀ and GGᵀ."""
+        x, rows = map(upcast, self.sides(saved, g))
+        longest = max(rows.shape[2:].numel(), math.prod(self._filter()), rows.shape[1])
+        between = self_products(positions_first(rows))
+        squares = norms_from_products(self.geometry.products(x, rows.shape[2:]), between, longest)
+        return squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
 
     def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         return inflate_norms(super().formed_norms(saved, g, wanted), self._slack(saved, g))
@@ -181,17 +261,6 @@ class ConvRule(LayerRule):
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
         reused = self.methods.reuses(inputs[0] * p * k, out.numel() + inputs.numel())
         return Sizes(inputs[0], t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
-
-    def _gram_norms(self, x: Tensor, g: Tensor) -> Tensor:
-        """Squared norms (B,) of the weight's gradients from XXᵀ and GGᵀ, of a few examples at a time."""
-        out = g.shape[2:]
-        held = int(self.geometry.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
-        step, squares = max(1, chunk_floats(g) // held), []
-        longest = max(out.numel(), math.prod(self._filter()), g.shape[1])
-        for inputs, gradients in zip(x.split(step), g.split(step), strict=True):
-            between = self_products(positions_first(gradients))
-            squares.append(norms_from_products(self.geometry.products(inputs, out), between, False, longest))
-        return torch.cat(squares)
 
 
 def _over_space(g: Tensor) -> Tensor:
