@@ -85,10 +85,9 @@ def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
     """Both measurements of one bug; `plays` of each of two worlds, twice (None: as many as the case wants)."""
     plays = plays or case.plays
     right, wrong = (case.worst.worlds(EPSILON, DELTA, 2 * seed + planted) for planted in (0, 1))
-    with case.around():
-        correct = distinguish(*right, plays, DELTA)
-        with case.plant():  # the worlds are ready, so that the check before training does not refuse the bug
-            planted = distinguish(*wrong, plays, DELTA)
+    correct = distinguish(*right, plays, DELTA)
+    with case.plant():  # the worlds are ready, so that the check before training does not refuse the bug
+        planted = distinguish(*wrong, plays, DELTA)
     return Row(case.name, case.bug, case.how, EPSILON, DELTA, correct, planted, _true(case))
 
 

@@ -21,7 +21,6 @@ from groupwise.privacy import (
     PoissonSampler,
     ShuffleSampler,
     mechanism,
-    noise,
     thresholds,
 )
 from groupwise.training import private_step
@@ -86,11 +85,6 @@ def one_noise_for_all_steps() -> AbstractContextManager[object]:
     """The step is left out of what the noise is a function of."""
     real = NoiseSource._digest
     return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, 0, stream))
-
-
-def counted_noise() -> AbstractContextManager[object]:
-    """No bug: noise is drawn by counting, as a run that begins on a GPU draws it."""
-    return patch.object(noise, "_generator_for", lambda device: "Philox")
 
 
 def masks_from_the_public_seed() -> AbstractContextManager[object]:
