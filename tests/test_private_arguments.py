@@ -68,16 +68,6 @@ def sparse_adam() -> None:
     make_private(model, optimizer, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
 
 
-def wrapped() -> None:
-    from accelerate.optimizer import AcceleratedOptimizer  # one of several: they step when they see fit
-
-    model = network()
-    inside = torch.optim.SGD(model.parameters(), lr=1.0)
-    inner = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
-    inner.optimizer = inside
-    make_private(model, inner, DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(DATA)
@@ -137,7 +127,6 @@ ARGUMENTS: dict[str, Misuse] = {
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
     "LBFGS": (lbfgs, "LBFGS"),
     "SparseAdam": (sparse_adam, "SparseAdam takes sparse gradients"),
-    "an optimizer that another library has wrapped": (wrapped, "optimizer.optimizer"),
     "`make_private` twice on one model": (twice, "already"),
     "`make_private` on a model with a private part": (nested, "already"),
     "a microbatch size that is none": (lambda: make(microbatch=0), "microbatch=0 is out of range"),

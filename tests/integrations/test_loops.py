@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from groupwise import make_private
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource
 
 X = torch.randn(60, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
@@ -38,7 +37,7 @@ def prepared(**options):
 
 def test_accelerates_optimizer_is_refused_and_the_one_inside_works():
     _, model, wrapped, plain = prepared()
-    with pytest.raises(UserError, match="wrapped in AcceleratedOptimizer"):
+    with pytest.raises(UserError, match=r"wrapped in AcceleratedOptimizer.*optimizer\.optimizer"):
         make_private(model, wrapped, DATA, losses, **SETTINGS)
     assert wrapped.optimizer is plain
     private = make_private(model, wrapped.optimizer, DATA, losses, **SETTINGS)
@@ -51,28 +50,6 @@ def test_a_loader_that_accelerate_has_prepared_gives_its_dataset():
     with pytest.warns(UserWarning, match="data is a DataLoader"):
         private = make_private(model, plain, loader, losses, **SETTINGS)
     assert private.plan.dataset_size == 60 and len(list(private.steps())) == 3
-
-
-def test_a_step_of_accelerates_optimizer_is_refused():
-    _, model, wrapped, plain = prepared()
-    private = make_private(model, plain, DATA, losses, **SETTINGS)
-    for _ in private.steps():
-        with pytest.raises(UserError, match=r"is part of private\.step"):
-            wrapped.step()
-
-
-def test_what_accelerate_does_to_gradients_between_steps_changes_nothing():
-    ends = []
-    for does in (False, True):
-        torch.manual_seed(0)
-        accelerator, model, _, plain = prepared()
-        private = make_private(model, plain, DATA, losses, noise_source=NoiseSource.from_seed(1), **SETTINGS)
-        for _ in private.steps():
-            if does:
-                accelerator.backward(losses(model, (X, Y)).mean())
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        ends.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
 def module(step, automatic: bool, wrapped: bool = False):
