@@ -69,22 +69,6 @@ def run_batch(engine, x: np.ndarray, y: np.ndarray) -> None:
     engine.clip(losses_of, range(len(x)))
 
 
-def test_one_step_clips_and_moves_thresholds_as_the_engine_does(method, step):
-    theta, C, x, y, sums, counts = step
-    engine = engine_of(theta, C)
-    run_batch(engine, x, y)
-    for layer, ours in zip(engine.model[::2], sums, strict=True):
-        theirs = np.column_stack([layer.weight.grad.numpy(), layer.bias.grad.numpy()])
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
-    assert counts.tolist() == engine.counts.tolist()
-    assert all(0 < count < 20 for count in counts), "every layer is to clip some examples and leave some alone"
-
-    adaptive = AdaptiveThresholds(C, Q, ETA, count_noise_multiplier=0.0, expected_batch_size=B)
-    adaptive.update(engine.counts, engine.examples, noise=None, step=0)
-    moved = method.move_thresholds(C, counts, 20, B, Q, ETA, 5.0, Quiet())
-    np.testing.assert_allclose(moved, adaptive.clip_thresholds.numpy(), rtol=0, atol=1e-12)
-
-
 def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch):
     """Without noise: batches of any size, sums divided by B, thresholds moved after the weights."""
     rng = np.random.default_rng(3)
