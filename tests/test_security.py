@@ -351,14 +351,6 @@ def test_secure_noise_is_other_noise_and_a_run_of_its_own(tmp_path):
     assert not all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_stages_and_shards_take_over_what_the_source_is():
-    from groupwise.pipeline.trainer import stage_noise
-
-    source = NoiseSource.from_seed(1, secure=True)
-    assert stage_noise(source, 1).secure and not stage_noise(source, 1).is_secret
-    assert not stage_noise(NoiseSource.from_seed(1), 1).secure
-
-
 def test_a_known_key_is_stamped(tmp_path, capfd):
     (folder,) = smoke_folders(tmp_path, "clip=flat", "train.steps=1", "debug.noise_seed=1")
     assert "NOT PRIVATE" in capfd.readouterr().out

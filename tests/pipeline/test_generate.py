@@ -13,12 +13,13 @@ from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import import_torchvision
 from tests.pipeline.ranks import run_ranks
+from tests.tasks.test_beam_search import END, make_tokenizer
 
 import_torchvision()
 import transformers  # noqa: E402
 
 CPU = torch.device("cpu")
-END, POSITIONS = 96, 40
+POSITIONS = 40
 PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[The Eagle]", "n" * (POSITIONS - 3)]
 SETTINGS = [
     {"beams": 1},
@@ -28,13 +29,6 @@ SETTINGS = [
 ]
 FAMILIES = ["gpt2", "lora", "opt", "llama"]
 CASES = [(family, number) for family in FAMILIES for number in range(len(SETTINGS)) if family == "gpt2" or number < 2]
-
-
-def make_tokenizer():
-    """One token for each character from ! to ~, the space and the line break, and the end."""
-    characters = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # as GPT-2 spells space and line break
-    vocabulary = {character: number for number, character in enumerate(characters)}
-    return transformers.GPT2TokenizerFast(vocab={**vocabulary, "<|endoftext|>": END}, merges=[])
 
 
 def make_model(family):

@@ -108,7 +108,8 @@ def test_a_stage_noise_is_as_secret_as_the_run_and_tells_nothing_of_its_key():
     noise = NoiseSource.fresh()
     keys = {noise.key, *(stage_noise(noise, stage).key for stage in range(4))}
     assert len(keys) == 5 and stage_noise(noise, 0).is_secret
-    assert not stage_noise(NoiseSource.from_seed(1), 0).is_secret
+    seeded = stage_noise(NoiseSource.from_seed(1, secure=True), 0)
+    assert seeded.secure and not seeded.is_secret and not stage_noise(noise, 1).secure
 
 
 def test_noise_that_would_need_other_stages_thresholds_is_refused():

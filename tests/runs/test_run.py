@@ -77,12 +77,6 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_seeded_noise_is_stamped_not_private(tmp_path, capsys):
-    row = run(smoke(tmp_path, "debug.noise_seed=1", PLANNED))
-    assert row["plan.private"] is False and row["seeds.noise_is_secret"] is False
-    assert "NOT PRIVATE" in capsys.readouterr().out
-
-
 def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):
     row = run(smoke(tmp_path, "privacy=shuffle", PLANNED))
     assert row["plan.private"] is False

@@ -1,10 +1,8 @@
 """What tests of tasks share."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.made_up import made_up_once
 
@@ -20,22 +18,3 @@ def _few_texts():
 def folders(tmp_path_factory) -> Path:
     """A folder of `save_pretrained` for each family that is asked for."""
     return tmp_path_factory.mktemp("decoders")
-
-
-@pytest.fixture
-def write_learned_text() -> Callable:
-    """Train a task on its one example until it writes that example's target; its metrics then."""
-
-    def write(task) -> dict[str, float]:
-        source, target = task._data.train[0]
-        task._data.test[0] = type(task._data.test[0])(source, (target,))
-        optimizer = torch.optim.Adam(task.model.parameters(), lr=0.01)
-        for _ in range(60):
-            optimizer.zero_grad()
-            task.losses_of([0]).sum().backward()
-            optimizer.step()
-        found = task.evaluate("test", 50, limit=1, final=True)
-        assert task.outputs()["test"][0]["output"] == target
-        return found
-
-    return write

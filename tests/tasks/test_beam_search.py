@@ -40,12 +40,16 @@ def no_warnings():
     assert [record.getMessage() for record in records] == []
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def make_tokenizer():
     """One token for each character from ! to ~, the space and the line break, a line break with b, and the end."""
     characters = [*map(chr, range(33, 127)), "\u0120", "\u010a", "\u010ab"]  # as GPT-2 spells space and line break
     vocabulary = {character: number for number, character in enumerate(characters)}
     return transformers.GPT2TokenizerFast(vocab={**vocabulary, "<|endoftext|>": END}, merges=[])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
 
 
 def random_gpt2(positions=64, **changes):

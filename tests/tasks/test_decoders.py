@@ -209,6 +209,9 @@ def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path,
     with rdp_alone(tmp_path / "cache"):
         row = run(config)
     assert row["plan.private"] is True and 7.9 < row["plan.spent_epsilon"] <= 8
+    told = json.loads((out / "provenance.json").read_text())
+    assert told["base"] == str(source) and "adapters" in told["note"]
+    assert list(told["sha256"]) == ["adapter_model.safetensors"]
     base = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = torch.tensor([tokenizer("name : The Eagle | food : French\n")["input_ids"]])

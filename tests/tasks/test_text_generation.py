@@ -244,28 +244,6 @@ def test_export_keeps_tied_weights_one(tmp_path):
         task.export(tmp_path / "file" / "out", {})
 
 
-def test_export_of_adapters_names_the_base(tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    full = make_task(config(), CPU)
-    full.export(tmp_path / "base", {})
-    base = {"source": str(tmp_path / "base"), "fresh": False, "architecture": None, "shape": {}}
-    task = make_task(config("samsum", {**base, **LORA}), CPU)
-    for name, parameter in task.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    task.export(tmp_path / "out", {"hash": "abc"})
-    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert told["base"] == str(tmp_path / "base") and "adapters" in told["note"]
-    assert list(told["sha256"]) == ["adapter_model.safetensors"]
-    model = AutoModelForCausalLM.from_pretrained(told["base"])
-    model = PeftModel.from_pretrained(model, tmp_path / "out").eval()
-    task.model.eval()
-    inputs = task.inputs([task._samples["train"].tokens[0]], CPU)
-    torch.testing.assert_close(model(**inputs).logits, task.logits(task.model, inputs))
-
-
 BAD = (
     ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
     ({"model": {"source": None}}, "no tokeniser"),

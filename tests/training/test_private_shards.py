@@ -87,19 +87,6 @@ def resumed(ranks, shards: bool):
     return ends
 
 
-def moved(ranks, shards: bool) -> torch.Tensor:
-    """What 40 steps without any example moved each number by, (40, P)."""
-    model = network(shards)
-    optimizer = torch.optim.SGD(model.parameters(), lr=8.0)  # times B
-    private = private_of("fixed_layer", ranks, model, 1.0, [[]] * 40, optimizer)
-    places = [told(private)[0]]
-    for _ in range(40):
-        private.step()
-        places.append(told(private)[0])
-    private.detach()
-    return torch.stack(places).diff(dim=0)
-
-
 def refusals(ranks) -> dict[str, str]:
     tied = network(False)
     tied.blocks[1].fall.weight = tied.blocks[0].fall.weight
@@ -156,7 +143,6 @@ def _on_two(rank, world):
     return {
         "outcomes": {case: outcome(case, ranks, True) for case in CASES},
         "resumed": resumed(ranks, True),
-        "moved": moved(ranks, True),
         "refused": refusals(ranks),
         "sums in the losses": sums_in_the_losses(ranks),
         "given back": given_back(ranks),
@@ -207,14 +193,3 @@ def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, 
 
 def test_the_losses_see_no_sums_in_shards(two):
     assert not any(process["sums in the losses"] for process in two)
-
-
-def test_together_they_add_one_noise(two):
-    """40 x P numbers: 1 % is over three standard errors of the scale; two noises would be √2, a shared stream shows as
-    equal halves."""
-    one = moved(Alone(), False)
-    found = two[0]["moved"]
-    assert torch.equal(found, two[1]["moved"])
-    error = 4 / (2 * found.numel()) ** 0.5
-    assert float(found.std() / one.std()) == pytest.approx(1, abs=error)
-    assert len(found.unique()) == found.numel()
