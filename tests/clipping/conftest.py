@@ -240,7 +240,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv2d_same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), _floats(3, 5, 6)),
     "conv2d_circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), _floats(3, 5, 6)),
     "conv2d_valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid"), _floats(3, 5, 6)),
-    "conv3d": (lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1, groups=2), _floats(2, 3, 4, 3)),
+    "conv2d_unseen_inputs": (lambda: nn.Conv2d(4, 5, 2, stride=3), _floats(4, 7, 7)),
+    "conv2d_unseeing_taps": (lambda: nn.Conv2d(4, 5, 5, padding=4, dilation=(3, 1)), _floats(4, 5, 3)),
+    "conv2d_more_padding_than_input": (lambda: nn.Conv2d(6, 5, (4, 2), padding=(3, 1)), _floats(6, 1, 4)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1), _floats(2, 3, 4, 3)),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(3, 4, 3, 2, 1, output_padding=1), _floats(3, 5)),
     "conv_transpose1d_more_out": (lambda: nn.ConvTranspose1d(3, 4, 1, output_padding=1, dilation=2), _floats(3, 5)),
     "conv_transpose2d": (
