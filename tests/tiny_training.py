@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,16 @@ class Points(Trained):
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Batches:
+    """A sampler of batches that are given, again and again."""
+
+    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+        self.batches = batches
+
+    def indices(self, step: int) -> np.ndarray:
+        return np.array(self.batches[step % len(self.batches)], dtype=np.int64)
 
 
 def trainer_of(

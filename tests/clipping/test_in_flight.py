@@ -314,86 +314,82 @@ def test_ordinary_passes_in_between_do_not_disturb(make):
     assert_equal(gradients(run.model), expected, rtol=1e-12)
 
 
-class TestMisuse:
-    """One sentence each, and nothing is left running."""
+def back(engine: ClippingEngine, run: Run, m: int, output: Tensor | None = None) -> None:
+    """The backward pass of a microbatch, of an output if there is one."""
+    with engine.backward_of(m):
+        if output is not None:
+            run_backward(run, output, m)
 
-    @pytest.fixture(params=[flat, per_layer])
-    def engine(self, make, request):
-        self.run = make()
-        with attach_traced(self.run, request.param(self.run.model), 0.5) as engine:
-            yield engine
 
-    def test_a_microbatch_that_nobody_knows(self, engine):
-        run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match="No forward pass of microbatch 5 waits"):  # noqa: SIM117
-            with engine.backward_of(5):
+def over(engine: ClippingEngine, run: Run) -> None:
+    output = run_forward(engine, run, 0)
+    back(engine, run, 0, output)
+    back(engine, run, 0)
+
+
+def without_gradients(engine: ClippingEngine, run: Run) -> None:
+    with torch.no_grad():
+        run_forward(engine, run, 0)
+    back(engine, run, 0)
+
+
+def nested(outer: str, inner: str) -> Callable[[ClippingEngine, Run], None]:
+    """One pass inside of another, each a method's name."""
+
+    def begin(engine: ClippingEngine, run: Run) -> None:
+        run_forward(engine, run, 0), run_forward(engine, run, 1)
+        given = {"forward": (4, 0), "backward": (torch.ones(5, requires_grad=True),)}
+        with getattr(engine, outer)(*given.get(outer, (0,))):
+            if inner == "backward":
+                engine.backward(*given[inner])
+            with getattr(engine, inner)(*given.get(inner, (1,))):
                 pass
 
-    def test_a_microbatch_whose_backward_pass_is_over(self, engine):
-        output = run_forward(engine, self.run, 0)
-        with engine.backward_of(0):
-            run_backward(self.run, output, 0)
-        with pytest.raises(UserError, match="No forward pass of microbatch 0 waits"), engine.backward_of(0):
-            pass
+    return begin
 
-    def test_a_forward_pass_without_gradients(self, engine):
-        with torch.no_grad():
-            run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match="with gradients on"), engine.backward_of(0):
-            pass
 
-    def test_backward_passes_do_not_nest(self, engine):
-        run_forward(engine, self.run, 0)
-        run_forward(engine, self.run, 1)
-        with pytest.raises(UserError, match="begun inside another one"), engine.backward_of(0):  # noqa: SIM117
-            with engine.backward_of(1):
-                pass
-        with pytest.raises(UserError, match="begun inside another one"), engine.norms_of(1):
-            engine.backward(torch.ones(5, requires_grad=True))
+def of_another(engine: ClippingEngine, run: Run) -> None:
+    first = run_forward(engine, run, 0)
+    run.ids[1] = run.ids[0]
+    run_forward(engine, run, 1)
+    with engine.backward_of(1):
+        run_backward(run, first, 0)
 
-    def test_forward_passes_do_not_nest(self, engine):
-        with pytest.raises(UserError, match="begun inside another pass"), engine.forward(4, 0):  # noqa: SIM117
-            with engine.forward(3, 1):
-                pass
-        run_forward(engine, self.run, 2)
-        with pytest.raises(UserError, match="begun inside another pass"), engine.backward_of(2):  # noqa: SIM117
-            with engine.forward(3, 1):
-                pass
 
-    def test_a_forward_pass_of_another_number_of_examples(self, engine):
-        with pytest.raises(UserError, match=r"\(4, 7\) in its call 1 of a batch of 3 examples"), engine.forward(3, "a"):
-            self.run.output(0)
+def of_another_size(engine: ClippingEngine, run: Run) -> None:
+    with engine.forward(3, "a"):
+        run.output(0)
 
-    def test_the_output_of_another_microbatch(self, engine):
-        first = run_forward(engine, self.run, 0)
-        self.run.ids[1] = self.run.ids[0]
-        run_forward(engine, self.run, 1)
-        with pytest.raises(UserError, match="forward for another microbatch"), engine.backward_of(1):
-            run_backward(self.run, first, 0)
-        assert all(p.grad is None for p in self.run.model.parameters())
 
-    def test_a_plain_backward_pass(self, engine):
-        output = run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match=r"loss\.backward\(\) inside of them"):
-            run_backward(self.run, output, 0)
+MISUSES: dict[str, tuple[Callable[[ClippingEngine, Run], Any], str]] = {
+    "unknown": (lambda engine, run: back(engine, run, 5), "No forward pass of microbatch 5 waits"),
+    "over": (over, "No forward pass of microbatch 0 waits"),
+    "without gradients": (without_gradients, "with gradients on"),
+    "backward in backward": (nested("backward_of", "backward_of"), "begun inside another one"),
+    "a plain one in norms": (nested("norms_of", "backward"), "begun inside another one"),
+    "forward in forward": (nested("forward", "forward"), "begun inside another pass"),
+    "forward in backward": (nested("backward_of", "forward"), "begun inside another pass"),
+    "another number": (of_another_size, r"\(4, 7\) in its call 1 of a batch of 3 examples"),
+    "another microbatch's output": (of_another, "forward for another microbatch"),
+    "a plain backward pass": (
+        lambda engine, run: run_backward(run, run_forward(engine, run, 0), 0),
+        r"loss\.backward\(\) inside of them",
+    ),
+    "nothing": (lambda engine, run: (run_forward(engine, run, 0), back(engine, run, 0)), "reach no layer of group"),
+    "other groups' norms": (lambda engine, _: engine.count_norms(torch.ones(99, 4)), "one row a group"),
+}
 
-    def test_a_backward_pass_that_reaches_nothing(self, engine):
-        run_forward(engine, self.run, 0)
-        with pytest.raises(UserError, match="reach no layer of group"), engine.backward_of(0):
-            pass
 
-    def test_norms_of_another_number_of_groups(self, engine):
-        with pytest.raises(UserError, match="one row a group"):
-            engine.count_norms(torch.ones(99, 4))
-
-    def test_a_failure_leaves_the_engine_usable(self, engine):
-        with pytest.raises(KeyError), engine.forward(4, 0):
-            self.run.output(0)
-            raise KeyError
-        output = run_forward(engine, self.run, 0)
-        with engine.backward_of(0):
-            run_backward(self.run, output, 0)
-        assert engine.examples == 4
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_one_sentence_and_leaves_the_engine_usable(make, name, make_partition):
+    run, (misuse, sentence) = make(), MISUSES[name]
+    with attach_traced(run, make_partition(run.model), 0.5) as engine:
+        with pytest.raises(UserError, match=sentence):
+            misuse(engine, run)
+        assert name == "over" or all(p.grad is None for p in run.model.parameters())
+        back(engine, run, 0, run_forward(engine, run, 0))
+        assert engine.examples == (8 if name == "over" else 4)
 
 
 def test_ghost_norms_are_sent_to_two_passes(make):

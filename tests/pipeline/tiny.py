@@ -20,7 +20,7 @@ from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
-from tests.tiny_training import Trained
+from tests.tiny_training import Batches, Trained
 
 WORDS, EXAMPLES, EXPECTED, LEARNING_RATE, MICROBATCH = 20, 16, 8, 0.5, 3
 QUANTILE, STEP = 0.6, 0.3
@@ -83,16 +83,6 @@ class Given(Trained):
         self.model, self.train_size = model, EXAMPLES
 
 
-class Drawn:
-    """The batches of the steps, as they are given."""
-
-    def __init__(self, batches=BATCHES) -> None:
-        self.batches = batches
-
-    def indices(self, step: int) -> np.ndarray:
-        return np.array(self.batches[step % len(self.batches)], dtype=np.int64)
-
-
 def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineTrainer:
     """This process's part of a run; with `Alone`, a pipeline of one stage."""
     model = make_model(case)
@@ -136,7 +126,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
         ),
         schedule=make_schedule(optimizer, optim, 1000),
     )
-    trainer.private.sampler = Drawn(batches)
+    trainer.private.sampler = Batches(batches)
     return trainer
 
 

@@ -65,13 +65,6 @@ def test_every_group_is_noised_at_its_own_scale(follows_normal, allocation, dtyp
         assert not follows_normal(noise, std * 3 / 2)
 
 
-def test_groups_and_parameters_get_independent_noise():
-    (first, second), (third,) = groups = make_groups([(5000,), (5000,)], [(5000,)])
-    release(groups, [1.0, 1.0])
-    noises = np.stack([flat([parameter]) for parameter in (first, second, third)])
-    assert np.abs(np.corrcoef(noises) - np.eye(3)).max() < 5 / math.sqrt(5000)
-
-
 def test_the_sum_is_noised_and_then_divided_by_the_configured_batch_size():
     groups = make_groups([(3,)], dtype=torch.float64)
     (std,) = release(groups, [2.0], noise_multiplier=0.7, expected_batch_size=8.0, step=5).tolist()
@@ -124,16 +117,6 @@ def test_stages_that_release_on_their_own_spend_the_budget_of_one(follows_normal
     assert math.isclose(budget, sigma**-2)
     assert not math.isclose(planted, sigma**-2)
     assert np.abs(np.corrcoef(np.stack(noises)) - np.eye(4)).max() < 5 / math.sqrt(9000)
-
-
-def test_a_replayed_step_releases_the_same_and_the_next_one_does_not():
-    released = []
-    for step in (1, 1, 2):
-        groups = make_groups([(9,)])
-        release(groups, [1.0], step=step)
-        released.append(flat(groups[0]))
-    assert np.array_equal(released[0], released[1])
-    assert not np.any(released[0] == released[2])
 
 
 def test_tied_parameters_in_two_groups_are_refused():

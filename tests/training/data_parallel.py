@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.step import Trainer
 from tests.checked import checked_once
-from tests.tiny_training import Points
+from tests.tiny_training import Batches, Points
 
 EXAMPLES, WIDTH = 40, 8
 FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
@@ -62,16 +61,6 @@ class PointsTask(Points):
     @torch.no_grad()
     def evaluate(self, split, batch_size, limit=None, final=False):
         return {"loss": float(self.losses_of(range(EXAMPLES)).mean())}
-
-
-class Batches:
-    """A sampler of batches that are given."""
-
-    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
-        self.batches = batches
-
-    def indices(self, step: int) -> np.ndarray:
-        return np.array(self.batches[step], dtype=np.int64)
 
 
 def build(

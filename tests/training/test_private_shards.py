@@ -12,7 +12,8 @@ from groupwise.privacy import NoiseSource
 from groupwise.training.ranks import Alone, Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.private_use import cross_entropy
-from tests.training.data_parallel import BATCHES, EXAMPLES, Batches, Network
+from tests.tiny_training import Batches
+from tests.training.data_parallel import BATCHES, EXAMPLES, Network
 
 CASES = {
     "adaptive_layer": {"clip": "adaptive_layer", "quantile_budget": 0.1},
