@@ -1,6 +1,6 @@
 """Clips a small transformer in three groups of your own: attention, MLPs and the rest, by patterns of layer names.
 
-    python examples/custom_partition.py        1,437 images at ε = 8, in some twenty seconds on one core: more than 80 %
+    python examples/custom_partition.py        1,437 images at ε = 8, in twenty seconds on one core: accuracy above 80 %
 
 Each threshold follows a private quantile of its group's gradient norms. Instead of the patterns you can use
 `per_block`, `flat`, or a function from a layer's name to a group's name.

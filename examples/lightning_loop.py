@@ -1,4 +1,4 @@
-"""Trains a small network privately in a Lightning module of manual optimisation.
+"""Trains a small network privately in a Lightning module with manual optimisation.
 
     python examples/lightning_loop.py        2,000 points at ε = 8, in seconds
 

@@ -1,8 +1,8 @@
-"""Algorithm 1 of He et al. (ICLR 2023) trains a small network on this page: adaptive per-layer clipping, by hand.
+"""Trains a small network by Algorithm 1 of He et al. (ICLR 2023), written out by hand: adaptive per-layer clipping.
 
     python examples/method.py        scikit-learn's digits at ε = 8, in seconds
 
-"Line 8" and the like are the algorithm's. Layer k is a matrix θ_k of shape (p, d + 1): its weights and, as the column
+"Line 8" etc. are lines of the algorithm. Layer k is a matrix θ_k of shape (p, d + 1): its weights and, as the column
 of an input that is always 1, its bias. B is the expected batch size; the drawn batch S_t has n examples, maybe none.
 `groupwise.clipping` does the same inside autograd, for other layers and groups; the example's test compares the two.
 """

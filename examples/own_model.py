@@ -1,6 +1,6 @@
 """Trains a CNN of your own privately on scikit-learn's digits.
 
-    python examples/own_model.py        1,437 images at ε = 8, in some five seconds on one core: more than 90 %
+    python examples/own_model.py        1,437 images at ε = 8, in about five seconds on one core: accuracy above 90 %
 
 You give one loss for each example. A step draws a batch, clips each example's gradient, adds noise and updates.
 """

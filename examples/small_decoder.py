@@ -1,9 +1,9 @@
-"""Writes a small decoder of today: random weights and a tokeniser of its family's kind, as `save_pretrained` does.
+"""Writes a small decoder of a recent family, with random weights and the family's kind of tokeniser, to a folder.
 
     python examples/small_decoder.py FOLDER llama        or qwen2, qwen3, gemma, gemma2, gemma3_text
 
-Rotary positions, RMSNorm and grouped queries are the family's own code; so are, like the published models', the tokens
-that begin, end and pad a text, the chat template, and the head that is the token embedding. A text is made up here.
+Rotary positions, RMSNorm and grouped queries are the family's own code. The tokens that begin, end and pad a text, the
+chat template, and the head that is tied to the token embedding are like the published models'. The texts are made up.
 """
 
 import sys

@@ -152,3 +152,10 @@ def test_a_state_is_refused_if_anything_of_it_is_another(changes):
 
 def test_a_state_that_nothing_altered_is_taken():
     assert altered(settings="of the user's own")() is None
+
+
+def test_a_state_of_other_microbatches_is_refused():
+    """CUDA graphs fill microbatches up, so dropout's masks are others."""
+    state = Use().private.state_dict()
+    with pytest.raises(UserError, match=r"made with cuda_graph=True: give the same"):
+        Use().private.load_state_dict({**state, "cuda_graph": True})

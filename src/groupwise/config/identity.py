@@ -29,8 +29,9 @@ VOLATILE = (
     "clip.formula",
     "pipeline.timeout",
 )
-"""Keys that cannot change what is computed, but for rounding. All others count: `debug.noise_seed`, and `train.device`
-as it is written (``auto`` is the same experiment on every machine; what it found is in the row)."""
+"""Keys that change at most rounding, and which masks dropout draws (`train.cuda_graph`). All others count:
+`debug.noise_seed`, and `train.device` as it is written (``auto`` is the same experiment on every machine; what it found
+is in the row)."""
 
 
 LATER = {

@@ -19,8 +19,8 @@ g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) 
 4. Masks of a step are independent of those of all others and of the noise, so the steps compose as they do without.
 
 The generators are statistical, not cryptographic, also where ``NoiseSource.secure`` holds. Torch's CPU generator keeps
-32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). Python's and
-numpy's take 256 bits, CUDA's 64.
+32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). Python's
+and numpy's take 256 bits, CUDA's 64.
 """
 
 import hashlib
@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,8 +74,9 @@ def secret_randomness(
     device = torch.device(device)
     cuda = device.type == "cuda"
     of_python, of_numpy, outside = random.getstate(), np.random.get_state(legacy=False), _seeds[:]
-    numpys, twister = np.random.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
-    np.random.set_bit_generator(twister)
+    exchange: Any = np.random  # whose stubs lack the two functions
+    numpys, twister = exchange.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
+    exchange.set_bit_generator(twister)
 
     def begin() -> None:
         torch.set_rng_state(_torch_state(words[:WORDS], seed=int.from_bytes(digest[-8:], "big")))
@@ -94,7 +96,7 @@ def secret_randomness(
         finally:
             _seeds[:] = outside
             random.setstate(of_python)
-            np.random.set_bit_generator(numpys)
+            exchange.set_bit_generator(numpys)
             if of_numpy["has_gauss"]:  # the second of a pair of normals, which the exchange has lost
                 np.random.set_state(of_numpy)
             _twisters.append(twister)

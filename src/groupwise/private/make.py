@@ -67,9 +67,11 @@ def make_private(
 ) -> Private:
     """Make the training of ``model`` on ``data`` private (Algorithm 1), in a loop of your own.
 
-    Formal guarantee: the weights and thresholds after all steps together are (ε, δ)-DP under adding or removing one
-    example of ``data``, N being public, as ``private.plan`` says it, if each of the ``losses`` follows its own example
-    alone. Before training a few examples are traced, and compared with a loop over single examples: a model, loss or
+    Formal guarantee: the weights and thresholds after all steps, taken together, are (ε, δ)-DP under adding or removing
+    one example of ``data``, with N public and with the ε and δ of ``private.plan``, if each of the ``losses`` depends
+    on its own example alone.
+
+    Before training a few examples are traced, and compared with a loop over single examples: a model, loss or
     collate function that mixes them there is refused by name (`groupwise.clipping.verify` says what is seen).
 
     Args:
@@ -81,11 +83,11 @@ def make_private(
         epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
         delta: δ; by default N^-1.1.
         epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
-        batch_size: B, what a step draws in expectation.
+        batch_size: B, the expected number of examples that a step draws.
         microbatch: examples at once, at most; by default as many as fit into memory. Halved where memory runs out.
         collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
-        order: the numbers of this process's examples of a batch, (n,), in the order in which they share microbatches:
-            the longest texts first, say. By default as they are numbered.
+        order: a function from the indices of this process's examples of a batch, (n,), to the same indices in the order
+            in which they fill the microbatches: the longest texts first, say. By default in the order of their indices.
         clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
             whole configuration.
         threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
@@ -93,7 +95,7 @@ def make_private(
         noise: "global", "equal_budget" or "weighted": how the noise is shared out between the groups.
         accountant: "prv", "pld" or "rdp".
         cuda_graph: on an NVIDIA GPU, launch a microbatch as one CUDA graph: faster where the host is the bottleneck, as
-            with transformers in bfloat16. The batch goes to the model's device by itself; shapes should be few.
+            with transformers in bfloat16. The batch is moved to the model's device; there should be few shapes.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
         ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
             same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of

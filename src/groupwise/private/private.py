@@ -49,7 +49,7 @@ class Step:
 
     @property
     def epsilon(self) -> float:
-        """ε of the steps until this one, at the plan's δ; accounted when it is asked for (seconds)."""
+        """ε of the steps up to and including this one, at the plan's δ; computed when read, which can take seconds."""
         return self.plan.spent_epsilon(self.number)
 
 
@@ -129,9 +129,10 @@ class Private:
 
     @property
     def epsilon(self) -> float:
-        """ε of the steps that were executed, at the plan's δ (seconds, after a step).
+        """ε of the steps that were executed, at the plan's δ; after a step, computing it can take seconds.
 
-        It is a guarantee if nothing of the run decided how many they are; else the plan's is (docs/privacy.md).
+        It is a guarantee only if nothing that the run produced decided when to stop; otherwise quote the plan's ε
+        (docs/privacy.md).
         """
         return self.plan.spent_epsilon(self.executed)
 
@@ -147,7 +148,7 @@ class Private:
     def set_threshold(self, threshold: float) -> None:
         """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups; the noise follows, and ε stays.
 
-        As a learning rate, it may follow from the number of the step, and not from the data.
+        Like a learning rate, it may depend on the step number, but not on the data.
 
         Raises:
             UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
@@ -171,7 +172,7 @@ class Private:
     def steps(self, count: int | None = None) -> Steps:
         """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
 
-        What stands in the loop, schedulers and evaluation, runs between steps, when the model is a plain one.
+        The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
         left = self.plan.steps - self.executed
         return Steps(self, left if count is None else min(count, left))
@@ -290,9 +291,9 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        As of any module, its tensors are those that keep training: save it at once, or ``copy.deepcopy`` it;
-        ``load_state_dict`` knows one that has changed since. In shards every process calls, and gets whole tensors on
-        the CPU.
+        As with any module's state dict, its tensors are the live ones, which later steps change: save it at once, or
+        ``copy.deepcopy`` it; ``load_state_dict`` refuses one that has changed since. With shards every process must
+        call this, and gets whole tensors on the CPU.
         """
         self._check_open()
         if self.core.running:
@@ -301,7 +302,7 @@ class Private:
         return with_checksum(state)
 
     def save(self, path: str | Path) -> None:
-        """Write `state_dict` to a file that its owner alone may read, whole or not at all; replicas write one."""
+        """Write `state_dict` atomically to a file that its owner alone may read; replicas write a single file."""
         state = self.state_dict()
         if self.core.ranks.main:
             save_checkpoint(path, state)
@@ -311,7 +312,7 @@ class Private:
         self.load_state_dict(load_checkpoint(Path(path), self.core.device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where `state_dict` was taken, to the same bits, before the first step. It sets the microbatch too.
+        """Resume, bit for bit, from where `state_dict` was taken; only before the first step. Sets the microbatch too.
 
         Raises:
             UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.

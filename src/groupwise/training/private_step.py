@@ -287,6 +287,7 @@ class PrivateStep:
             "matmul": matmul.used(),
             "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
             "microbatches": self.ranks.gather(self.sums.size),
+            "cuda_graph": self.sums.keeps_gradients,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -305,7 +306,16 @@ class PrivateStep:
         return whole(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken; the plan and the key are the caller's."""
+        """Go back to where `state_dict` was taken; the plan and the key are the caller's.
+
+        Raises:
+            UserError: it was taken with CUDA graphs and there are none here, or the other way round.
+        """
+        if state.get("cuda_graph", self.sums.keeps_gradients) != self.sums.keeps_gradients:
+            raise UserError(
+                f"The state was made with cuda_graph={state['cuda_graph']}: give the same, as graphs fill microbatches "
+                "up, so that dropout's masks would differ under the same noise."
+            )
         if self.in_shards:
             from groupwise.training.shards import in_shards
 
