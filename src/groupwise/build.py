@@ -49,7 +49,11 @@ def build_trainer(
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
     """
-    check_plan(plan, state)
+    if state is not None and state.get("plan") != plan.to_dict():
+        raise UserError(
+            "The checkpoint was made under another privacy plan (other data, software or settings), or by another "
+            "version: bring those back, or start afresh with overwrite=true."
+        )
     noise = make_noise(config, plan, ranks, state)
     sums: Any
     if isinstance(task.model, Stage):
@@ -146,15 +150,6 @@ def _stage_sums(
     ranks.copy_([*stage.parameters(), *stage.buffers()])
     runner = StageRunner(stage, engine, device, ranks.pipeline)
     return StageSums(runner, feed, max(1, microbatch or 1), config.clip.grouping == "flat")
-
-
-def check_plan(plan: PrivacyPlan, state: dict[str, Any] | None) -> None:
-    """Refuse a checkpoint of another plan, or of something else."""
-    if state is not None and state.get("plan") != plan.to_dict():
-        raise UserError(
-            "The checkpoint was made under another privacy plan (other data, software or settings), or by another "
-            "version: bring those back, or start afresh with overwrite=true."
-        )
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:

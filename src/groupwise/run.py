@@ -106,7 +106,12 @@ def _run(
         if config.debug.noise_seed is not None:
             known = "debug.noise_seed makes the noise predictable, which is for tests only."
             print(folded(f"  NOT PRIVATE all the same: {known}"))
-    file, state = _load_checkpoint(record, device, ranks) if resumable else (None, None)
+    file, state = None, None
+    if resumable:  # the newest checkpoint that is sound on all processes
+        load = partial(load_checkpoint, device=device)
+        if ranks.stages > 1:
+            load = partial(checkpoint.load, ranks=ranks, device=device)
+        file, state = load_newest(record.checkpoint, load, ranks)
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
     if config.explain:
         return _explain(trainer)
@@ -141,12 +146,6 @@ def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) 
 def _check_exports(config: RunConfig, task: Task) -> None:
     if config.export is not None and not task.exports:
         raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
-
-
-def _load_checkpoint(record: RunRecord, device: torch.device, ranks: Alone | Ranks) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint that is sound on all processes, and its content."""
-    whole, of_stage = partial(load_checkpoint, device=device), partial(checkpoint.load, ranks=ranks, device=device)
-    return load_newest(record.checkpoint, whole if ranks.stages == 1 else of_stage, ranks)
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:

@@ -13,12 +13,10 @@ kind
 from dataclasses import dataclass
 
 from groupwise.analysis.results import settings_of
-from groupwise.analysis.statistics import Contrast
+from groupwise.analysis.statistics import MARGIN, Contrast
 from groupwise.checkout import CHECKOUT
 from groupwise.rows import read_table
 
-MARGIN = 1.0
-"""Points (all metrics are in percent) within which two ways of training count as alike."""
 LESS, MORE, ALIKE, NO_WORSE = "less", "more", "alike", "no worse"
 KINDS = {
     LESS: "the difference is below zero",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MARGIN, MORE, NO_WORSE, Claim
+from groupwise.analysis.claims import ALIKE, CLAIMS, KINDS, LESS, MORE, NO_WORSE, Claim
 from groupwise.analysis.results import (
     LEARNT,
     MINUS,
@@ -30,6 +30,7 @@ from groupwise.analysis.results import (
     why_uninformative,
 )
 from groupwise.analysis.statistics import (
+    MARGIN,
     SAME,
     Contrast,
     Summary,

@@ -36,13 +36,8 @@ def summarise(values: Sequence[float]) -> Summary:
     if n < 2:
         return Summary(mean, n, math.nan, math.nan, math.nan)
     std = float(numbers.std(ddof=1))
-    half = quantile(n - 1) * std / math.sqrt(n)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, n - 1)) * std / math.sqrt(n)
     return Summary(mean, n, std, mean - half, mean + half)
-
-
-def quantile(degrees: int) -> float:
-    """Of the t-distribution, so that 95 % lie within plus and minus it."""
-    return float(t.ppf((1 + CONFIDENCE) / 2, degrees))
 
 
 def p_beyond(values: Summary, border: float, above: bool) -> float:
@@ -88,7 +83,7 @@ def detectable(values: Summary) -> float:
     """
     if values.n < 2 or values.std < SAME:
         return math.nan
-    shift = nctdtrinc(values.n - 1, 1 - POWER, quantile(values.n - 1))
+    shift = nctdtrinc(values.n - 1, 1 - POWER, t.ppf((1 + CONFIDENCE) / 2, values.n - 1))
     return float(shift) * values.std / math.sqrt(values.n)
 
 
@@ -205,7 +200,7 @@ def _first(reasons: Sequence[tuple[dict[str, str], str]], cell: str) -> str:
 
 
 MARGIN = 1.0
-"""Points (all metrics are in percent) by which a mean over seeds may differ from the paper's and still reproduce it."""
+"""Points (all metrics are in percent) within which two ways of training, or a mean and the paper's, count as alike."""
 REPRODUCED, DIFFERS, INCOMPLETE = "reproduced", "differs", "incomplete"
 REDUCED, NOT_RUN, QUOTED, UNPRINTED = "reduced only", "not run", "quoted", "not in the paper"
 UNINFORMATIVE = "uninformative"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,7 @@ def load_stage(
     *,
     seed: int,
     device: torch.device,
-    rematerialize: bool = False,
-    token_loss: str = "mean",
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
 ) -> Stage:
     """Stage `index` of `model.source` on `device`, with its trainable parameters chosen; only its tensors are read.
 
@@ -48,7 +46,7 @@ def load_stage(
         index: of the stage.
         seed: of the adapters' A.
         device: of the stage.
-        rematerialize, token_loss, precision: as in `cut`.
+        options: as in `cut`.
 
     Raises:
         UserError: as in `make_config`, `choose_trainable` and `cut`; fresh weights; a source that is not a local folder
@@ -57,7 +55,7 @@ def load_stage(
     folder = _folder(settings)
     model = empty_model(settings, tokenizer)
     aliases, weights = _aliases(model, settings.untie), Weights(folder, str(settings.source))
-    stage = cut(model, choose(model), index, rematerialize=rematerialize, token_loss=token_loss, precision=precision)
+    stage = cut(model, choose(model), index, **options)
     names = stage.names()
     filled: dict[int, Tensor] = {}
     for local, empty in stage.state_dict(keep_vars=True).items():

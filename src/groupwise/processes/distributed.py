@@ -18,15 +18,6 @@ from groupwise.training.provenance import usable_cores
 from groupwise.training.ranks import Ranks
 
 
-def run_here(config: RunConfig, place: Place) -> dict[str, Any]:
-    """Be one process of a run; returns its result row, {} on all but the main one.
-
-    Raises:
-        UserError: a mistake, which other processes may have found too.
-    """
-    return _run(config, place, _meet(config, place))
-
-
 def join(config: RunConfig, place: Place) -> dict[str, Any]:
     """As `run_here`, for a process that torchrun or srun started: only the main one prints and reports mistakes."""
     interrupt_on(signal.SIGTERM)
@@ -34,7 +25,7 @@ def join(config: RunConfig, place: Place) -> dict[str, Any]:
         silence(sys.stdout)
     store = _meet(config, place)
     try:
-        return _run(config, place, store)
+        return run_here(config, place, store)
     except UserError:
         if _first(store):
             raise
@@ -45,7 +36,13 @@ def join(config: RunConfig, place: Place) -> dict[str, Any]:
         sys.exit(130)
 
 
-def _run(config: RunConfig, place: Place, store: dist.Store) -> dict[str, Any]:
+def run_here(config: RunConfig, place: Place, store: dist.Store | None = None) -> dict[str, Any]:
+    """Be one process of a run; returns its result row, {} on all but the main one.
+
+    Raises:
+        UserError: a mistake, which other processes may have found too.
+    """
+    store = _meet(config, place) if store is None else store
     if config.train.threads is None:
         torch.set_num_threads(max(1, usable_cores() // place.sharing))
     device = _device(config, place)

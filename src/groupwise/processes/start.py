@@ -53,17 +53,18 @@ def start(config: RunConfig) -> dict[str, Any]:
 
         return join(config, place)
     if world_size(config) > 1:
-        return spawn(config, run_here)
+        return spawn(config)
     from groupwise.run import run
 
     return run(config)
 
 
-def spawn(config: RunConfig, work: Work) -> dict[str, Any]:
+def spawn(config: RunConfig, work: Work | None = None) -> dict[str, Any]:
     """Start all processes on this machine and watch over them to the end; see `start` for what it returns and raises.
 
     Args:
-        work: what each does, a function at the top of a module; its result in the main process is returned.
+        work: what each does, a function at the top of a module, by default `run_here`; its result in the main process
+            is returned.
     """
     world = world_size(config)
     members: list[_Member] = []
@@ -106,7 +107,7 @@ class _Member:
     killed_here: bool = False
 
     @classmethod
-    def start(cls, config: RunConfig, place: Place, work: Work, said: Path) -> _Member:
+    def start(cls, config: RunConfig, place: Place, work: Work | None, said: Path) -> _Member:
         """Start a process; only the main one writes to the terminal."""
         context = multiprocessing.get_context("spawn")
         receive, send = context.Pipe(duplex=False)
@@ -212,14 +213,7 @@ def _passed_on(members: Sequence[_Member]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run_here(config: RunConfig, place: Place) -> dict[str, Any]:
-    """`groupwise.processes.distributed.run_here`, which brings torch."""
-    from groupwise.processes import distributed
-
-    return distributed.run_here(config, place)
-
-
-def _live(config: RunConfig, place: Place, work: Work, send: Connection, said: Path) -> None:
+def _live(config: RunConfig, place: Place, work: Work | None, send: Connection, said: Path) -> None:
     """Be one of the processes: work, send a `Report`, and leave; leave too when the process that watches has ended."""
     os.setsid()  # Ctrl-C goes to the process that watches, and from there to all
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -235,6 +229,10 @@ def _live(config: RunConfig, place: Place, work: Work, send: Connection, said: P
     code, kind = 0, "done"
     value: Any = None
     try:
+        if work is None:
+            from groupwise.processes import distributed  # brings torch
+
+            work = distributed.run_here
         row = work(config, place)
         value = row if place.main else {}
     except UserError as error:

@@ -113,12 +113,14 @@ def plan_search(planned: PlannedSweep, overrides: Sequence[str]) -> Search:
     examples = _examples(configs)
     trainings, delta = _trainings(configs, count, examples)
     cost = search_cost(trainings, count, delta, first.privacy.accountant)
-    settings = tuple(
-        Setting(cell.name, _with_noise(cell.config, training), training)
-        for cell, training in zip(cells, trainings, strict=True)
-    )
+    settings = []
+    for cell, training in zip(cells, trainings, strict=True):
+        run = copy.deepcopy(cell.config)  # a single run's, with the noise that the search needs
+        run.privacy.noise_multiplier, run.privacy.epsilon = training.noise_multiplier, None
+        run.tuning = TuningConfig()
+        settings.append(Setting(cell.name, run, training))
     folder = Path(first.paths.results).expanduser() / "searches" / f"{planned.name}-{key[:12]}"
-    return Search(folder, key, settings, count, cost, examples, delta)
+    return Search(folder, key, tuple(settings), count, cost, examples, delta)
 
 
 def _refused(config: RunConfig) -> Iterator[str]:
@@ -203,11 +205,3 @@ def _trainings(
         sigmas = calibrate_search(rates, count, epsilon, plan.delta)
         trainings = [Training(sigma, *of) for of, sigma in zip(rates, sigmas, strict=True)]
     return trainings, plan.delta
-
-
-def _with_noise(config: RunConfig, training: Training) -> RunConfig:
-    """A single run's configuration, with the noise that the search needs and without the search's settings."""
-    run = copy.deepcopy(config)
-    run.privacy.noise_multiplier, run.privacy.epsilon = training.noise_multiplier, None
-    run.tuning = TuningConfig()
-    return run
