@@ -15,7 +15,7 @@ from groupwise.clipping import ClippingEngine, verify
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
-from groupwise.pipeline.loading import INDEX, SINGLE, empty_model, load_stage
+from groupwise.pipeline.loading import FILES, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, choose_ranges, cut
 from groupwise.pipeline.stage import Stage
 from groupwise.privacy import NoiseSource, PrivacyPlan
@@ -205,7 +205,7 @@ def _folder_of_weights(config: RunConfig) -> Path | None:
 
         with suppress(HFValidationError, LocalEntryNotFoundError):
             folder = Path(snapshot_download(model.source, local_files_only=True))
-    return folder if any((folder / name).is_file() for name in (SINGLE, INDEX)) else None
+    return folder if any((folder / name).is_file() for name in FILES) else None
 
 
 def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:

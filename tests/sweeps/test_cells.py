@@ -21,7 +21,7 @@ def test_cells_are_all_combinations_and_know_their_names() -> None:
     cells = expand(GRIDS, {}, "paper")
     assert len(cells) == 9
     assert cells[0] == Cell(
-        (("clip", "flat"), ("privacy.epsilon", "3"), ("task", "cifar")),
+        "clip=flat privacy.epsilon=3 task=cifar",
         0,
         ("scale=paper", "task=cifar", "clip=flat", "privacy.epsilon=3", "seed=0"),
     )

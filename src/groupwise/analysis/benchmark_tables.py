@@ -16,7 +16,7 @@ from groupwise.analysis.benchmark_rows import (
     read_rows,
     was_measured,
 )
-from groupwise.analysis.results import Folders, Page
+from groupwise.analysis.results import Folders, Page, number
 from groupwise.rows import markdown
 
 WORKLOADS = {
@@ -96,9 +96,9 @@ def _throughput_table(lines: pd.DataFrame) -> str:
             rows.append([name, str(line["status"]).replace("|", "\\|"), "", "", "", "", ""])
             continue
         spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
-        noise = _number(1e3 * line["noise_seconds"], ".1f")
+        noise = number(1e3 * line["noise_seconds"], ".1f")
         speed, memory, floor = line["examples_per_second"], line["memory_ratio"], line["floor"]
-        numbers = (_number(line["whole"], ".3f"), _number(memory, ".2f"), _number(floor, ".3f"), noise)
+        numbers = (number(line["whole"], ".3f"), number(memory, ".2f"), number(floor, ".3f"), noise)
         rows.append([name, f"{speed:.4g}", spread, *numbers])
     head = ["method", "examples/s", "speed ratio", "with noise", "memory ratio", "floor", "noise, ms"]
     return f"{_caption(first, lines)}\n\n{markdown(head, rows)}"
@@ -165,7 +165,7 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
         code = f"{first['loop_lines']} of {first['script_lines']}"
         name = f"{METHODS.get(method, method)}, {first['learning_rate']:g}"
         seconds = f"{own['cpu_seconds'].median():.1f}"
-        lines.append([name, code, spread, f"{own['epsilon'].max():.3f}", seconds, _number(peak, ".0f")])
+        lines.append([name, code, spread, f"{own['epsilon'].max():.3f}", seconds, number(peak, ".0f")])
     head = ["method, learning rate", "lines of the loop", "accuracy, %", "ε", "CPU s of the loop", "memory, MiB"]
     return markdown(head, lines)
 
@@ -220,7 +220,3 @@ def page(folders: Folders) -> Page:
         "side_by_side": made("opacus_side_by_side", side_by_side_table),
     }
     return Page("\n\n".join(text) + "\n", f"what {measured} holds", parts)
-
-
-def _number(value: float, how: str) -> str:
-    return "–" if pd.isna(value) else format(value, how)

@@ -23,6 +23,7 @@ from groupwise.analysis.results import (
     Page,
     file_of,
     floor_of,
+    number,
     read_floors,
     read_measured,
     read_paper,
@@ -43,7 +44,6 @@ from groupwise.analysis.statistics import (
     places_of,
     summarise,
 )
-from groupwise.analysis.tables import number
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 

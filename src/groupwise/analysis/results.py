@@ -15,6 +15,7 @@ note
     Why a number is not ours to reproduce, or is not the same thing; of a hyperparameter: fixed, grid or selected.
 """
 
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -245,6 +246,11 @@ def fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
     """The error of the first of these rows."""
     first = rows.iloc[0]
     return UserError(f"{path}: the row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
+
+
+def number(value: float, how: str = ".2f") -> str:
+    """A number for a table, or a dash where there is none."""
+    return "–" if math.isnan(value) else format(value, how).replace("-", "−")
 
 
 def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:

@@ -4,8 +4,7 @@ import math
 from pathlib import Path
 
 from groupwise.analysis.claims import OURS, SEARCH
-from groupwise.analysis.results import SHOWN, Folders, Page, cost_of, settings_of
-from groupwise.analysis.tables import number
+from groupwise.analysis.results import SHOWN, Folders, Page, cost_of, number, settings_of
 from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, candidates
 

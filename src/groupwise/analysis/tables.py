@@ -21,6 +21,7 @@ from groupwise.analysis.results import (
     Folders,
     Page,
     cost_of,
+    number,
     read_measured,
     read_paper,
 )
@@ -105,11 +106,6 @@ def as_latex(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], e
             "",
         ]
     )
-
-
-def number(value: Any) -> str:
-    """Two decimals, or a dash where there is none."""
-    return "–" if math.isnan(value) else f"{value:.2f}".replace("-", "−")
 
 
 def tex(text: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError, reason
-from groupwise.models.hub import find_source, make_config
+from groupwise.models.hub import make_config
 from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.model_parts import check_known
 from groupwise.pipeline.split import Ranges, cut
@@ -40,7 +40,7 @@ def load_stage(
     `seed` and the parameter's name, so that it does not depend on the number of stages; B is zero.
 
     Args:
-        settings: of a local folder that `save_pretrained` wrote.
+        settings: whose `source` is a folder that `save_pretrained` wrote, with one of `FILES`.
         tokenizer: the model's.
         choose: the whole model, on the meta device -> the ranges; such as `partial(choose_ranges, stages=4)`.
         index: of the stage.
@@ -49,12 +49,10 @@ def load_stage(
         options: as in `cut`.
 
     Raises:
-        UserError: as in `make_config`, `choose_trainable` and `cut`; fresh weights; a source that is not a local folder
-            of safetensors, or lacks a tensor.
+        UserError: as in `make_config`, `choose_trainable` and `cut`; a source that lacks a tensor.
     """
-    folder = _folder(settings)
     model = empty_model(settings, tokenizer)
-    aliases, weights = _aliases(model, settings.untie), Weights(folder, str(settings.source))
+    aliases, weights = _aliases(model, settings.untie), Weights(Path(str(settings.source)))
     stage = cut(model, choose(model), index, **options)
     names = stage.names()
     filled: dict[int, Tensor] = {}
@@ -85,7 +83,6 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     import transformers
     from accelerate import init_empty_weights
 
-    _folder(settings)
     config = make_config(settings, tokenizer)
     check_known(config.model_type)
     half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
@@ -98,22 +95,6 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     model.tie_weights()  # tied parameters became two on the meta device
     with init_empty_weights(include_buffers=False):
         return choose_trainable(model.train(), settings)
-
-
-def _folder(settings: ModelConfig) -> Path:
-    """The folder of `model.source`."""
-    if settings.fresh or not settings.source:
-        raise UserError(
-            "Stages read their weights from a folder, and model.fresh=true has none: give model.source=FOLDER, "
-            "written by save_pretrained, and model.fresh=false."
-        )
-    folder = Path(find_source(settings.source))
-    if not folder.is_dir():
-        raise UserError(
-            f"model.source={settings.source} is not a local folder, from which stages read their weights: download it "
-            "first, and give the folder."
-        )
-    return folder
 
 
 def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
@@ -146,7 +127,7 @@ def _adapter(name: str, empty: Tensor, seed: int) -> Tensor | None:
     return nn.init.kaiming_uniform_(torch.empty(empty.shape, device="cpu"), a=math.sqrt(5), generator=generator)
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 class Weights:
@@ -154,29 +135,23 @@ class Weights:
 
     Args:
         folder: has model.safetensors, or model.safetensors.index.json and the files that it names.
-        source: its name in messages.
 
     Raises:
-        UserError: it has neither, or they cannot be read.
+        UserError: they cannot be read.
     """
 
-    def __init__(self, folder: Path, source: str) -> None:
+    def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
 
-        self._source = source
+        self._source = folder
         self._open = cache(lambda file: safe_open(folder / file, framework="pt"))
         with self._reading():
             if (folder / INDEX).is_file():
                 self._files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
                 if odd := [file for file in self._files.values() if Path(file).name != file]:
                     raise ValueError(f"{INDEX} names {odd[0]}, which is not of this folder")
-                return
-            if not (folder / SINGLE).is_file():
-                raise UserError(
-                    f"model.source={source} has neither {SINGLE} nor {INDEX}, from which a stage could read its part: "
-                    "load the model with transformers and write it with save_pretrained."
-                )
-            self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+            else:
+                self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
     def read(self, *names: str) -> Tensor:
         """The tensor under the first of these names that the files have, on the CPU.
@@ -199,8 +174,6 @@ class Weights:
 
         try:
             yield
-        except UserError:
-            raise
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"model.source={self._source} has weights that cannot be read ({reason(error)}): copy the folder again."

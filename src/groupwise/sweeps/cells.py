@@ -33,16 +33,11 @@ Grid = Mapping[str, Any]
 class Cell:
     """One run of a sweep."""
 
-    settings: tuple[tuple[str, str], ...]
-    """Key and value as in the paper, sorted, without seed and scale: the cell's name at every scale."""
+    name: str
+    """The paper's settings at every scale, sorted, without the seed: ``clip=flat privacy.epsilon=3 task=cifar``."""
     seed: int
     overrides: tuple[str, ...]
     """Its overrides for `run.py` at this scale, seed and scale included."""
-
-    @property
-    def name(self) -> str:
-        """The settings as text: ``clip=flat privacy.epsilon=3 task=cifar``."""
-        return " ".join(f"{key}={value}" for key, value in self.settings)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ def _cells(grid: Mapping[str, list[str]], changes: Mapping[str, Any], scale: str
         changed = _changed(settings | {"seed": seed}, changes)
         if changed is not None:
             overrides = tuple(f"{key}={value}" for key, value in ({"scale": scale} | changed).items())
-            yield Cell(tuple(sorted(settings.items())), int(seed), overrides)
+            yield Cell(" ".join(f"{key}={settings[key]}" for key in sorted(settings)), int(seed), overrides)
 
 
 def _changed(settings: dict[str, str], changes: Mapping[str, Any]) -> dict[str, str] | None:
