@@ -22,21 +22,14 @@ from groupwise.analysis.statistics import compare, summarise, waiting_at
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 
-LINE = (
-    *("row", "column", "metric", "paper", "paper_std"),
-    *("mean", "n", "expected", "std", "low", "high"),
-    *("scale", "status", "why", "hashes", "commits", "cell", "printed", "note", "flags"),
-)
-"""The columns of `table_lines`."""
-
 
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     """One line for each number of the paper's table `name`, with what was measured at the largest scale that has rows.
 
-    Columns: `LINE`. ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds,
-    ``expected`` is how many seeds there should be; ``scale`` is empty where nothing was measured; ``status`` and
-    ``why`` are of `comparison.compare`; ``hashes`` (12 digits, as run folders) and ``commits`` are joined by blanks;
-    ``printed`` is the paper's text; ``flags`` says what is odd about the rows.
+    Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``
+    is how many seeds there should be; ``scale`` is empty where nothing was measured; ``status`` and ``why`` are of
+    `compare`; ``hashes`` (12 digits, as run folders) and ``commits`` are joined by blanks; ``printed`` is the paper's
+    text; ``flags`` says what is odd about the rows.
 
     Raises:
         UserError: no such table or sweep, a line that does not select one cell of the sweep, or rows at fault.
@@ -50,7 +43,7 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
         _line(number, cells, scales, sweep, floors)
         for number, cells in zip(paper.to_dict("records"), places, strict=True)
     ]
-    return pd.DataFrame(lines, columns=list(LINE))
+    return pd.DataFrame(lines)
 
 
 def _places(paper: pd.DataFrame, sweep: Sweep, path: Path) -> list[list[str]]:
@@ -101,8 +94,12 @@ def _line(
         "metric": number["metric"],
         "paper": number["value"],
         "paper_std": number["std"],
-        **summary._asdict(),
+        "mean": summary.mean,
+        "n": summary.n,
         "expected": expected or 0,
+        "std": summary.std,
+        "low": summary.low,
+        "high": summary.high,
         "scale": scale,
         "status": status,
         "why": why,

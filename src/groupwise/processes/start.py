@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def spawn(config: RunConfig, work: Work | None = None) -> dict[str, Any]:
         try:
             for rank in range(world):
                 place = Place(rank, world, rank, world, f"file://{folder}/meeting")
-                members.append(_Member.start(config, place, work, Path(folder) / f"stderr-{rank}"))
+                members.append(_Member(config, place, work, Path(folder) / f"stderr-{rank}"))
             _watch(members)
         finally:
             for member in members:
@@ -94,28 +93,18 @@ class Report:
     """Seconds on a clock that all processes of a machine share."""
 
 
-@dataclass
 class _Member:
-    """A process and its report."""
+    """A process and its report; only the main one writes to the terminal."""
 
-    rank: int
-    process: SpawnProcess
-    receive: Connection
-    """Where its report comes in; the end of it is the end of the process."""
-    said: Path
-    report: Report | None = None
-    killed_here: bool = False
-
-    @classmethod
-    def start(cls, config: RunConfig, place: Place, work: Work | None, said: Path) -> _Member:
-        """Start a process; only the main one writes to the terminal."""
+    def __init__(self, config: RunConfig, place: Place, work: Work | None, said: Path) -> None:
+        self.rank, self.said, self.killed_here = place.rank, said, False
+        self.report: Report | None = None
         context = multiprocessing.get_context("spawn")
-        receive, send = context.Pipe(duplex=False)
+        self.receive, send = context.Pipe(duplex=False)  # for its report; the end of it is the end of the process
         said.touch()
-        process = context.Process(target=_live, args=(config, place, work, send, said))
-        process.start()
+        self.process = context.Process(target=_live, args=(config, place, work, send, said))
+        self.process.start()
         send.close()
-        return cls(place.rank, process, receive, said)
 
     def read(self) -> bool:
         """Take the report if there is one; true at the end of the process."""

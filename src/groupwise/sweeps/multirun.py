@@ -37,7 +37,7 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
             tasks = f"cells: {len(cells)}, tasks of each: {processes}"
             print(f"Submitting jobs ({tasks}); logs: {folder / 'logs'}", file=sys.stderr, flush=True)
         try:
-            _run(folder, cells, lambda left, words=words: multirun([*words, _chosen(left)]))  # type: ignore[misc]
+            _run(folder, cells, lambda hashes, words=words: multirun([*words, f"cell={hashes}"]))  # type: ignore[misc]
         except Exception as error:
             if not type(error).__module__.startswith("submitit."):
                 raise
@@ -46,16 +46,12 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
                 raise ProcessFailed(f"{len(lost)} jobs ended without a result: see {folder / 'logs'}") from error
 
 
-def _chosen(cells: Cells) -> str:
-    return "cell=" + ",".join(f"'{cell['hash'][:12]}'" for cell in cells)
-
-
-def _run(folder: Path, cells: Cells, launch: Callable[[Cells], None]) -> None:
+def _run(folder: Path, cells: Cells, launch: Callable[[str], None]) -> None:
     """Pass the cells to the launcher. A killed cell also ends joblib's other workers: their cells start again."""
     before: tuple[int, int] | None = None
     while True:
         try:
-            return launch(cells)
+            return launch(",".join(f"'{cell['hash'][:12]}'" for cell in cells))
         except BrokenProcessPool as error:
             left = [cell for cell in unfinished(folder) if cell in cells]
             waiting = [cell for cell in left if not (folder / "logs" / f"{cell['hash'][:12]}.log").is_file()]

@@ -39,8 +39,6 @@ WARNING = (
     "NOT TO BE RELEASED. The epsilon of this search covers the best run alone. How many runs there are, under which\n"
     "settings, and what came of them would cost more, and is for nobody but the owner of the data.\n"
 )
-Score = tuple[float, float]
-"""A run's score: whether it is finite, then the headline metric, where larger is better."""
 
 
 def run_search(search: Search, train: Callable[[RunConfig], Any]) -> list[str]:
@@ -149,14 +147,14 @@ def _headline(row: Mapping[str, Any]) -> str:
     return name
 
 
-def _score(row: Mapping[str, Any]) -> Score:
+def _score(row: Mapping[str, Any]) -> float:
     """Larger is better; a value that is not finite is worst, as no run may be left out."""
     name = _headline(row)
-    value = float(row[name])
-    return (1.0, -value if lower_is_better(name) else value) if math.isfinite(value) else (0.0, 0.0)
+    value = -float(row[name]) if lower_is_better(name) else float(row[name])
+    return value if math.isfinite(value) else -math.inf
 
 
-def _release(search: Search, scored: list[tuple[Score, Setting, Path]]) -> None:
+def _release(search: Search, scored: list[tuple[float, Setting, Path]]) -> None:
     """Copy the first of the best runs to the released folder, and nothing of the others."""
     partial = search.folder / f".{RELEASED}.partial"
     shutil.rmtree(partial, ignore_errors=True)

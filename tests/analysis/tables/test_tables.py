@@ -9,7 +9,7 @@ import yaml
 
 from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
-from groupwise.analysis.table_lines import LINE, table_lines
+from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import ERRATA, anchor, errata_of, grid, main, notes
 from groupwise.errors import UserError
 
@@ -29,7 +29,6 @@ def near_paper(cell, seed):
 
 def test_without_rows_every_number_is_not_run(world):
     lines = table_lines("fixed_per_layer", world.folders)
-    assert tuple(lines) == LINE
     assert set(lines["status"]) == {"not run"}
     assert set(lines["scale"]) == {""} and set(lines["n"]) == {0} and set(lines["expected"]) == {3}
     assert lines["why"].str.contains("on a GPU; scale=mini waits to be run").all()
