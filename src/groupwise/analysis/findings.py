@@ -21,7 +21,6 @@ from groupwise.analysis.results import (
     TABLES,
     Folders,
     Page,
-    file_of,
     floor_of,
     number,
     read_floors,
@@ -44,7 +43,7 @@ from groupwise.analysis.statistics import (
     places_of,
     summarise,
 )
-from groupwise.rows import markdown
+from groupwise.rows import markdown, table_path
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3
@@ -116,7 +115,7 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     paper = _paper(claim.contrast, sweep, folders)
     found = []
     for scale in SHOWN:
-        if file_of(sweep, scale, folders.measured).is_file():
+        if table_path(folders.measured, sweep.name, scale).is_file():
             found += _at_scale(claim, sweep, scale, paper, folders)
     printed = summarise(over_seeds(paper, places_of(paper))).mean
     return found or [Verdict(claim, "", "", printed, summarise([]), 0, why="no pairs of runs")]

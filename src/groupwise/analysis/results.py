@@ -178,12 +178,8 @@ def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> st
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:
     """The rows of every scale that has a file, in the order of `SHOWN`; faults as `read_measured` has them."""
-    return [read_measured(sweep, scale, folder, wanted) for scale in SHOWN if file_of(sweep, scale, folder).is_file()]
-
-
-def file_of(sweep: Sweep, scale: str, folder: Path) -> Path:
-    """The file of a sweep's collected rows at a scale."""
-    return table_path(folder, sweep.name, scale)
+    there = [scale for scale in SHOWN if table_path(folder, sweep.name, scale).is_file()]
+    return [read_measured(sweep, scale, folder, wanted) for scale in there]
 
 
 def read_measured(
@@ -198,7 +194,7 @@ def read_measured(
             seed that the sweep does not have; two rows are of one cell and seed, or of one run; a metric is missing or
             not finite.
     """
-    path, expected = file_of(sweep, scale, folder), seeds_of(sweep, scale)
+    path, expected = table_path(folder, sweep.name, scale), seeds_of(sweep, scale)
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
     planned = {(sweep.name, cell, str(seed), scale) for cell, seeds in expected.items() for seed in seeds}
     known = [place in planned for place in frame[list(KEYS)].itertuples(index=False, name=None)]

@@ -70,7 +70,7 @@ class ModelParts:
         entry: modules that only the first stage needs.
         blocks: in their order.
         exit: modules that only the last stage needs.
-        network: the model without peft's wrapper.
+        network: the model without peft's wrapper. body: the module in it that runs the blocks.
         family: where its parts are.
     """
 
@@ -78,17 +78,13 @@ class ModelParts:
     blocks: tuple[nn.Module, ...]
     exit: tuple[nn.Module, ...]
     network: Any
+    body: Any
     family: Family
 
     @property
     def parts(self) -> list[tuple[nn.Module, ...]]:
         """Entry, each block, exit: n + 2 of them for n blocks."""
         return [self.entry, *((block,) for block in self.blocks), self.exit]
-
-    @property
-    def body(self) -> Any:
-        """The module that runs the blocks."""
-        return _body(self.network, self.family)
 
 
 def find_parts(model: nn.Module) -> ModelParts:
@@ -103,10 +99,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     head = network.get_output_embeddings()
     if head is None:
         raise UserError(f"{type(network).__name__} does not predict the next token: give a causal language model.")
-    body = _body(network, family)
+    body: Any = reduce(getattr, family.body.split("."), network)
     entry = (getattr(body, name, None) for name in (family.tokens, family.positions, family.project_in))
     exit_ = (getattr(body, name, None) for name in (family.norm, family.project_out))
-    return ModelParts(_present(*entry), tuple(getattr(body, family.blocks)), _present(*exit_, head), network, family)
+    blocks = tuple(getattr(body, family.blocks))
+    return ModelParts(_present(*entry), blocks, _present(*exit_, head), network, body, family)
 
 
 def check_known(model_type: str) -> None:
@@ -120,10 +117,6 @@ def check_known(model_type: str) -> None:
             f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}, or "
             "pipeline.stages=1."
         )
-
-
-def _body(network: Any, family: Family) -> Any:
-    return reduce(getattr, family.body.split("."), network)
 
 
 def _present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:

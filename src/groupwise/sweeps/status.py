@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -58,9 +57,7 @@ def _state(folder: Path, cell: dict[str, Any], job: str | None, locks: set[int])
 
 def _running(name: str, run: Path) -> State:
     try:
-        with open(run / "metrics.jsonl", "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            step = int(json.loads(file.read().split(b"\n")[-2])["step"])
+        step = int(json.loads((run / "metrics.jsonl").read_bytes().split(b"\n")[-2])["step"])  # the last whole line
         steps = int(json.loads((run / "privacy.json").read_text(encoding="utf-8"))["plan"]["steps"])
     except (OSError, ValueError, KeyError, IndexError):
         return State(name, RUNNING, note="starting")
