@@ -126,7 +126,7 @@ def test_the_folder_says_what_was_asked_for_and_which_code_it_was(swept):
     cells = listed["cells"]
     names = [f"clip=flat privacy.epsilon={epsilon} task=cifar seed=0" for epsilon in (3, 8)]
     assert [cell["name"] for cell in cells][:2] == names and len(cells) == 8
-    assert cells[0]["overrides"][:2] == ["+sweep=table", "scale=smoke"]
+    assert cells[0]["overrides"][:2] == ["scale=smoke", "task=cifar"]
     for cell in cells:
         row = json.loads((checkout.root / cell["run"] / "result.json").read_text())
         assert row["group"] == "table"  # what wandb shows its runs under

@@ -184,7 +184,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
     rest: dict[str, str] = {}
     for item in given:
         key, values = item.key_or_group, _values(item)
-        if item.is_hydra_override() or key == "scale" or key.startswith("sweep."):
+        if item.is_hydra_override() or key in ("scale", "sweep") or key.startswith("sweep."):
             continue
         if key in keys:  # a grid's own
             chosen[key] = values
@@ -196,9 +196,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
     for each in scales_wanted:
         for cell in expand(grids, scales, each, chosen):
             kept = [part for part in cell.overrides if part.split("=", 1)[0] not in rest]
-            added = [line for key, line in rest.items() if key != "sweep"]
-            sweeps = [line for key, line in rest.items() if key == "sweep"]
-            yield _full_name(cell), [*sweeps, *kept, *added]
+            yield _full_name(cell), [*kept, *rest.values()]
 
 
 def _of_command_line(
