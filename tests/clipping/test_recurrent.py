@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
-from groupwise.clipping import partition
 from groupwise.clipping.rules import recurrent as recurrent_file
-from groupwise.clipping.rules.recurrent import recurrent
+from groupwise.clipping.rules.recurrent import is_rewritten, recurrent
 from groupwise.errors import UserError
 from tests.clipping.as_torch import assert_same, leaves
 from tests.combinations import pairs_fast
@@ -234,5 +233,4 @@ def test_only_torchs_own_forward_on_weights_as_they_are_is_re_expressed():
 
     normed = nn.utils.parametrizations.weight_norm(nn.GRU(D, H), "weight_ih_l0")
     for module in (nn.LSTM(D, H), Same(D, H), Other(D, H), normed):
-        (layer, *_) = partition.find_layers(module)
-        assert layer.rewritten is (None if module is normed or isinstance(module, Other) else recurrent)
+        assert is_rewritten(module) is not (module is normed or isinstance(module, Other))

@@ -11,6 +11,8 @@ They are part of the graph, and their layer returns their sums itself. That take
 backward passes.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +20,25 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import Layout
 from groupwise.clipping.group_pass import GroupPass, close
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup
+from groupwise.clipping.groups import ClippedLayer
 from groupwise.clipping.passes import Pass
 from groupwise.clipping.precision import autocast, no_autocast, refuse_float16
+from groupwise.clipping.rules.base import Gradients, LayerRule, Saved
 from groupwise.errors import UserError
 
+Report = Callable[[Saved, Tensor], Gradients]
+"""`GroupPass.receive` of one layer and layout."""
 
-def enter(running: Pass, group: ClippingGroup, member: ClippedLayer) -> GroupPass:
+
+def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, Tensor | None]:
     """A layer runs, for its group in this pass; what runs once more (checkpointing) joins what has run before.
 
     Groups that close together get their probes (B,) with the first of their layers.
+
+    Returns:
+        What takes the call's activations and output gradients; and the group's probe, None once it has closed.
     """
+    group = member.group
     found: GroupPass | None = running.groups.get(group.index)
     if running.phase is not None:
         if found is None:
@@ -47,7 +57,7 @@ def enter(running: Pass, group: ClippingGroup, member: ClippedLayer) -> GroupPas
         passes = [each for each in every if each is found or (each.probe is None and not each.over)]
         for each, probe in zip(passes, GroupFunction.apply(passes, *(p.group.anchor for p in passes)), strict=True):
             each.probe = probe
-    return found
+    return partial(found.receive, member, layout), found.probe
 
 
 class GroupFunction(torch.autograd.Function):
@@ -78,29 +88,28 @@ class LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        group_pass: GroupPass,
-        member: ClippedLayer,
-        layout: Layout,
+        report: Report,
+        rule: LayerRule,
         parameters: list[Tensor | None],
         probe: Tensor,
         x: Tensor,
         *shards: Tensor | None,
     ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.shards = group_pass, member, layout, len(shards)
+        ctx.report, ctx.rule, ctx.shards = report, rule, len(shards)
         if shards:
-            _, parameters = autocast(member.rule.autocast, x, list(shards))  # in here, so that gradients stay float32
+            _, parameters = autocast(rule.autocast, x, list(shards))  # in here, so that gradients stay float32
         with no_autocast(x.device.type):
-            y, saved = member.rule.forward(x, *parameters)
+            y, saved = rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
         return _changeable(y, (x, *saved)) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        saved, rule = ctx.saved_tensors, ctx.member.rule
+        saved, rule = ctx.saved_tensors, ctx.rule
         g = rule.arrange(saved, g)
-        gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[5])
-        sums = ctx.group_pass.receive(ctx.member, ctx.layout, saved, g)
-        return None, None, None, None, None, gx, *(sums or (None,) * ctx.shards)
+        gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[4])
+        sums = ctx.report(saved, g)
+        return None, None, None, None, gx, *(sums or (None,) * ctx.shards)
 
 
 def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
@@ -120,22 +129,14 @@ class ReportFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        group_pass: GroupPass,
-        member: ClippedLayer,
-        layout: Layout,
-        saved: list[Any],
-        probe: Tensor,
-        made: Tensor,
-    ) -> Tensor:
-        ctx.group_pass, ctx.member, ctx.layout, ctx.saved = group_pass, member, layout, saved
+    def forward(ctx: Any, report: Report, saved: list[Any], probe: Tensor, made: Tensor) -> Tensor:
+        ctx.report, ctx.saved = report, saved
         return made
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        ctx.group_pass.receive(ctx.member, ctx.layout, tuple(ctx.saved), g)
-        return None, None, None, None, None, None
+        ctx.report(tuple(ctx.saved), g)
+        return None, None, None, None
 
 
 def run_backward(losses: Tensor, into: list[Tensor] | None = None) -> None:

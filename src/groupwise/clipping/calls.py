@@ -45,7 +45,7 @@ class LayerCalls:
         self.compared: set[tuple[object, ...]] = set()
         """Operations whose results for examples one by one were seen to be those for the batch."""
 
-    def layer(self, module: nn.Module, group: ClippingGroup, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
+    def layer(self, module: nn.Module, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
         """What stands in place of a layer's forward."""
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
@@ -54,68 +54,66 @@ class LayerCalls:
                 f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
                 "and it is clipped for calls with its input alone: leave the others out, or freeze it."
             )
-        values = member.rule.values()  # whole tensors now, if they are shards in between
+        names, values = member.group.names, member.rule.values()  # whole tensors now, if they are shards in between
         for place, value in zip(member.parameter_indices, values, strict=True):
             if place is None or value is None:
                 continue
             if not isinstance(value, nn.Parameter):
                 raise UserError(
                     f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
-                    f"{group.names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
+                    f"{names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
                     "module (torch.nn.utils.parametrize)."
                 )
             if value.dtype not in (torch.float32, torch.float64):
                 raise UserError(
-                    f"Layer {member.name!r} got {group.names[place]!r} in {value.dtype}, in which a clipped sum may "
+                    f"Layer {member.name!r} got {names[place]!r} in {value.dtype}, in which a clipped sum may "
                     "outgrow its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
                 )
         x = args[0] if args else next(iter(kwargs.values()))
-        return self.run(group, member, member.rule.prepare(x), values)
+        return self.run(member, member.rule.prepare(x), values)
 
-    def run(
-        self, group: ClippingGroup, member: ClippedLayer, x: Tensor, values: Values, layout: Layout | None = None
-    ) -> Tensor:
+    def run(self, member: ClippedLayer, x: Tensor, values: Values, layout: Layout | None = None) -> Tensor:
         """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
         if isinstance(x, PerExample):
-            return PerExample.of_rows(self._run_rows(group, member, x.rows, values), _output_of(self, group, member))
+            return PerExample.of_rows(self._run_rows(member, x.rows, values), self._output_of(member))
         running = self.passes.current
         if running.examples == 1 and _lacks_batch(member.rule, x) and not hides_batch():  # squeezed away
-            return self.run(group, member, x.unsqueeze(0), values, FIRST).squeeze(0)
+            return self.run(member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or running.find(member.label, x)
-        if group.direct and layout != FIRST:
+        if member.group.direct and layout != FIRST:
             raise UserError(
                 f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
                 "axis, and in shards (direct=True) no other layout is possible: do without fully_shard."
             )
         if layout.shared:
-            return self._without_batch(group, member, x, values)
+            return self._without_batch(member, x, values)
         if layout.axis and (layout.each > 1 or not member.rule.features_last):
             raise UserError(
                 f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
                 "type of layer is clipped with the batch on its first axis."
             )
-        return self._apply(group, member, layout, x, values)
+        return self._apply(member, layout, x, values)
 
-    def _apply(self, group: ClippingGroup, member: ClippedLayer, layout: Layout, x: Tensor, values: Values) -> Tensor:
-        shards = values if group.direct else []
+    def _apply(self, member: ClippedLayer, layout: Layout, x: Tensor, values: Values) -> Tensor:
+        shards = values if member.group.direct else []
         if torch.is_autocast_enabled(x.device.type):
             x, values = autocast(member.rule.autocast, x, [] if shards else values)
-        group_pass = enter(self.passes.current, group, member)
-        y: Tensor = LayerFunction.apply(group_pass, member, layout, values, group_pass.probe, x, *shards)
+        report, probe = enter(self.passes.current, member, layout)
+        y: Tensor = LayerFunction.apply(report, member.rule, values, probe, x, *shards)
         return y
 
-    def _run_rows(self, group: ClippingGroup, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
+    def _run_rows(self, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
         """The output for each example's own input, rows (B, ...)."""
         batch, each = len(rows), rows.shape[1] if member.rule.has_batch(rows.dim() - 1) else 0
         alike = each > 1 and rows.stride(1) == 0  # a parameter that was expanded: one stands for all
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
         layout = FIRST if each < 2 or alike else Layout(0, each)
-        y = self._apply(group, member, layout, rows, values)
+        y = self._apply(member, layout, rows, values)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
-    def _without_batch(self, group: ClippingGroup, member: ClippedLayer, x: Tensor, values: Values) -> PerExample:
+    def _without_batch(self, member: ClippedLayer, x: Tensor, values: Values) -> PerExample:
         """The output for an input that all examples share; it has a copy for each of them once it is used."""
         with torch.no_grad():
             inputs, lowered = autocast(member.rule.autocast, x, values)
@@ -125,10 +123,13 @@ class LayerCalls:
 
         def make() -> Tensor:
             if not made:
-                made.append(self._run_rows(group, member, rows, values))
+                made.append(self._run_rows(member, rows, values))
             return made[0]
 
-        return PerExample(make, like, _output_of(self, group, member))
+        return PerExample(make, like, self._output_of(member))
+
+    def _output_of(self, member: ClippedLayer) -> "GroupOrigin":
+        return GroupOrigin(self, f"The output of layer {member.name!r}")
 
 
 class GroupOrigin:
@@ -136,12 +137,11 @@ class GroupOrigin:
 
     Args:
         calls: of the engine's layers.
-        group: of the layer or parameter.
-        label: its name, for messages.
+        label: the layer's or parameter's name, for messages.
     """
 
-    def __init__(self, calls: LayerCalls, group: ClippingGroup, label: str) -> None:
-        self.calls, self.group, self.label, self.compared = calls, group, label, calls.compared
+    def __init__(self, calls: LayerCalls, label: str) -> None:
+        self.calls, self.label, self.compared = calls, label, calls.compared
 
     @property
     def traces(self) -> bool:
@@ -167,8 +167,8 @@ class ParameterUse(GroupOrigin):
     def __init__(
         self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
     ) -> None:
-        super().__init__(calls, group, f"Parameter {label!r}")
-        self.place, self.parameter = place, parameter
+        super().__init__(calls, f"Parameter {label!r}")
+        self.group, self.place, self.parameter = group, place, parameter
 
     def copies(self) -> Tensor:
         """(B, *shape), made once a forward pass."""
@@ -182,14 +182,13 @@ class ParameterUse(GroupOrigin):
                     "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
                     stacklevel=2,
                 )
-            members[key] = ClippedLayer(group.names[place], ParameterRule(home, local), (place,), (None,))
+            members[key] = ClippedLayer(group, group.names[place], ParameterRule(home, local), (place,), (None,))
         group_pass = running.groups.get(group.index)
         if group_pass is None or place not in group_pass.copies:
-            group_pass = enter(running, group, members[key])
+            report, probe = enter(running, members[key], FIRST)
             made = self.parameter.detach().unsqueeze(0).expand(running.examples, *self.parameter.shape)
-            copies = ReportFunction.apply(group_pass, members[key], FIRST, [], group_pass.probe, made)
-            group_pass.copies[place] = copies
-        return group_pass.copies[place]
+            running.groups[group.index].copies[place] = ReportFunction.apply(report, [], probe, made)
+        return running.groups[group.index].copies[place]
 
     def pairs(self, bias: PerExample) -> bool:
         """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
@@ -198,12 +197,12 @@ class ParameterUse(GroupOrigin):
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
         """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
         member, values = self._layer(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
-        return self.calls.run(self.group, member, x, values, layout)
+        return self.calls.run(member, x, values, layout)
 
     def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
         """The rows that x says, by the rule of such layers."""
         member, values = self._layer(EmbeddingRule, weight, None, padding_idx)
-        return self.calls.run(self.group, member, x, values, layout)
+        return self.calls.run(member, x, values, layout)
 
     def late(
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
@@ -212,10 +211,10 @@ class ParameterUse(GroupOrigin):
         are first in the list by then; `like` (B, T, ...) holds the examples as x does."""
         member, (w, b) = self._layer(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
-        group_pass = enter(self.calls.passes.current, self.group, member)
+        report, probe = enter(self.calls.passes.current, member, layout)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
-        return w, b, ReportFunction.apply(group_pass, member, layout, inputs, group_pass.probe, zeros)
+        return w, b, ReportFunction.apply(report, inputs, probe, zeros)
 
     def _layer(
         self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
@@ -239,12 +238,8 @@ class ParameterUse(GroupOrigin):
             with torch.device("meta"):
                 module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
             rule = kind(module, self.calls.methods.for_layer())
-            self.calls.members[key] = ClippedLayer(self.group.names[self.place], rule, places, rows)
+            self.calls.members[key] = ClippedLayer(self.group, self.group.names[self.place], rule, places, rows)
         return self.calls.members[key], values
-
-
-def _output_of(calls: LayerCalls, group: ClippingGroup, member: ClippedLayer) -> GroupOrigin:
-    return GroupOrigin(calls, group, f"The output of layer {member.name!r}")
 
 
 def _lacks_batch(rule: LayerRule, x: Tensor) -> bool:

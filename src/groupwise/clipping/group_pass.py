@@ -131,24 +131,22 @@ class GroupPass:
         """Take a call's squared norms, and what makes its sum once the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
         closed = rule.squared_norms(saved, g, wanted)
-        forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
-        if phase is not Phase.CLIP:
-            self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
-            return ()
-        if forms or (alone and self.waits):
-            held = total_numel(*(saved[i] for i in rule.batched), g)
-            formed = rule.count(g) * rule.size(wanted) if forms else held
-        if alone and not (self.waits and formed <= most_kept(g)):
-            if closed is None:
-                return self.add(member, clipped_sum(rule, saved, g, self._factors, wanted))
-            return self.add(member, weighted_sum(call, self._factors(squares_together([[closed]])[0])))
-        if forms and (alone or are_kept(formed, held)):
-            rows = RowTerms(rule.all_gradients(saved, g, wanted))
-            self.terms.append(rows)
-            self.due.append((member, rows))
-        else:
-            self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
+        if phase is Phase.CLIP:
+            forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
+            if forms or (alone and self.waits):
+                held = total_numel(*(saved[i] for i in rule.batched), g)
+                formed = rule.count(g) * rule.size(wanted) if forms else held
+            if alone and not (self.waits and formed <= most_kept(g)):
+                if closed is None:
+                    return self.add(member, clipped_sum(rule, saved, g, self._factors, wanted))
+                return self.add(member, weighted_sum(call, self._factors(squares_together([[closed]])[0])))
+            if forms and (alone or are_kept(formed, held)):
+                rows = RowTerms(rule.all_gradients(saved, g, wanted))
+                self.terms.append(rows)
+                self.due.append((member, rows))
+                return ()
             self.due.append((member, call))
+        self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
         return ()
 
     def _factors(self, squares: Tensor) -> Factors:

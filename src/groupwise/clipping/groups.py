@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from groupwise.errors import UserError
 class ClippedLayer:
     """A layer inside its group: its rule, and its parameters' places in the group, None where one does not train."""
 
+    group: "ClippingGroup"
     name: str
     rule: LayerRule
     parameter_indices: tuple[int | None, ...]
@@ -43,7 +44,6 @@ class ClippingGroup:
 
     index: int
     name: str
-    members: tuple[ClippedLayer, ...]
     homes: tuple[tuple[nn.Module, str], ...]
     """Where its trainable parameters are found: a module, and the name inside it."""
     names: tuple[str, ...]
@@ -55,6 +55,7 @@ class ClippingGroup:
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
+    members: list[ClippedLayer] = field(default_factory=list)
     together: tuple["ClippingGroup", ...] = ()
     """The groups that close with it, itself included; () where it closes alone."""
     masks: bool = True
@@ -150,19 +151,20 @@ def build_groups(
             for local, p in layer.trainable.items():
                 homes.setdefault(id(p), (layer, local, p))
         place, found = {key: i for i, key in enumerate(homes)}, homes.values()
-        groups.append(
-            ClippingGroup(
-                index,
-                group.name,
-                tuple(member for layer in own for member in _members(layer, place, methods, len(own) == 1, uses)),
-                tuple((layer.module, local) for layer, local, _ in found),
-                tuple(layer.full_name(local) for layer, local, _ in found),
-                () if direct else tuple(p for *_, p in found),
-                torch.zeros((), dtype=dtype, device=device, requires_grad=True),
-                clip_rule,
-                threshold,
-            )
+        made = ClippingGroup(
+            index,
+            group.name,
+            tuple((layer.module, local) for layer, local, _ in found),
+            tuple(layer.full_name(local) for layer, local, _ in found),
+            () if direct else tuple(p for *_, p in found),
+            torch.zeros((), dtype=dtype, device=device, requires_grad=True),
+            clip_rule,
+            threshold,
         )
+        own_group = len(own) == 1 and all(uses[id(p)] == 1 for p in own[0].trainable.values())
+        for layer in own:
+            made.members += _members(made, layer, place, methods.for_layer(own_group))
+        groups.append(made)
     if direct:
         _check_direct(groups, uses, ghost=methods.save_memory)
     else:
@@ -171,19 +173,16 @@ def build_groups(
     return tuple(groups), table
 
 
-def _members(
-    layer: Layer, place: Mapping[int, int], methods: NormMethods, alone: bool, uses: Mapping[int, int]
-) -> list[ClippedLayer]:
+def _members(group: ClippingGroup, layer: Layer, place: Mapping[int, int], methods: NormMethods) -> list[ClippedLayer]:
     """A layer in its group; each of its parameters by itself, where it has no rule."""
     if layer.rule is None:
         return [
-            ClippedLayer(layer.full_name(local), ParameterRule(layer.module, local), (place[id(p)],), (None,))
+            ClippedLayer(group, layer.full_name(local), ParameterRule(layer.module, local), (place[id(p)],), (None,))
             for local, p in layer.trainable.items()
         ]
-    own_group = alone and all(uses[id(p)] == 1 for p in layer.trainable.values())
-    rule = layer.rule(layer.module, methods.for_layer(own_group))
+    rule = layer.rule(layer.module, methods)
     places = tuple(place.get(id(layer.trainable.get(local))) for local in rule.parameter_names)
-    return [ClippedLayer(layer.name, rule, places, (None,) * len(places))]
+    return [ClippedLayer(group, layer.name, rule, places, (None,) * len(places))]
 
 
 def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghost: bool) -> None:

@@ -7,20 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.parametrize import is_parametrized
 
-from groupwise.clipping.rules import REWRITTEN
-from groupwise.clipping.rules.base import LayerRule, find_rule
+from groupwise.clipping.rules import LayerRule, find_rule
 from groupwise.errors import UserError
-
-Forward = Callable[..., Any]
-"""(module, *args, **kwargs) -> what the module's own forward returns."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +26,12 @@ class Layer:
         module: the module.
         rule: its rule class, or None: each of its parameters gets a copy for every example.
         trainable: its own parameters that train, by their name inside the module.
-        rewritten: its forward in terms of linear layers and embeddings, for modules that are made of several.
     """
 
     name: str
     module: nn.Module
     rule: type[LayerRule] | None
     trainable: dict[str, nn.Parameter]
-    rewritten: Forward | None = None
 
     def full_name(self, local: str) -> str:
         """A parameter's name in the whole model."""
@@ -62,7 +54,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         rule = find_rule(module)
         trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
         if trainable:
-            layers.append(Layer(name, module, rule, trainable, None if rule else _rewritten(module)))
+            layers.append(Layer(name, module, rule, trainable))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -73,12 +65,6 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                     "float32: keep trainable parameters in float32 and use autocast for speed."
                 )
     return tuple(layers)
-
-
-def _rewritten(module: nn.Module) -> Forward | None:
-    """The forward of a module in terms of layers with rules, if its own is torch's and no weight is computed."""
-    same = (new for kind, new in REWRITTEN.items() if isinstance(module, kind) and type(module).forward is kind.forward)
-    return None if is_parametrized(module) else next(same, None)
 
 
 def _refuse_mixing(model: nn.Module) -> None:

@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from groupwise.clipping.calls import LayerCalls, ParameterUse
 from groupwise.clipping.groups import ClippingGroup
-from groupwise.clipping.partition import Forward, Layer, batch_norms, refuse_batch_statistics
+from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.rules.base import find_rule
-from groupwise.clipping.rules.linear import FrozenLinear, LinearRule
+from groupwise.clipping.rules.linear import LinearRule, frozen_linear
+from groupwise.clipping.rules.recurrent import is_rewritten, recurrent
 from groupwise.errors import UserError
 
 
@@ -62,23 +63,24 @@ class Patches:
         calls: LayerCalls,
         direct: bool,
     ) -> None:
-        members = {member.name: (group, member) for group in groups for member in group.members}
+        members = {member.name: member for group in groups for member in group.members}
         self._attributes: list[tuple[dict[str, Any], str, Any]] = [
-            (norm.__dict__, "forward", partial(self._run_batch_norm, name, norm, norm.forward))
+            (norm.__dict__, "forward", partial(_run_batch_norm, name, norm, norm.forward))
             for name, norm in batch_norms(model)
         ]
         """What stands in place of what, while a pass runs: a module's own attributes, a name and its value."""
-        self._attributes += [(each.__dict__, "forward", FrozenLinear(rule)) for each, rule in _frozen_linear(model)]
+        for module, rule in _frozen_linear(model):
+            self._attributes.append((module.__dict__, "forward", partial(frozen_linear, rule)))
         for layer in layers:
             forward: Callable[..., Any] | None = None
-            if layer.rewritten is not None and not direct:
-                forward = partial(self._run_rewritten, layer.module, layer.rewritten)
+            if layer.rule is None and is_rewritten(layer.module) and not direct:
+                forward = partial(_run_recurrent, layer.module)
             elif layer.rule is not None:
                 if _is_replaced(layer.module):
                     raise UserError(
                         f"Layer {layer.name!r} has its forward replaced already: take off what wraps it first."
                     )
-                forward = partial(calls.layer, layer.module, *members[layer.name])
+                forward = partial(calls.layer, layer.module, members[layer.name])
             if forward is not None:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
         if direct:
@@ -107,17 +109,17 @@ class Patches:
                 else:
                     own[name] = value
 
-    def _run_rewritten(self, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        return (forward if torch.is_grad_enabled() else type(module).forward)(module, *args, **kwargs)
 
-    def _run_batch_norm(
-        self, name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        refuse_batch_statistics(name, module)
-        with FrozenStatistics():
-            return forward(*args, **kwargs)
+def _run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return (recurrent if torch.is_grad_enabled() else type(module).forward)(module, *args, **kwargs)
+
+
+def _run_batch_norm(name: str, module: _BatchNorm, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    refuse_batch_statistics(name, module)
+    with FrozenStatistics():
+        return forward(*args, **kwargs)
 
 
 class FrozenStatistics(TorchFunctionMode):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.clipping.gram import CHUNK_FLOATS, OuterProducts
@@ -89,7 +90,6 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) 
     """The same from materialised per-example gradients, a few examples at a time."""
     only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
     parts_of = [call.member.rows[local] for call, local in uses]
-    rows = max((part.stop for part in parts_of if part is not None), default=0)
     size = max(call.rule.size(wanted) for (call, _), wanted in zip(uses, only, strict=True))
     step = max(1, CHUNK_FLOATS // size)
     parts = []
@@ -99,14 +99,11 @@ def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) 
         for (call, local), wanted, part in zip(uses, only, parts_of, strict=True):
             gradient = call.rule.per_example_gradients(*call.rule.examples(call.saved, call.g, some), wanted)[local]
             assert gradient is not None
-            gradient = upcast(gradient)
-            if part is not None:
-                whole = gradient.new_zeros(len(gradient), rows, *gradient.shape[2:])
-                whole[:, part] = gradient
-                gradient = whole
-            gradients.append(gradient.reshape(len(gradient), -1))
+            flat = upcast(gradient).flatten(1)
+            before = 0 if part is None else part.start * flat.shape[1] // (part.stop - part.start)
+            gradients.append(F.pad(flat, (before, 0)))
         longest = max(gradient.shape[1] for gradient in gradients)
-        gradients = [torch.nn.functional.pad(gradient, (0, longest - gradient.shape[1])) for gradient in gradients]
+        gradients = [F.pad(gradient, (0, longest - gradient.shape[1])) for gradient in gradients]
         squares = sum_of_squares(tuple(gradients))
         joint = squared_row_norms(torch.stack(gradients).sum(0))
         parts.append(joint - squares + rounding_slack(squares, size, gradients[0].dtype))

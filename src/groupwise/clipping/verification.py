@@ -50,7 +50,7 @@ def verify(
     must draw its own random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout
     masks at their expectation, losses, norms and clipped sums of two batches are compared with a loop over
     single examples: one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip
-    about half of it. Gradients, thresholds, counts, modes, buffers and generators are put back.
+    about half of it. Gradients, thresholds, counts, buffers and generators are put back.
 
     Args:
         engine: the attached engine.
@@ -95,8 +95,7 @@ def verify(
 
 @contextmanager
 def _kept(engine: ClippingEngine) -> Iterator[None]:
-    """Afterwards modes, gradients, thresholds and counts are what they were."""
-    training = {module: module.training for module in engine.model.modules()}
+    """Afterwards gradients, thresholds and counts are what they were."""
     gradients = [(p, p.grad) for p in engine.model.parameters()]
     clip, count, norms = engine.thresholds, engine.count_thresholds, engine.squared_norms
     try:
@@ -107,8 +106,6 @@ def _kept(engine: ClippingEngine) -> Iterator[None]:
     finally:
         engine.set_thresholds(clip, count)
         engine.squared_norms = norms
-        for module, mode in training.items():
-            module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -14,7 +14,6 @@ without a compiler too.
 
 import ctypes
 import math
-import threading
 from hashlib import sha256
 from importlib.util import find_spec
 
@@ -28,18 +27,6 @@ MAGNITUDE, SIGN = np.int32(2**30 - 1), np.int32(-(2**31))
 """The lower bits of a word are an angle, its two highest are signs."""
 
 
-class _Scratch(threading.local):
-    """Memory of one thread for a chunk of pairs."""
-
-    def __init__(self) -> None:
-        self.uniform = np.empty(CHUNK // 2)
-        self.drawn = np.empty(CHUNK, np.float32)
-        self.words = np.empty(CHUNK // 4 * 3, np.uint64)
-
-
-_scratch = _Scratch()
-
-
 def bits_of(digest: bytes) -> np.random.SFC64:
     """The stream of random bits that a hash stands for."""
     return np.random.SFC64(int.from_bytes(digest, "big"))
@@ -48,14 +35,14 @@ def bits_of(digest: bytes) -> np.random.SFC64:
 def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled: bool = False) -> Tensor:
     """The first `count` draws of N(0, 1), float32 or float64, of chunk number `chunk` of a release.
 
-    They are in memory that is written over when this thread draws again. `compiled` takes `COMPILED` where it is there.
+    `compiled` takes `COMPILED` where it is there.
     """
     bits = bits_of(sha256(digest + chunk.to_bytes(8, "big")).digest())
     if dtype == torch.float64:
         return torch.from_numpy(np.random.Generator(bits).standard_normal(count))
     pairs = -(-count // 4) * 2  # two angles fit into a word
     if compiled and COMPILED is not None:
-        words, state = _scratch.words[: pairs + pairs // 2], bits.state["state"]["state"]
+        words, state = np.empty(pairs + pairs // 2, np.uint64), bits.state["state"]["state"]
         COMPILED.random_words(state.ctypes.data, words.ctypes.data, len(words))
         make_pairs = box_muller_compiled
     else:
@@ -92,15 +79,15 @@ COMPILED = _library()
 def box_muller_compiled(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     """As `box_muller`, by `COMPILED`."""
     assert COMPILED is not None
-    drawn = _scratch.drawn[: 2 * len(radii)]
+    drawn = np.empty(2 * len(radii), np.float32)
     COMPILED.box_muller(radii.ctypes.data, angles.ctypes.data, drawn.ctypes.data, len(radii))
     return drawn
 
 
 def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """Return n pairs of normals for random words, int64 (n,) and int32 (n,): float32 (2n,), in this thread's memory."""
+    """Return n pairs of normals for random words, int64 (n,) and int32 (n,): float32 (2n,)."""
     n = len(radii)
-    uniform, drawn = _scratch.uniform[:n], _scratch.drawn[: 2 * n]
+    uniform, drawn = np.empty(n), np.empty(2 * n, np.float32)
     np.multiply(radii, 2.0**-63 * (1.0 - 2.0**-53), out=uniform)
     np.abs(uniform, out=uniform)
     uniform += 2.0**-64

@@ -127,24 +127,17 @@ class HFConv1DRule(LinearRule):
         )
 
 
-class FrozenLinear:
+def frozen_linear(rule: LinearRule, input: Tensor) -> Tensor:
     """The forward of a frozen layer, by the products of layers that train: adapters' base layers take most of a step.
 
-    Args:
-        rule: the layer's.
+    It is that of the layer's class where its products are torch's.
     """
-
-    def __init__(self, rule: LinearRule) -> None:
-        self._rule = rule
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """The layer's output; as the layer's class has it where its products are torch's."""
-        module, weight = self._rule.module, self._rule.values()[0]
-        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        if weight is None or transformed or torch.is_autocast_enabled("cpu") or not are_by_onednn(input, weight):
-            made: Tensor = type(module).forward(module, input)
-            return made
-        return _FrozenFunction.apply(self._rule, input, *self._rule.values())
+    module, weight = rule.module, rule.values()[0]
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if weight is None or transformed or torch.is_autocast_enabled("cpu") or not are_by_onednn(input, weight):
+        made: Tensor = type(module).forward(module, input)
+        return made
+    return _FrozenFunction.apply(rule, input, *rule.values())
 
 
 class _FrozenFunction(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_map
 
@@ -22,6 +23,13 @@ from groupwise.errors import UserError
 
 State = tuple[Tensor, ...]
 """(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    """Whether it is a layer that `recurrent` computes: its forward is torch's, and no weight is computed."""
+    kinds = (nn.LSTM, nn.GRU, nn.RNN)
+    own = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
+    return own and not is_parametrized(module)
 
 
 def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
