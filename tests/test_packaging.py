@@ -1,6 +1,5 @@
 """What the package declares is what it imports, the wheel is whole, and the library works without the suite."""
 
-import ast
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import groupwise
+from tests.test_imports import imported as names_in
 
 distributions_of_packages = cache(packages_distributions)  # it reads what all that is installed says of itself
 ROOT = Path(__file__).parents[1]
@@ -49,13 +49,7 @@ def declared(*extras: str) -> set[str]:
 
 def imported(files: list[Path]) -> set[str]:
     """Packages beyond the standard library that these files import, wherever in them."""
-    found = set()
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
+    found = {name.partition(".")[0] for file in files for name in names_in(file)}
     return found - set(sys.stdlib_module_names) - OURS
 
 

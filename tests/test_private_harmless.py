@@ -129,20 +129,6 @@ def test_what_is_refused_releases_nothing():
     assert torch.equal(use.train().weights, Use().train().weights)
 
 
-def test_after_refused_losses_the_step_begins_again():
-    wrong: list[bool] = []
-
-    def losses(model, batch):
-        return cross_entropy(model, batch).mean() if wrong and len(batch[0]) < 7 else cross_entropy(model, batch)
-
-    use = Use(losses=losses)
-    wrong.append(True)
-    with pytest.raises(UserError, match="one value per example"):
-        use.train()
-    wrong.clear()
-    assert torch.equal(use.train().weights, Use().train().weights)
-
-
 def test_a_call_that_is_refused_leaves_the_model_as_it_was():
     model = network()
     with pytest.raises(UserError):

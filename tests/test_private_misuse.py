@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
+from trust.planted_bugs.guards import Centred, mixed_items
 
 
 def in_the_losses(do: Callable[[nn.Module, Tensor, Tensor], object], model: nn.Module | None = None) -> None:
@@ -176,17 +177,6 @@ class Mixing(nn.Module):
         return self.inner(x - x.mean(0))
 
 
-def mixup(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    x, y = default_collate(rows)
-    return 0.7 * x + 0.3 * x.roll(1, 0), y
-
-
-class Centred(TensorDataset):
-    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-        x, y = self[rows]
-        return list(zip(x - x.mean(0), y, strict=True))
-
-
 class Noised(TensorDataset):
     """Its items are others each time, and not mixed."""
 
@@ -231,7 +221,10 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(Mixing()),
         "mixes the examples of a batch .first seen in the input of layer .inner",
     ),
-    "a `collate_fn` that mixes examples (mixup)": (lambda: Use(collate_fn=mixup), "mixes the examples of a batch"),
+    "a `collate_fn` that mixes examples (mixup)": (
+        lambda: Use(collate_fn=mixed_items),
+        "mixes the examples of a batch",
+    ),
     "a dataset that mixes the items it reads together": (
         lambda: Use(data=Centred(X, Y)),
         "gives example 0 otherwise among others than alone",

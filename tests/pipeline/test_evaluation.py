@@ -4,30 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config.schema import (
-    DataConfig,
-    EvalConfig,
-    GenerateConfig,
-    LoraConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from groupwise.config.schema import LoraConfig, TrainConfig
 from groupwise.pipeline.evaluation import StageLink, evaluate_outcomes, evaluate_pipeline
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.tasks import make_task
 from tests.pipeline.ranks import run_ranks
+from tests.tasks.test_text_generation import config
 
 CPU = torch.device("cpu")
-TEXT = {
-    "name": "gpt2_tiny",
-    "source": "pretrained/gpt2_mini",
-    "fresh": True,
-    "architecture": "gpt2",
-    "shape": {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 160},
-    "dropout": 0.3,
-    "attention_dropout": 0.3,
-}
 LORA = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["c_attn"])}
 CALLS = {  # split, batch size, limit, final
     "e2e": [("valid", 4, 10, False), ("train", 3, None, True), ("test", 5, 7, True)],
@@ -38,18 +22,15 @@ CALLS = {  # split, batch size, limit, final
 
 def make(name):
     torch.manual_seed(0)
-    config = RunConfig(
-        task=name.partition(",")[0],
-        model=ModelConfig(**TEXT | (LORA if "lora" in name else {"untie": True})),
-        data=DataConfig(name="synthetic", train_limit=20, max_length=96),
-        train=TrainConfig(token_loss="sum" if name.endswith("sum") else "mean"),
-        eval=EvalConfig(generate=GenerateConfig(beams=2, max_new_tokens=6, batch_size=4, limit=3)),
-    )
-    task = make_task(config, CPU)
+    shape = {"shape": {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 160}}
+    own = {**shape, "dropout": 0.3, "attention_dropout": 0.3, **(LORA if "lora" in name else {"untie": True})}
+    token_loss = TrainConfig(token_loss="sum" if name.endswith("sum") else "mean")
+    settings = config(name.partition(",")[0], own, {"train_limit": 20, "max_length": 96}, train=token_loss)
+    task = make_task(settings, CPU)
     for parameter in task.model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     task.model.double().train()
-    return task, config.train.token_loss
+    return task, settings.train.token_loss
 
 
 def on_stages(rank, world):

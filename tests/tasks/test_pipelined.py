@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
+from groupwise.config.schema import TrainConfig
 from groupwise.pipeline.split import cut
 from groupwise.tasks import make_task
+from tests.tasks.test_text_generation import config
 
 CPU = torch.device("cpu")
 
@@ -14,18 +15,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def text():
     shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 160}
-    model = ModelConfig(
-        name="tiny",
-        source="pretrained/gpt2_mini",
-        fresh=True,
-        architecture="gpt2",
-        shape=shape,
-        dropout=0.0,
-        attention_dropout=0.0,
-    )
-    data = DataConfig(name="synthetic", train_limit=40, max_length=100)
     torch.manual_seed(0)
-    return make_task(RunConfig(task="e2e", model=model, data=data, train=TrainConfig(token_loss="sum")), CPU)
+    summed = TrainConfig(token_loss="sum")
+    return make_task(config(model={"shape": shape}, data={"max_length": 100}, train=summed), CPU)
 
 
 def test_a_stage_makes_of_them_what_the_task_makes_of_the_examples(text):
