@@ -328,6 +328,7 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
         ("export=/dev/null/deeper", "/dev/null is no folder"),
         ("data.train_file=../../secret.tsv", "leaves the folder of the data set"),
         ("data.train_file=/etc/passwd", "leaves the folder of the data set"),
+        ("data.train_file=a/../../b", "leaves the folder of the data set"),
         ("model.name='\x1b[31mred'", "has control characters"),
         (f"seed={2**63}", "is too large"),
         ("train.threads=123456789012", "is more than 1000"),

@@ -13,6 +13,7 @@ from groupwise.errors import UserError
 from groupwise.sweeps.collect import collect, main
 from groupwise.sweeps.folder import begin_sweep
 from groupwise.sweeps.prepare import PlannedCell, PlannedSweep, table_cells
+from tests.sweeps.test_prepare import conf_with
 
 ROOT = Path(__file__).parents[2]
 SWEEP = """# A table.
@@ -23,11 +24,7 @@ scales: {smoke: {train.steps: 2}}
 
 @pytest.fixture(scope="module")
 def conf(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("checkout") / "conf"
-    shutil.copytree(ROOT / "conf", folder, ignore=shutil.ignore_patterns("sweep"))
-    (folder / "sweep").mkdir()
-    (folder / "sweep" / "table.yaml").write_text(SWEEP)
-    return folder
+    return conf_with(tmp_path_factory.mktemp("checkout"), SWEEP)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +85,7 @@ def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
 
 
 def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_path):
-    other = tmp_path / "conf"
-    shutil.copytree(conf, other)
-    (other / "sweep" / "table.yaml").write_text(SWEEP.replace("clip: [flat, ghost]", "clip: flat, eval.curve: true"))
+    other = conf_with(tmp_path, SWEEP.replace("clip: [flat, ghost]", "clip: flat, eval.curve: true"))
     lines = [
         {"step": 1, "nonprivate/loss": 2.0},
         {"step": 2, "nonprivate/loss": 1.0, "seconds": 1.5, "valid/accuracy": 50.0},
@@ -130,9 +125,7 @@ def test_texts_are_those_of_inputs_at_equal_distances(conf, cells, runs):
 
 def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, runs, tmp_path):
     gather(conf, runs)
-    other = tmp_path / "conf"
-    shutil.copytree(conf, other)
-    (other / "sweep" / "table.yaml").write_text(SWEEP.replace("[flat, ghost]", "flat"))
+    other = conf_with(tmp_path, SWEEP.replace("[flat, ghost]", "flat"))
     said = gather(other, runs)
     assert said[0].endswith("2 of 2 cells")
     assert [line.split(",")[0] for line in said[1:]] == [f"  dropped: clip=ghost seed={seed}" for seed in (0, 1)]

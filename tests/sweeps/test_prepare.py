@@ -17,6 +17,15 @@ from tests.sweeps.conftest import Checkout
 CONF = Path(__file__).parents[2] / "conf"
 
 
+def conf_with(folder: Path, text: str) -> Path:
+    """The project's configuration in `folder`, with one sweep, `table`."""
+    shutil.copytree(CONF, folder / "conf", ignore=shutil.ignore_patterns("sweep"))
+    (folder / "conf" / "sweep").mkdir()
+    (folder / "conf" / "sweep" / "table.yaml").write_text(text)
+    register()
+    return folder / "conf"
+
+
 def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("ran ")]
 
@@ -156,25 +165,15 @@ def test_the_folder_says_what_was_asked_for_and_which_code_it_was(swept):
     ],
 )
 def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
-    shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
-    scales = "{smoke: {}, demo: {train.epochs: {2: 1}}}"
-    (tmp_path / "conf" / "sweep").mkdir()
-    text = f"grids: [{sweep}]\nscales: {scales}\n"
-    (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
-    register()
+    conf = conf_with(tmp_path, f"grids: [{sweep}]\nscales: {{smoke: {{}}, demo: {{train.epochs: {{2: 1}}}}}}\n")
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
-        plan_sweep(["+sweep=table", *scale, *arguments.split()], tmp_path / "conf")
+        plan_sweep(["+sweep=table", *scale, *arguments.split()], conf)
 
 
 def test_a_sweep_may_set_for_all_modes_what_some_do_not_read(tmp_path):
-    shutil.copytree(CONF, tmp_path / "conf", ignore=shutil.ignore_patterns("sweep"))
-    (tmp_path / "conf" / "sweep").mkdir()
-    grid = "{clip: flat, clip.target_quantile: 0.3}"
-    text = f"grids: [{grid}]\nscales: {{smoke: {{}}}}\n"
-    (tmp_path / "conf" / "sweep" / "table.yaml").write_text(text)
-    register()
-    [cell] = plan_sweep(["+sweep=table", "scale=smoke"], tmp_path / "conf").cells
+    conf = conf_with(tmp_path, "grids: [{clip: flat, clip.target_quantile: 0.3}]\nscales: {smoke: {}}\n")
+    [cell] = plan_sweep(["+sweep=table", "scale=smoke"], conf).cells
     assert (cell.config.clip.policy, cell.config.clip.target_quantile) == ("fixed", 0.3)
     typed = plan_sweep(["clip=flat,adaptive_layer", "clip.target_quantile=0.3", "scale=smoke"], CONF).cells
     assert {cell.config.clip.target_quantile for cell in typed} == {0.3}
