@@ -3,7 +3,7 @@
 Milliseconds of processor time a step, on a GPU of wall time. Each method runs its own loop as its documentation writes
 it: sampling, reading, forward and backward passes, clipping, noise, optimiser.
 
-Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18; with device=cuda roberta too.
+Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18.
 Methods: none (a plain loop), adaptive_layer and flat (make_private), on a GPU with cuda_graph=True too (…_graph),
 opacus_hooks, opacus_ghost.
 """
@@ -45,7 +45,6 @@ class SmallModelOptions:
     model: str = option("all", "several by commas")
     method: str = option("all", "several by commas; none always runs")
     device: str = option("cpu", "or cuda")
-    dtype: str = option("float32", "bfloat16: by autocast")
     rounds: int = option(7, "how often each method has its turn")
     steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
     jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
@@ -78,35 +77,6 @@ class TinyTransformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> logits (B, 2)."""
         return self.head(self.blocks(self.embed(tokens)).mean(1))
-
-
-class Roberta(nn.Module):
-    """RoBERTa-base's shape, 2 classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import RobertaConfig, RobertaForSequenceClassification
-
-        sizes: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
-        quiet: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        self.network = RobertaForSequenceClassification(RobertaConfig(**sizes, **quiet))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> logits (B, 2)."""
-        return self.network(tokens).logits
-
-
-class Lowered(nn.Module):
-    """A model under autocast to bfloat16."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits in float32."""
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return self.network(x).float()
 
 
 def _resnet18() -> nn.Module:
@@ -167,11 +137,7 @@ MODELS = {
     "lstm": SmallModel(LSTMClassifier, (32,), 2, 64, tokens=True),
     "transformer": SmallModel(TinyTransformer, (32,), 2, 64, tokens=True),
     "resnet18": SmallModel(_resnet18, (3, 32, 32), 10, 16, 1_000),
-    "roberta": SmallModel(Roberta, (64,), 2, 64, 1_000, tokens=True),
 }
-ON_A_GPU = {"roberta"}
-"""Models that are too large for the others' processor."""
-
 # -- the loops ---------------------------------------------------------------------------------------------------------
 
 Loop = Iterator[Any]
@@ -267,7 +233,6 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
     kind, rounds, steps = MODELS[name], options.rounds, options.steps
     torch.manual_seed(0)
     model, data = kind.make().to(options.device), kind.data()
-    model = Lowered(model) if options.dtype == "bfloat16" else model
     loops, turn, rows = {}, {}, {}
     for method in methods:
         rows[method] = {
@@ -277,7 +242,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
             "batch": kind.batch,
             "device": options.device,
             "threads": torch.get_num_threads(),
-            "dtype": options.dtype,
+            "dtype": "float32",
             "status": "ok",
         }
         try:
@@ -339,10 +304,8 @@ def _clock(device: str) -> float:
 
 def run(options: SmallModelOptions) -> None:
     """Measure, write the rows and print them."""
-    on_a_gpu = options.device == "cuda"
-    models = names("model", options.model, [name for name in MODELS if on_a_gpu or name not in ON_A_GPU])
-    known = [method for method in METHODS if on_a_gpu or not method.endswith("_graph")]
-    methods = names("method", options.method, known, first="none")
+    known = [method for method in METHODS if options.device == "cuda" or not method.endswith("_graph")]
+    models, methods = names("model", options.model, MODELS), names("method", options.method, known, first="none")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")
     for name in models:

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from benchmarks.small_models import METHODS, MODELS, ON_A_GPU, SmallModelOptions, main, measure
+from benchmarks.small_models import METHODS, MODELS, SmallModelOptions, main, measure
 
 ONCE = SmallModelOptions(rounds=1, steps=1)
 HERE = [method for method in METHODS if not method.endswith("_graph")]
@@ -18,7 +18,7 @@ def test_each_method_trains_and_the_plain_loop_is_the_measure(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - ON_A_GPU))
+@pytest.mark.parametrize("name", MODELS)
 def test_every_model_trains_by_ours(name):
     assert [row["status"] for row in measure(name, ["none", "adaptive_layer", "flat"], ONCE)] == ["ok"] * 3
 
