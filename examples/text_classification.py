@@ -3,8 +3,7 @@
     python examples/text_classification.py --output_dir out          made-up reviews at ε = 8, in half a minute
     python examples/text_classification.py --output_dir out --data glue/SST-2 --model folder --epsilon 3
 
---data is a folder with train.tsv and dev.tsv, --model one with weights; by default both are made up. The same command
-again resumes.
+--data has train.tsv and dev.tsv, --model has weights; by default both are made up. The same command again resumes.
 """
 
 import csv

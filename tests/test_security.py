@@ -232,9 +232,9 @@ def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
     for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
         (inside / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(UserError, match="not of this folder"):
-            Weights(inside, "model").read("a")
+            Weights(inside).read("a")
     (inside / INDEX).write_text(json.dumps({"weight_map": {"a": "inside.safetensors"}}))
-    assert Weights(inside, "model").read("a").tolist() == [1, 1]
+    assert Weights(inside).read("a").tolist() == [1, 1]
 
 
 # -- the key of the noise ---------------------------------------------------------------------------------------------
