@@ -166,7 +166,7 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
 
 
 def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int, graph: bool = False) -> Loop:
-    """`make_private`, with microbatches that hold a whole batch."""
+    """`make_private`, as its README has it."""
     optimizer, device = torch.optim.SGD(model.parameters(), lr=0.01), _device(model)
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -175,7 +175,7 @@ def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int, graph: bo
 
     budget: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 10**5, "delta": 1e-5}
     private = groupwise.make_private(
-        model, optimizer, data, losses, batch_size=batch, microbatch=2 * batch, clip=clip, cuda_graph=graph, **budget
+        model, optimizer, data, losses, batch_size=batch, clip=clip, cuda_graph=graph, **budget
     )
     return iter(private.steps())
 
