@@ -138,3 +138,8 @@ def test_what_starts_and_watches_processes_brings_no_torch():
     code = "import sys, groupwise.processes.start, groupwise.sweeps.slurm; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "groupwise.run"} & set(loaded)
+
+
+def test_nothing_private_of_hydra_is_imported():
+    for file in SOURCE.rglob("*.py"):
+        assert "hydra._internal" not in file.read_text(encoding="utf-8"), file

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
@@ -205,10 +205,13 @@ def _of_command_line(
     """All combinations, as in Hydra's basic sweeper; a cell's name has the overrides that differ between cells."""
     items = parse([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
     items += [item for item in given if not item.is_hydra_override()]
+    values: dict[str, list[str]] = {}
     for item in items:
         if item.is_sweep_override() and not item.is_discrete_sweep():
             raise UserError(f"{item.input_line} is not a finite list: list the values, or give hydra/sweeper=optuna.")
-    for cell in BasicSweeper.split_arguments(items, None)[0]:
+        several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
+        values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
+    for cell in map(list, product(*values.values())):
         yield " ".join(part for part in cell if part not in shared) or " ".join(cell), cell
 
 
