@@ -41,7 +41,7 @@ def package_of(method: str) -> str | None:
 
 
 def put_on_path(folder: str) -> None:
-    """Let processes that are started from here import from the subfolders of `peers=FOLDER`.
+    """Import from the subfolders of `peers=FOLDER`, here and in processes that are started from here.
 
     Raises:
         UserError: there is no such folder, or no peer in it.
@@ -53,6 +53,7 @@ def put_on_path(folder: str) -> None:
             "awslabs/fast-differential-privacy or lxuechen/private-transformers there."
         )
     before = os.environ.get("PYTHONPATH")
+    sys.path.extend(map(str, places))
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), *map(str, places)])
 
 
@@ -61,7 +62,7 @@ def version_of(method: str) -> str | None:
     package = package_of(method)
     if package is None:
         return None
-    place = Path(str(_load(package).__file__)).parent
+    place = Path(str(load(package).__file__)).parent
     git = subprocess.run(["git", "-C", str(place), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return f"{package} {git.stdout.strip() if git.returncode == 0 else 'installed'}"
 
@@ -70,7 +71,7 @@ class FastDP:
     """Clipped sums in `p.private_grad`, made by hooks during the backward pass."""
 
     def __init__(self, workload: Workload, threshold: float, noise_multiplier: float, style: str) -> None:
-        fastdp: Any = _load("fastDP")
+        fastdp: Any = load("fastDP")
         names = {id(p): name for name, p in workload.model.named_parameters()}
         self._workload, self._trainable = workload, workload.trainable
         self._names = [names[id(p)] for p in self._trainable]
@@ -117,7 +118,7 @@ class PrivateTransformers:
     """Norms in a first backward pass, clipped sums in a second."""
 
     def __init__(self, workload: Workload, threshold: float, noise_multiplier: float) -> None:
-        library: Any = _load("private_transformers")
+        library: Any = load("private_transformers")
         self._workload, self._trainable = workload, workload.trainable
         self._engine = library.PrivacyEngine(
             workload.model,
@@ -157,7 +158,12 @@ def _keep(parameter: Any, clipped_sum: torch.Tensor, accumulate_private_grad: bo
         parameter.private_grad = clipped_sum.detach()
 
 
-def _load(package: str) -> Any:
+def load(package: str) -> Any:
+    """Import fastDP or private-transformers, and leave the forward passes of transformers alone.
+
+    Raises:
+        UserError: it is not installed and in no folder that `put_on_path` has put there.
+    """
     mend_torchvision()
     try:
         library = importlib.import_module(package)
