@@ -76,7 +76,7 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
             with profile(activities=activities) as profiler:
                 step()
-    except Exception as error:  # a device that runs out, or refuses, is told and the others go on
+    except Exception as error:  # a device that runs out, or refuses, is reported and the others go on
         first = "out of memory" if is_oom(error) else next(iter(str(error).splitlines()), type(error).__name__)
         return row | {"status": f"refused: {first}"}
     finally:

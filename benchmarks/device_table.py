@@ -103,7 +103,7 @@ def measure(options: TableOptions) -> int:
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=asked[-1]), error)])
                 print(f"error: {asked[-1]} broke the GPU ({error}): give the command again", file=sys.stderr)
                 return AGAIN
-            except UserError as error:  # plain training itself does not run: the case is told, and the others go on
+            except UserError as error:  # plain training itself does not run: the case is reported, and the others go on
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=name), error) for name in methods])
                 print(error, file=sys.stderr)
                 continue

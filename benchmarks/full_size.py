@@ -25,7 +25,7 @@ TABLE = Table("full_size.csv", ("model", "method", "batch", "tokens", "layers", 
 
 @dataclass(frozen=True)
 class Full:
-    """A model's workload, and how it is run unless told otherwise."""
+    """A model's workload, and how it is run by default."""
 
     workload: str
     batch: int

@@ -3,7 +3,7 @@
 The loop of run.py (sampling, loading, logging, progress bar, threshold update, accounting) against the bare step
 (losses, clipped backward, noise, optimiser): one process, the same examples, interleaved rounds. A run is composed,
 checked and trained exactly as by `run.py`. Between rounds of its steps its clock stops, and the same model takes as
-many bare steps. Any key of run.py may be given; unless told task=cifar clip=adaptive_layer scale=demo.
+many bare steps. Any key of run.py may be given; by default task=cifar clip=adaptive_layer scale=demo.
 
   python -m benchmarks.loop scale=mini rounds=9
   python -m benchmarks.loop scale=paper train.batch_size=64 train.microbatch=32 train.threads=1 steps=2

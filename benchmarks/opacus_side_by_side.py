@@ -61,7 +61,7 @@ def variant(method: str, rate: float, seed: int) -> str:
     for old, new in (*replaced, ("lr=0.4", f"lr={rate}"), ("manual_seed(0)", f"manual_seed({seed})")):
         if source.count(old) != 1:
             raise UserError(
-                f"{script.name} has {source.count(old)} times {old!r}, where one was expected: mend METHODS."
+                f"{script.name} has {source.count(old)} times {old!r}, where one was expected: correct METHODS."
             )
         source = source.replace(old, new)
     return source
@@ -92,11 +92,11 @@ def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[s
     rows: list[dict[str, Any]] = []
 
     def take(method: str, role: str, rate: float, seed: int) -> None:
-        told = train(variant(method, rate, seed), options.limit)
+        trained = train(variant(method, rate, seed), options.limit)
         counted = lines(METHODS[method][0].read_text(encoding="utf-8"))
-        row = {"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **told}
+        row = {"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **trained}
         rows.append(row | {"device": "cpu", "threads": 1, "dtype": "float32"})
-        print(f"{method:15} {role:7} seed {seed:3} rate {rate:g}: {told['accuracy']:.1f} %", flush=True)
+        print(f"{method:15} {role:7} seed {seed:3} rate {rate:g}: {trained['accuracy']:.1f} %", flush=True)
 
     for rate in RATES:
         for method in METHODS:

@@ -18,7 +18,7 @@ TINY_TOKENS = 7
 
 @dataclass(frozen=True)
 class Kind:
-    """What a workload's name stands for: who makes it, and its sizes unless told otherwise."""
+    """What a workload's name stands for: who makes it, and its default sizes."""
 
     make: Callable[..., Built]
     batch: int

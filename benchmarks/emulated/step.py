@@ -82,8 +82,8 @@ def run(case: Case) -> dict[str, Any]:
         norms = "ghost" if case.mode == "ghost" else "bookkeeping"
         plan, noise = traced(case.model, case.layers, case.tiny), EmulatedNoise.from_seed(0)
         with gpu:
-            told: dict[str, Any] = {"rates": RATES, "plan": plan, "noise": noise, "norms": norms}
-            method = Ours(workload, groups, adaptive=case.mode.startswith("adaptive"), **told)
+            options: dict[str, Any] = {"rates": RATES, "plan": plan, "noise": noise, "norms": norms}
+            method = Ours(workload, groups, adaptive=case.mode.startswith("adaptive"), **options)
     optimizer = torch.optim.SGD(workload.trainable, lr=0.1, momentum=0.9, foreach=True)
     with gpu, gpu.counted() as passed:
         method.work()

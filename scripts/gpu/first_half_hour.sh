@@ -13,7 +13,7 @@
 # used; what the machine's own Python has is taken from it. Settings: LIMIT (seconds of a step, 570), DEVICE (cuda or cpu),
 # PRECISION (of the cell: float32), SCALE (paper), TINY (true: smallest sizes), PYTHON, GROUPWISE_DATA.
 #
-# Exit codes: 0 the step is done; 4 time was up, and the same command goes on; 2 a mistake, told in one sentence; 1 a failure.
+# Exit codes: 0 the step is done; 4 time was up, and the same command goes on; 2 a mistake, reported in one sentence; 1 a failure.
 set -u -o pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -49,7 +49,7 @@ def install(wheels: Path, target: Path) -> str | None:
         return None
     said = (done.stderr.strip().splitlines() or ["pip said nothing"])[0]
     version = ".".join(map(str, sys.version_info[:2]))
-    return f"the kit's wheels do not fit Python {version} here ({said}): make it anew with KIT=python={version}."
+    return f"the kit's wheels do not fit Python {version} here ({said}): make it again with KIT=python={version}."
 
 
 def lacking() -> list[str]:

@@ -83,8 +83,8 @@ def make(options: KitOptions) -> list[Path]:
     sums = "".join(f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}\n" for part in parts)
     write_text(out / "SHA256SUMS", sums)
     for part in parts:
-        told = "" if part.stat().st_size <= MOST else f" (above {MOST / 1e6:.0f} MB: name fewer packages in extra=)"
-        print(f"{part.stat().st_size / 1e6:8.1f} MB  {part}{told}")
+        note = "" if part.stat().st_size <= MOST else f" (above {MOST / 1e6:.0f} MB: name fewer packages in extra=)"
+        print(f"{part.stat().st_size / 1e6:8.1f} MB  {part}{note}")
     return parts
 
 
@@ -173,7 +173,7 @@ def download(folder: Path, python: str, extra: Sequence[str]) -> None:
         if done.returncode:
             why = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
             raise UserError(
-                f"the wheels for Python {python} cannot be had ({why}): mend that, or name another python=."
+                f"the wheels for Python {python} cannot be had ({why}): correct that, or name another python=."
             )
     if bound := [
         file.name for file in folder.glob("*") if file.name.startswith("antlr4") and "-none-any" not in file.name

@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append((outcome.attempt.kind, outcome.verdict))
             if outcome.verdict in DEFECTS:
                 defects += 1
-                told = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.said}"
-                print(f"\n{told}", file=sys.stderr)
+                shown = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.said}"
+                print(f"\n{shown}", file=sys.stderr)
             if done % 50 == 0 or done == len(attempts):
                 print(f"{done} of {len(attempts)} tried, {defects} defects", file=sys.stderr)
     table = pd.crosstab(*(pd.Series(each) for each in zip(*found, strict=True)), margins=True, margins_name="all")

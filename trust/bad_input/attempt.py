@@ -253,7 +253,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _left(folder: Path) -> list[str]:
-    """What a refused run made, changed or removed; a stopped run may say anew where it comes from."""
+    """What a refused run made, changed or removed; a stopped run may record again where it comes from."""
     before = set((folder / "before").read_text().split("\n")) - {""}
     changed = before ^ set(_files(folder / "work"))
     if any("/config.yaml " in line for line in before):

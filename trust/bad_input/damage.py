@@ -280,8 +280,8 @@ def safetensors(draw: random.Random, path: Path) -> None:
     name = draw.choice([key for key in described if key != "__metadata__"])
     way = draw.randrange(4)
     if way == 0:
-        told = draw.choice((0, 1, size - 1, size + 1, 2**40, 2**64 - 1))
-        path.write_bytes(struct.pack("<Q", told) + content[8:])
+        length = draw.choice((0, 1, size - 1, size + 1, 2**40, 2**64 - 1))
+        path.write_bytes(struct.pack("<Q", length) + content[8:])
         return
     if way == 1:
         described[draw.choice(("../escape", "x" * 10_000, "other"))] = described.pop(name)

@@ -1,7 +1,7 @@
 """Disturb runs in every way that a cluster and a disk know:  python -m trust.faults  (or some: ... sigkill disk)
 
 Prints a table of fault, times tried, lost and what happens, and writes results/trust/faults.csv. A trial is lost when
-the run does not end with the same bits as an undisturbed one, or when something is told otherwise than in one sentence.
+the run does not end with the same bits as an undisturbed one, or when a message is more than one sentence.
 Needs Linux; the faults that need root (a small file system) are tried another way without it.
 """
 
@@ -63,11 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
             work.mkdir()
             rows += fault(given.trials or usual, work)
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    told = [[row.fault, str(row.tried), str(row.lost), row.result] for row in rows]
-    print(markdown(["fault", "tried", "lost", "what happens"], told))
+    table = [[row.fault, str(row.tried), str(row.lost), row.result] for row in rows]
+    print(markdown(["fault", "tried", "lost", "what happens"], table))
     if not given.faults:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        write_text(given.out, csv_text(["fault", "tried", "lost", "result"], told))
+        write_text(given.out, csv_text(["fault", "tried", "lost", "result"], table))
     return int(any(row.lost for row in rows))
 
 

@@ -97,5 +97,5 @@ def not_finite(trials: int, seed: int = 12) -> Outcome:
         case = Case(MODES[trial % len(MODES)], chance)
         lost += not sound(case)
         case.engine.detach()
-    told = "nothing added to a group where the norm is not finite; counted; nobody moves group k by more than C_k"
-    return Outcome("NaN, inf and overflowing examples", trials, lost, told)
+    result = "nothing added to a group where the norm is not finite; counted; nobody moves group k by more than C_k"
+    return Outcome("NaN, inf and overflowing examples", trials, lost, result)

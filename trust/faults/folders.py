@@ -58,8 +58,8 @@ def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
         results = shutil.copytree(interrupted, work / str(trial))
         harm(run_folder(results) / "checkpoint.pt", HARM[trial % len(HARM)], chance)
         process = complete(results, *SEEDED)
-        told = process.errors.count("warning: ") == 1 and "resuming from the one before it" in process.errors
-        lost += not (process.code == 0 and told and same(results, expected))
+        warned = process.errors.count("warning: ") == 1 and "resuming from the one before it" in process.errors
+        lost += not (process.code == 0 and warned and same(results, expected))
     return Outcome(
         "checkpoint truncated or altered", trials, lost, "one warning; goes on from the one before it to the same bits"
     )

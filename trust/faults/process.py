@@ -101,8 +101,8 @@ class Process:
 
     def refused(self) -> bool:
         """Has it ended in one sentence and exit code 2?"""
-        told = [line for line in self.errors.splitlines() if line.startswith("error: ")]
-        return self.wait() == 2 and len(told) == 1 and "Traceback" not in self.errors
+        sentences = [line for line in self.errors.splitlines() if line.startswith("error: ")]
+        return self.wait() == 2 and len(sentences) == 1 and "Traceback" not in self.errors
 
 
 def start(

@@ -111,9 +111,9 @@ def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> b
     for path in (results, *results.rglob("*")):
         if path.is_dir():
             path.chmod(0o755)
-    told = process.refused()
+    refused = process.refused()
     again = complete(results, *SEEDED, before=_obey)
-    return told and not written and again.code == 0 and same(results, expected)
+    return refused and not written and again.code == 0 and same(results, expected)
 
 
 def _goes_on(results: Path, work: Path, expected: dict[str, Any]) -> bool:
@@ -163,8 +163,8 @@ def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
         good = process.code == 0 and "memory ran out" in process.errors
         good = good and json.loads((run_folder(results) / "system.json").read_text())["microbatch"] == fits
         lost += not (good and same(results, left(whole)))
-    told = "a warning; examples at once halved, same batch and noise: the bits of a run set to that"
-    return Outcome("out of memory in a step", trials, lost, told)
+    result = "a warning; examples at once halved, same batch and noise: the bits of a run set to that"
+    return Outcome("out of memory in a step", trials, lost, result)
 
 
 def too_large_for_one(trials: int, work: Path) -> Outcome:

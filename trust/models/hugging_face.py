@@ -99,7 +99,7 @@ def causal_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def unpadded_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): the same, and the model is not told of padding."""
+    """(B,): the same, and the model gets no attention mask."""
     logits = model(input_ids=batch["input_ids"]).logits
     return next_tokens(logits, batch["input_ids"], batch["attention_mask"])
 

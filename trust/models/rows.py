@@ -42,8 +42,8 @@ class Row:
     def line(self) -> list[str]:
         """As it stands in the CSV, under `HEAD`."""
         digits = {"error": ".0e", "plain_ms": ".2f", "private_ms": ".2f"}
-        told = asdict(self).items()
-        return ["" if value is None else format(value, digits.get(name, "")) for name, value in told]
+        values = asdict(self).items()
+        return ["" if value is None else format(value, digits.get(name, "")) for name, value in values]
 
 
 HEAD = tuple(field.name for field in fields(Row))

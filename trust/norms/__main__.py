@@ -40,8 +40,8 @@ class Case:
     Args:
         build: takes a number of parameters.
         entries: numbers of parameters, the table's rows.
-        formula: what `attach` is told, and the layer must choose; "" where it has no choice, or is told by `attach`.
-        attach: what `attach` is told besides.
+        formula: what the layer must choose, given to `attach`; "" where it has no choice, or `attach` below says it.
+        attach: other arguments of `attach`.
         flat: all layers are one group; otherwise there is one layer.
     """
 
@@ -187,10 +187,10 @@ def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
     with torch.no_grad():
         g = draw(tuple(model(inputs).shape))
     true = _true_norm(model, inputs, g)
-    told: dict[str, Any] = {**dict(case.attach), **({"formula": case.formula} if case.formula else {})}
+    options: dict[str, Any] = {**dict(case.attach), **({"formula": case.formula} if case.formula else {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "groupwise has no rule")
-        engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **told)
+        engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **options)
     with engine:
         engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
         stated = float(engine.per_example_norms[0, 0])

@@ -71,9 +71,9 @@ def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
         epsilons = [row.planted.epsilon, row.correct.epsilon]
         if row.true is not None:
             epsilons += [row.planted.gaussian_epsilon, row.correct.gaussian_epsilon, row.true]
-        told = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
+        cells = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
         end = [str(row.planted.plays), "yes" if row.caught else "no", row.how]
-        lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *told, *end])
+        lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *cells, *end])
     return csv_text(HEAD, sorted(lines))
 
 
@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(planted(list(csv.DictReader(as_csv(rows).splitlines()))))
     for row in rows:
         if not row.caught or not row.sound:
-            told = f"{row.planted.epsilon:.2f} with the bug, {row.correct.epsilon:.2f} without"
-            print(f"{row.name}: at least {told}, where {row.claimed:g} is claimed", file=sys.stderr)
+            found = f"{row.planted.epsilon:.2f} with the bug, {row.correct.epsilon:.2f} without"
+            print(f"{row.name}: at least {found}, where {row.claimed:g} is claimed", file=sys.stderr)
     if options.plays is None:
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, as_csv(rows, RESULT.read_text() if options.only and RESULT.exists() else ""))
