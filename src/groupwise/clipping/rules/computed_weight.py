@@ -1,16 +1,15 @@
 """Clips convolutions with standardised filters.
 
-A filter is used as W = l·n, with the direction n of w - mean w. An example's gradient G for W becomes
-c·(G - a·⟨G, n⟩·n) less its mean for w, and b·⟨G, n⟩ for the gain: c, a and b follow from how the length l depends on w.
-This map is the same for all examples. So gradients that are formed go through it one by one, and a sum goes through it
-once.
+A filter w is used as W = l·n, with the gain l and the direction n of w - mean w. An example's gradient G for W becomes
+c·(G - a·⟨G, n⟩·n) less its mean for w, and ⟨G, n⟩ for the gain: c is l/‖w - mean w‖, and a is 1, or 0 for a filter so
+flat that its length counts as a constant. This map is the same for all examples. So gradients that are formed go
+through it one by one, and a sum goes through it once.
 
 Where norms go by inner products, ⟨G, n⟩ = Σ_t g_t (x_t·n) is found from what n makes of the input, and the mean
 likewise.
 """
 
 import math
-from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -71,35 +70,31 @@ class WSConv2d(nn.Conv2d):
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-STANDARDIZED = {
-    *(f"timm.layers.std_conv.{scaled}StdConv2d{same}" for scaled in ("", "Scaled") for same in ("", "Same")),
-    "transformers.models.bit.modeling_bit.WeightStandardizedConv2d",
-}
-"""Classes that standardise as `StdConv2d` does."""
+@register_rule
+class WSConv2dRule(ConvRule):
+    """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-
-class FilterRule(ConvRule):
-    """The rule of a convolution, computing with the filters W that are used.
-
-    Parameters are w (p, …), the bias (p,), and the gain, a number for each filter. `saved` is (x, W, n, c, a, b): n is
-    (p, K), and the last three (p, 1).
+    `saved` is (x, W, n, c, a): n is (p, K), and the last two (p, 1).
     """
 
+    layer_type: ClassVar[type[nn.Module]] = WSConv2d
     autocast: ClassVar = "keep"  # filters are computed as they are stored; `prepare` and `forward` lower the rest
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
-
-    @abstractmethod
-    def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """W (p, K), n (p, K), c, a and b, (p, 1), of filters (p, K) and their gains (p, 1)."""
 
     def prepare(self, x: Tensor) -> Tensor:
         return super().prepare(autocast("lower", x, [])[0])
 
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias, gain = parameters
-        used, *rest = self.compute(upcast(weight).flatten(1), None if gain is None else gain.reshape(-1, 1))
-        used = used.view_as(weight).to(x.dtype)
-        return self.convolve(x, used, None if bias is None else bias.to(x.dtype)), (x, used, *rest)
+        rows = upcast(weight).flatten(1)
+        centred = rows - rows.mean(1, keepdim=True)
+        squares = centred.square().sum(1, keepdim=True)
+        scale = squares.clamp_min(STANDARDIZATION_EPS).rsqrt()
+        direction, length = centred * scale, torch.ones_like(scale) if gain is None else gain.view(-1, 1)
+        used = (direction * length).view_as(weight).to(x.dtype)
+        taken = (squares > STANDARDIZATION_EPS).to(scale.dtype)
+        y = self.convolve(x, used, None if bias is None else bias.to(x.dtype))
+        return y, (x, used, direction, scale * length, taken)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
@@ -107,10 +102,10 @@ class FilterRule(ConvRule):
         return wanted[0] or wanted[2]
 
     def _slack(self, saved: Saved, g: Tensor) -> Tensor:
-        x, weight, _, scale, _, length = saved
+        x, weight, _, scale, _ = saved
         taps = math.prod(self.module.kernel_size)
         slack = taps**0.5 * second_product_slack(x, g, max(g.shape[2:].numel(), weight[0].numel()))
-        return slack * (scale.abs().amax() + length.abs().amax()).double()  # more than the map's norm
+        return slack * (scale.abs().amax() + 1.0).double()  # more than the map's norm
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         weight, bias = super().weighted_sum(saved[:2], g, factors, self._of_used(wanted))
@@ -130,16 +125,16 @@ class FilterRule(ConvRule):
         """From gradients (n, p, …) of the filters used, which may be changed, to those of w and the gain."""
         if weight is None:
             return None, None
-        rows, gain = weight.flatten(2), self.values()[2]
-        direction, scale, taken, length = (upcast(t).to(rows.dtype) for t in saved[2:])
+        rows = weight.flatten(2)
+        direction, scale, taken = (upcast(t).to(rows.dtype) for t in saved[2:])
         # the mean is the part along another direction
         directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
         shares = torch.stack([taken, torch.ones_like(taken)], 2)
         by_filter = rows.transpose(0, 1)
         along = torch.bmm(by_filter, directions.mT)
         gains = None
-        if gain is not None and wanted[2]:
-            gains = (along[:, :, 0] * length).t().reshape(-1, *gain.shape)
+        if wanted[2]:
+            gains = along[:, :, 0].contiguous().t()
         if not wanted[0]:
             return None, gains
         by_filter.baddbmm_(along * shares, directions, alpha=-1).mul_(scale.unsqueeze(2))
@@ -148,7 +143,7 @@ class FilterRule(ConvRule):
     def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """From inner products, each moved by its rounding towards the larger norm."""
         x, g = saved[0], upcast(g)
-        direction, scale, taken, length = saved[2:]
+        direction, scale, taken = saved[2:]
         x = upcast(x)
         xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
         k = direction.shape[1]
@@ -158,10 +153,10 @@ class FilterRule(ConvRule):
         along = (rows * self._seen(x, direction)).sum(1).abs()
         squares = squared_row_norms(rows.sum(1)) if wanted[1] else xx.new_zeros(len(xx), dtype=torch.float64)
         if wanted[2]:
-            squares = squares + squared_row_norms((along + slack) * length.flatten())
+            squares = squares + squared_row_norms(along + slack)
         if wanted[0]:
             whole = norms_from_products(xx, self_products(rows * scale.flatten()), longest)
-            removed = (along - slack).clamp_min(0).double().square() * (taken * (2 - taken)).flatten()
+            removed = (along - slack).clamp_min(0).double().square() * taken.flatten()
             mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
             removed += (mean - slack).clamp_min(0).double().square()
             squares = squares + at_least_zero(whole - removed @ scale.flatten().double().square())
@@ -170,54 +165,3 @@ class FilterRule(ConvRule):
     def _seen(self, x: Tensor, filters: Tensor) -> Tensor:
         """What filters (q, K) make of inputs of n examples, (n, T, q)."""
         return positions_first(self.convolve(x, filters.view(-1, *self._filter())))
-
-
-@register_rule
-class WSConv2dRule(FilterRule):
-    """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,)."""
-
-    layer_type: ClassVar[type[nn.Module]] = WSConv2d
-
-    def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        centred, squares = _centred(rows)
-        scale, ones = squares.clamp_min(STANDARDIZATION_EPS).rsqrt(), torch.ones_like(squares)
-        direction, gain = centred * scale, ones if gain is None else gain
-        return direction * gain, direction, scale * gain, (squares > STANDARDIZATION_EPS).to(scale.dtype), ones
-
-
-@register_rule
-class StdConv2dRule(FilterRule):
-    """`StdConv2d` and `ScaledStdConv2d` of timm (BiT, NF-ResNets), and transformers' `WeightStandardizedConv2d`.
-
-    Weight (p, c/groups, kh, kw), bias (p,), gain (p, 1, 1, 1). The classes are recognised by their names, so that
-    neither package need be installed. Padding by the size of the input happens outside.
-    """
-
-    @classmethod
-    def handles(cls, module: nn.Module) -> bool:
-        own = next((kind for kind in type(module).__mro__ if "forward" in kind.__dict__), None)
-        return own is not None and f"{own.__module__}.{own.__name__}" in STANDARDIZED
-
-    def prepare(self, x: Tensor) -> Tensor:
-        m = self.module
-        if getattr(m, "pad", None) is not None:
-            x = m.pad(x)
-        elif getattr(m, "same_pad", False):
-            shape = zip(x.shape[2:], m.kernel_size, m.stride, m.dilation, strict=True)
-            more = [max((-(-n // step) - 1) * step + (k - 1) * gap + 1 - n, 0) for n, k, step, gap in shape]
-            x = F.pad(x, [part for each in reversed(more) for part in (each // 2, each - each // 2)])
-        return super().prepare(x)
-
-    def compute(self, rows: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        centred, squares = _centred(rows)
-        k, factor = rows.shape[1], getattr(self.module, "scale", 1.0)
-        scale, norm = (squares / k + self.module.eps).rsqrt(), squares.sqrt()
-        direction = centred / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-        used = factor * scale if gain is None else factor * scale * gain
-        return centred * used, direction, used, squares * scale.square() / k, factor * scale * norm
-
-
-def _centred(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Filters (p, K) less their means, and the sums of their squares (p, 1)."""
-    rows = rows - rows.mean(1, keepdim=True)
-    return rows, rows.square().sum(1, keepdim=True)
