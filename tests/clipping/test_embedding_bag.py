@@ -44,31 +44,6 @@ def test_rows_of_one_length(double, mode, padding_idx):
         same(module, ids, per_sample_weights=torch.randn(5, 6, requires_grad=True))
 
 
-@pytest.mark.parametrize("lengths", [(2, 3, 1, 4), (0, 3, 0, 0), (0, 0, 0), (5,), (3, 3)])
-@pytest.mark.parametrize("include_last_offset", [False, True])
-@pytest.mark.parametrize("padding_idx", [None, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_bags_by_offsets(double, mode, padding_idx, include_last_offset, lengths):
-    options = {"padding_idx": padding_idx, "include_last_offset": include_last_offset}
-    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode=mode, **options)
-    nn.init.normal_(module.weight)
-    ends = torch.tensor(lengths).cumsum(0)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), ends if include_last_offset else ends[:-1]])
-    for _ in range(3):
-        ids = torch.randint(0, VOCABULARY, (sum(lengths),))
-        y = same(module, ids, offsets)
-        assert y.shape == (len(lengths), SIZE)
-        if mode == "sum":
-            same(module, ids, offsets, torch.randn(len(ids), requires_grad=True))
-
-
-def test_what_comes_after_the_last_offset_is_in_no_bag(double):
-    module = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum", include_last_offset=True)
-    ids = torch.randint(0, VOCABULARY, (6,))
-    y = expressed(module, ids, torch.tensor([0, 2, 4]))
-    torch.testing.assert_close(y, torch.stack([module.weight[ids[:2]].sum(0), module.weight[ids[2:4]].sum(0)]))
-
-
 def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
     """Its factor is 0, and 0 times infinity is none."""
     model = Weighted()
@@ -127,27 +102,6 @@ def test_the_row_of_the_padding_is_in_no_bag_where_one_is_shared_by_all(double, 
                 torch.testing.assert_close(model(a, b), expected)
 
 
-@pytest.mark.parametrize("bags", [[[], [], [3]], [[1], [], [2], []], [[], []]])
-def test_indices_that_are_fewer_than_the_bags_are_no_batch(double, bags):
-    class ByOffsets(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag, self.head = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum"), nn.Linear(SIZE, 2)
-
-        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-            return self.head(self.bag(ids, offsets)).square().sum(1)
-
-    model = ByOffsets()
-
-    def losses_of(rows: list[int]) -> Tensor:
-        ids = [i for row in rows for i in bags[row]]
-        ends = torch.tensor([0, *(len(bags[row]) for row in rows)]).cumsum(0)
-        return model(torch.tensor(ids, dtype=torch.int64), ends[:-1])
-
-    with attach(model, flat(model), 1.0) as engine:
-        assert_exact(engine, losses_of, range(len(bags)))
-
-
 class Weighted(nn.Module):
     """Bags with counts, a loss each."""
 
@@ -163,18 +117,9 @@ class Weighted(nn.Module):
     ("options", "args", "message"),
     [
         ({}, (torch.ones(2).long(),), "without offsets"),
-        ({}, (torch.ones(2, 2).long(), torch.tensor([0])), "with offsets"),
-        ({}, (torch.ones(2).long(), torch.tensor([0]), torch.ones(2)), "in mode 'mean'"),
-        (
-            {"mode": "sum"},
-            (torch.ones(2).long(), torch.tensor([0]), torch.ones(3)),
-            "like the input",
-        ),
-        ({}, (torch.ones(2).long(), torch.tensor([1])), "do not divide an input of 2"),
-        ({}, (torch.ones(2).long(), torch.tensor([0, 2, 1])), "do not divide an input of 2"),
-        ({}, (torch.ones(2).long(), torch.tensor([0, 3])), "do not divide an input of 2"),
-        ({"include_last_offset": True}, (torch.ones(2).long(), torch.tensor([0, 3])), "do not divide"),
-        ({"include_last_offset": True}, (torch.ones(2).long(), torch.tensor([0])), "one for each bag"),
+        ({}, (torch.ones(2).long(), torch.tensor([0])), "with offsets.* by places"),
+        ({}, (torch.ones(2, 2).long(), None, torch.ones(2, 2)), "in mode 'mean'"),
+        ({"mode": "sum"}, (torch.ones(2, 2).long(), None, torch.ones(3)), "like the input"),
     ],
 )
 def test_refusals(options, args, message):

@@ -148,29 +148,25 @@ class DirectWeight(nn.Module):
 
 
 class Bag(nn.Module):
-    """nn.EmbeddingBag with offsets, or with rows, and a head."""
+    """nn.EmbeddingBag and a head."""
 
     def __init__(self, size: Size, mode: str) -> None:
         super().__init__()
         self.bag = nn.EmbeddingBag(size.vocabulary, size.width, mode=mode)
         self.head = nn.Linear(size.width, 3)
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        return self.head(self.bag(ids, offsets, weights))
+    def forward(self, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self.head(self.bag(ids, None, weights))
 
 
-def bag(mode: str, offsets: bool, weighted: bool = False) -> Callable[[Size], Subject]:
-    """Words of each example, as many as it has; `offsets` puts them all into one row."""
+def bag(mode: str, weighted: bool = False) -> Callable[[Size], Subject]:
+    """Words of each example."""
 
     def make(size: Size) -> Subject:
         def losses(model: nn.Module, batch: Batch) -> Tensor:
-            ids, mask = batch["ids"], batch["mask"].bool()
-            if not offsets:
-                return classified(model(ids, None, batch["weights"] if weighted else None), batch["labels"])
-            starts = mask.sum(1).cumsum(0) - mask.sum(1)
-            return classified(model(ids[mask], starts, batch["weights"][mask] if weighted else None), batch["labels"])
+            return classified(model(batch["ids"], batch["weights"] if weighted else None), batch["labels"])
 
-        batch = {"ids": size.ids(), "mask": size.mask, "weights": size.vectors(size.tokens), "labels": size.labels()}
+        batch = {"ids": size.ids(), "weights": size.vectors(size.tokens), "labels": size.labels()}
         return Subject(Bag(size, mode), batch, losses)
 
     return make
@@ -223,8 +219,8 @@ LAYERS = (
     net("Temperature (0-dim parameter)", lambda s: between(s, Scale()), vectors),
     net("LayerScale", lambda s: Pool(s, nn.Linear(s.width, s.width), Scale(s.width)), sequences),
     net("A weight in a forward of its own", DirectWeight, vectors),
-    of("EmbeddingBag with offsets, mean", bag("mean", True)),
-    of("EmbeddingBag with offsets, sum, weighted", bag("sum", True, weighted=True)),
-    of("EmbeddingBag with rows, max", bag("max", False)),
+    of("EmbeddingBag with rows, mean", bag("mean")),
+    of("EmbeddingBag with rows, sum, weighted", bag("sum", weighted=True)),
+    of("EmbeddingBag with rows, max", bag("max")),
     net("Embedding, transposed, Conv1d", TextCNN, Size.ids),
 )

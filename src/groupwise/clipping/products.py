@@ -119,13 +119,9 @@ def embedding_bag(
 ) -> Tensor:
     """Sums, means or maxima of embeddings, as the function of torch computes them from the same arguments.
 
-    Bags get one length; what is not there counts nothing. With offsets the first axis of the input is no batch: an
-    example is a bag.
-
     Args:
-        input: indices, (B, L), or (N,) with offsets.
+        input: indices (B, L).
         weight: the table (V, d).
-        offsets: where each bag begins in the input, (B,), or (B + 1,) with `include_last_offset`.
         per_sample_weights: factors of the rows, like the input; for mode "sum".
 
     Returns:
@@ -135,48 +131,23 @@ def embedding_bag(
         UserError: shapes that do not fit, or an option that cannot be clipped.
     """
     factors = per_sample_weights is None or (mode == "sum" and per_sample_weights.shape == input.shape)
-    if input.dim() != (2 if offsets is None else 1) or not factors:
+    if offsets is not None or input.dim() != 2 or not factors:
         raise UserError(
             f"EmbeddingBag got an input of shape {tuple(input.shape)} with{'out' * (offsets is None)} offsets, in mode "
-            f"{mode!r}: give two axes, bags by places, or one axis and offsets; per_sample_weights like the input, and "
-            "for mode 'sum' alone."
+            f"{mode!r}: give bags by places, (B, L), filled up with padding_idx; no offsets; and per_sample_weights "
+            "like the input, for mode 'sum' alone."
         )
     refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
-    inside, counts, input = None, per_sample_weights, input.long()  # the kernel has one type for all numbers
-    if offsets is not None:
-        places, inside = _places(input, offsets, include_last_offset)
-        input = torch.where(inside, F.pad(input, (0, 1))[places], padding_idx or 0)
-        counts = None if counts is None else F.pad(counts, (0, 1))[places]
-    if padding_idx is not None:
-        inside = (input != padding_idx) if inside is None else inside & (input != padding_idx)
-    if mode == "max":
-        return _maxima(F.embedding(input, weight, padding_idx), inside)
+    input = input.long()  # the kernel has one type for all numbers
+    inside = None if padding_idx is None else input != padding_idx
     rows = F.embedding(input, weight, padding_idx)
-    rows = rows if counts is None else rows * counts.unsqueeze(2)
+    if mode == "max":
+        return _maxima(rows, inside)
+    rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(2)
     total = (rows if inside is None else rows.masked_fill(~inside.unsqueeze(2), 0)).sum(1)
     if mode == "sum":
         return total
     return total / (max(input.shape[1], 1) if inside is None else inside.sum(1, keepdim=True).clamp_min(1))
-
-
-def _places(input: Tensor, offsets: Tensor, include_last: bool) -> tuple[Tensor, Tensor]:
-    """Where the bags' parts are in an input of N, (B, longest), N where there is none; and whether there is one."""
-    n = len(input)
-    ends = offsets[1:] if include_last else torch.cat([offsets[1:], offsets.new_tensor([n])])
-    starts = offsets[:-1] if include_last else offsets
-    if offsets.dim() != 1 or len(starts) == 0:
-        raise UserError(
-            f"EmbeddingBag got offsets of shape {tuple(offsets.shape)}: give one for each bag, and with "
-            "include_last_offset the end of the last."
-        )
-    shortest, longest, first, last = torch.stack([*torch.aminmax(ends - starts), starts[0], ends[-1]]).tolist()
-    if shortest < 0 or first != 0 or last > n:
-        raise UserError(
-            f"EmbeddingBag got offsets that do not divide an input of {n}: they begin with 0 and never decrease."
-        )
-    steps = torch.arange(max(longest, 1), device=input.device)
-    inside = steps < (ends - starts).unsqueeze(1)
-    return torch.where(inside, starts.unsqueeze(1) + steps, n), inside
 
 
 def _maxima(rows: Tensor, inside: Tensor | None) -> Tensor:
