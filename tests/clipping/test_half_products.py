@@ -66,7 +66,6 @@ LAYERS = {
     "stride": (lambda: nn.Conv2d(5, 6, 3, stride=2), (5, 9, 9)),
     "groups": (lambda: nn.Conv2d(6, 4, 3, groups=2), (6, 7, 7)),
     "one_axis": (lambda: nn.Conv1d(5, 6, 3, padding=1), (5, 12)),
-    "transposed": (lambda: nn.ConvTranspose2d(5, 6, 3, stride=2), (5, 5, 5)),
     "standardised": (lambda: WSConv2d(5, 6, 3, padding=1), (5, 9, 9)),
     "standardised_gain": (lambda: WSConv2d(5, 6, 3, padding=1, gain=True), (5, 9, 9)),
 }

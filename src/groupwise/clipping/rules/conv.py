@@ -1,8 +1,8 @@
-"""Clips convolutions and their transposes in one to three dimensions, with any stride, padding, dilation and groups."""
+"""Clips convolutions in one to three dimensions, with any stride, padding, dilation and groups."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -38,8 +38,8 @@ FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
 """Positions of all examples up to which a CPU's kernel for the gradient of so many weights is 3 times as slow as a
 product of the output gradients and what each position sees."""
 
-_FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)}
-"""The methods of torch's own convolutions, which no subclass may have changed; transposed ones share one."""
+_FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+"""The methods of torch's own convolutions, which no subclass may have changed."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ConvRule(LayerRule):
         return torch.convolution(x, weight, bias, *rest)
 
     def _settings(self) -> tuple[Any, ...]:
-        """Stride, padding, dilation, whether it is transposed, output padding."""
+        """Stride, padding, dilation, that it is not transposed, output padding."""
         shape = self.geometry
         return shape.stride, shape.padding, shape.dilation, False, [0] * len(shape.kernel)
 
@@ -170,7 +170,7 @@ class ConvRule(LayerRule):
         """Whether the norms of the weight's gradients are found by forming them."""
         if self.geometry.groups > 1:
             return True
-        x, g = self.sides(saved, g)
+        x = saved[0]
         sizes = partial(self._sizes, x.shape, g.shape)
         kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
         return self.methods.choose((x.shape, g.shape), kind, sizes) == "materialize"
@@ -180,8 +180,7 @@ class ConvRule(LayerRule):
             return squared_row_norms(_over_space(g))
         if self.materializes(saved, g):
             return None
-        x, rows = self.sides(saved, g)
-        out = rows.shape[2:]
+        x, out = saved[0], g.shape[2:]
         held = int(self.geometry.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
         step = max(1, chunk_floats(g) // held)
         parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
@@ -196,7 +195,7 @@ class ConvRule(LayerRule):
 
     def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from XXᵀ and GGᵀ."""
-        x, rows = map(upcast, self.sides(saved, g))
+        x, rows = upcast(saved[0]), upcast(g)
         longest = max(rows.shape[2:].numel(), math.prod(self._filter()), rows.shape[1])
         between = self_products(positions_first(rows))
         squares = norms_from_products(self.geometry.products(x, rows.shape[2:]), between, longest)
@@ -206,31 +205,28 @@ class ConvRule(LayerRule):
         return inflate_norms(super().formed_norms(saved, g, wanted), self._slack(saved, g))
 
     def _slack(self, saved: Saved, g: Tensor) -> Tensor:
-        x, rows = self.sides(saved, g)
         taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
-        return taps**0.5 * second_product_slack(x, rows, rows.shape[2:].numel())
+        return taps**0.5 * second_product_slack(saved[0], g, g.shape[2:].numel())
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
         gradients, inputs = scale_rows(upcast(g), factors), upcast(x)
-        if wanted[0] and weight.numel() >= MANY_WEIGHTS and g.device.type == "cpu" and self.geometry.groups == 1:
-            read, rows = self.sides((inputs, weight), gradients)
-            if len(g) * rows.shape[2:].numel() <= FEW_ROWS:
-                seen = self.geometry.windows(read, rows.shape[2:]).transpose(1, 2).flatten(0, 1)
-                weights = matmul.product(rows.transpose(0, 1).flatten(1), seen).view(weight.shape)
-                return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
+        deep = weight.numel() >= MANY_WEIGHTS and len(g) * g.shape[2:].numel() <= FEW_ROWS
+        if wanted[0] and deep and g.device.type == "cpu" and self.geometry.groups == 1:
+            seen = self.geometry.windows(inputs, g.shape[2:]).transpose(1, 2).flatten(0, 1)
+            weights = matmul.product(gradients.transpose(0, 1).flatten(1), seen).view(weight.shape)
+            return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
         _, weights, bias = self._backward(gradients, inputs, upcast(weight), [False, *wanted])
         return weights if wanted[0] else None, bias if wanted[1] else None
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        x, rows = self.sides(saved, g)
-        weight = None
+        x, weight = saved[0], None
         if wanted[0]:
             if x.device.type == "cpu" or self.geometry.groups > 1:
-                weight = self._by_groups(upcast(x), upcast(rows))
+                weight = self._by_groups(upcast(x), upcast(g))
             else:
-                windows = self.geometry.windows(x, rows.shape[2:])
-                weight = batched_product(rows.flatten(2), windows.mT).view(len(x), -1, *self._filter())
+                windows = self.geometry.windows(x, g.shape[2:])
+                weight = batched_product(g.flatten(2), windows.mT).view(len(x), -1, *self._filter())
         return weight, _over_space(g) if wanted[1] else None
 
     def chunk(self, g: Tensor, wanted: Wanted) -> int:
@@ -240,16 +236,12 @@ class ConvRule(LayerRule):
             return 1  # in channels_last several are copied, and one is not
         return max(1, min(GROUPED_FLOATS // max(1, self.size(wanted)), COPIED_FLOATS // max(1, g[0].numel())))
 
-    def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors of the weight's gradient: inputs (B, c, *space) and output gradients (B, p, *out)."""
-        return saved[0], g
-
     def _by_groups(self, x: Tensor, g: Tensor) -> Tensor:
         """Weight gradients (B, p, c/groups, *k): the examples are groups of channels of one call of a kernel."""
         n, shape = len(x), self._filter()
         like = g.new_empty(1).expand(n * g.shape[1], *shape)
         gradients, inputs = g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:])
-        rest = (*ConvRule._settings(self), n * self.geometry.groups, [False, True, False])
+        rest = (*self._settings(), n * self.geometry.groups, [False, True, False])
         weights = torch.ops.aten.convolution_backward(gradients, inputs, like, [len(like)], *rest)[1]
         return weights.view(n, -1, *shape)
 
@@ -273,38 +265,3 @@ def positions_first(g: Tensor) -> Tensor:
     if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2)
     return g.flatten(2).mT
-
-
-@register_rule
-class ConvTransposeRule(ConvRule):
-    """Transposed convolutions: weight (c, p/groups, *k), bias (p,). `saved` is (x, weight).
-
-    y = convᵀ(x, w) has ⟨g, y⟩ = ⟨conv(g, w), x⟩, so w is the weight of a convolution from p channels to c whose input
-    is g and whose output gradient is x. All that a convolution knows of norms and sums is used as it is; only the bias,
-    which adds to y, is a matter of its own.
-    """
-
-    layer_type: ClassVar[Any] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-    def _settings(self) -> tuple[Any, ...]:
-        m = self.module
-        return m.stride, m.padding, m.dilation, True, m.output_padding
-
-    def sides(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Output gradients (B, p, *out) and inputs (B, c, *space): what the convolution the other way reads."""
-        x, shape = saved[0], self.geometry
-        if any(self.module.output_padding):
-            sizes = zip(x.shape[2:], g.shape[2:], shape.kernel, shape.stride, shape.dilation, strict=True)
-            read = [(n - 1) * step + dilation * (taps - 1) + 1 - out for n, out, taps, step, dilation in sizes]
-            pads = [(pad, more - pad) for pad, more in zip(self.module.padding, read, strict=True)]
-            g = F.pad(g, [pad for axis in reversed(pads) for pad in axis])
-        return g, x
-
-    @cached_property
-    def geometry(self) -> Geometry:
-        """The convolution's the other way; with output padding `sides` pads for it."""
-        shape = super().geometry
-        return replace(shape, padding=(0,) * len(shape.padding)) if any(self.module.output_padding) else shape
-
-    def _filter(self) -> tuple[int, ...]:
-        return self.module.out_channels // self.module.groups, *self.module.kernel_size
