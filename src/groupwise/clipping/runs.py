@@ -3,6 +3,7 @@
 It also notes which random numbers a forward pass draws, in which module, or gives their expectation instead.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,9 +61,6 @@ class Draws(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
-        self._batch: list[tuple[str, Tensor]] = []
-        self._keeps = False
-        self._row: tuple[int, int, Iterator[tuple[str, Tensor]]] | None = None
         self._place, self._generators, self._calm, self._forced = place, generators, calm, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,41 +89,9 @@ class Draws(TorchDispatchMode):
             made.fill_(self._forced[1])
         if calm and name in _EXPECTED:
             made.copy_(torch.as_tensor(_EXPECTED[name](given)))
-        elif calm and not changed and isinstance(made, Tensor):
-            self._repeat(name, made)
         if name in FOLLOWING_VALUES and not self._calm:
             self._generators.seed_torch(len(self.taken))
         return made
-
-    # -- numbers whose expectation is not known ---------------------------------------------------------------------
-
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Inside, numbers that a batch draws are kept, where their expectation is not known."""
-        self._batch, self._keeps = [], True
-        try:
-            yield
-        finally:
-            self._keeps = False
-
-    @contextmanager
-    def repeating(self, row: int, rows: int) -> Iterator[None]:
-        """Inside, an example alone gets the numbers that it was given as a row of the batch, of so many rows."""
-        self._row = row, rows, iter(self._batch)
-        try:
-            yield
-        finally:
-            self._row = None
-
-    def _repeat(self, name: str, made: Tensor) -> None:
-        if self._keeps:
-            self._batch.append((name, made.detach().clone()))
-        elif self._row is not None:
-            row, rows, kept = self._row
-            known, batch = next(kept, ("", made))
-            axes = [axis for axis, n in enumerate(made.shape) if batch.shape[axis : axis + 1] == (n * rows,)]
-            if known == name and axes:
-                made.copy_(batch.unflatten(axes[0], (rows, -1)).select(axes[0], row))
 
 
 def _middle(given: dict[str, Any]) -> dict[str, float]:
@@ -167,6 +133,11 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "binomial": lambda given: given["count"] * given["prob"],
     "_standard_gamma": lambda given: given["self"],
     "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
+    "multinomial": lambda given: 0,
+    "random_": lambda given: given.get("from", 0),
+    "log_normal_": lambda given: math.exp(given.get("mean", 1.0)),
+    "geometric_": lambda given: 1,
+    "cauchy_": lambda given: given.get("median", 0.0),
 }
 """Operations that give random numbers: what they give on average, or at least always."""
 

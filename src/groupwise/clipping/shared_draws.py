@@ -10,7 +10,7 @@ from groupwise.clipping.unchanged import host_states
 from groupwise.errors import UserError
 
 
-def check_draws(runs: Runs, examples: Sequence[int]) -> tuple[bool, bool]:
+def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     """Refuse random numbers that examples share, by the module in which they are drawn.
 
     The guarantee couples two batches that differ in one example: all others must meet the same masks in both.
@@ -20,8 +20,7 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> tuple[bool, bool]:
         examples: two of them run first, then these rows twice: draws of their own double.
 
     Returns:
-        Whether the expectation of all draws is known; and whether an example can meet alone what it meets among others,
-        as its own numbers are rows of every other draw.
+        Whether the expectation of all draws is known, which an example can meet alone as among others.
 
     Raises:
         UserError: naming the module.
@@ -50,9 +49,7 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> tuple[bool, bool]:
         if not _without_effect(runs, half, draw):
             what = f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))}"
             _refuse(f"{what} in {draw.place} for all {len(half)} examples of a batch")
-    unknown, others = ([draw for draw in draws.taken if not draw.calms] for draws in (some, twice))
-    in_rows = len(unknown) == len(others) and all(map(_in_rows, unknown, others))
-    return not (host.drawn or unknown), in_rows and not host.drawn
+    return not host.drawn and all(draw.calms for draw in some.taken)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -86,11 +83,6 @@ def _doubled(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
     """One axis is twice as long, the others are equal."""
     differ = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
     return len(one) == len(two) and len(differ) == 1 and differ[0][1] == 2 * differ[0][0]
-
-
-def _in_rows(one: Draw, two: Draw) -> bool:
-    """Whether a draw is one tensor, with twice as many rows for twice as many examples."""
-    return len(one.shapes) == len(two.shapes) == 1 and _doubled(one.shapes[0], two.shapes[0])
 
 
 def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:

@@ -27,9 +27,9 @@ CONSTANT = (
     "rounding, so give others; else please report this for built-in layers"
 )
 NOT_ALONE = (
-    "Random numbers are drawn by Python or numpy, or for one example at a time, and cannot be repeated for an example "
-    "alone. So examples are compared within their batch only: make sure that padding is masked, and that no loss "
-    "depends on the size of its batch; or draw by torch, with the batch as first axis."
+    "Random numbers are drawn by Python or numpy, or by an unusual operation of torch, and cannot be repeated for an "
+    "example alone. So examples are compared within their batch only: make sure that padding is masked, and that no "
+    "loss depends on the size of its batch; or draw by torch.rand or torch.randn."
 )
 MANY = 64
 """Rows of the larger batch that is compared, at most."""
@@ -74,13 +74,13 @@ def verify(
     with unchanged(engine.model) as generators, moved_parameters(engine.model), _kept(engine):
         runs = Runs(engine.model, losses_of, generators)
         buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-        calms, repeats = check_draws(runs, some)
-        if not repeats:
+        calms = check_draws(runs, some)
+        if not calms:
             warnings.warn(NOT_ALONE, stacklevel=2)
         _check_buffers(engine, buffers)
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
-        compare = _Comparison(engine, runs, repeats, tolerance, loss_tolerance)
+        compare = _Comparison(engine, runs, calms, tolerance, loss_tolerance)
         many = min(most, MANY) if calms and len(some) > 1 else 1  # copies may draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
         if not norms.isfinite().any():
@@ -136,9 +136,9 @@ class _Comparison:
 
     engine: ClippingEngine
     runs: Runs
-    repeats: bool
-    """Whether random numbers can be put to their expectation, or repeated. Otherwise an example does not meet alone
-    what it meets in its batch, and the loop takes its gradient from there."""
+    calms: bool
+    """Whether random numbers can be put to their expectation. Otherwise an example does not meet alone what it meets in
+    its batch, and the loop takes its gradient from there."""
     tolerance: float
     loss_tolerance: float
 
@@ -153,20 +153,15 @@ class _Comparison:
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
-        with runs.drawing(calm=True) as draws:  # backward passes draw, too, where layers are checkpointed
-
-            def losses_of(some: Sequence[int]) -> Tensor:
-                with draws.keeping():
-                    return runs.losses(some)
+        with runs.drawing(calm=True):  # backward passes draw, too, where layers are checkpointed
 
             def loss_of(example: int) -> Tensor:
-                row = examples.index(example)
-                with FrozenStatistics(), draws.repeating(row, len(examples)):
-                    loss = runs.losses([example])[0] if self.repeats else runs.losses(examples)[row]
+                with FrozenStatistics():
+                    loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
                 alone[example] = loss.detach()
                 return loss
 
-            losses = engine.losses(losses_of, examples)
+            losses = engine.losses(runs.losses, examples)
             engine.backward(losses)
             sums = {name: parameter.grad for name, parameter in engine.model.named_parameters()}
             thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
