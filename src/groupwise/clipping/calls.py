@@ -14,7 +14,7 @@ from groupwise.clipping.autograd import LayerFunction, ReportFunction, enter
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.norm_methods import NormMethods
-from groupwise.clipping.passes import Passes, hides_batch
+from groupwise.clipping.passes import Passes
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast
 from groupwise.clipping.rules.base import LayerRule, ParameterRule
@@ -77,7 +77,7 @@ class LayerCalls:
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(member, x.rows, values), self._output_of(member))
         running = self.passes.current
-        if running.examples == 1 and _lacks_batch(member.rule, x) and not hides_batch():  # squeezed away
+        if running.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away
             return self.run(member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or running.find(member.label, x)
         if member.group.direct and layout != FIRST:

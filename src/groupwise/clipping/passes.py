@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from groupwise.clipping.clip_plan import SHARED, ClipPlan, Layout
 from groupwise.clipping.factors import Factors
@@ -131,13 +130,8 @@ class Pass:
 
         Raises:
             UntracedCall: the plan does not know the call.
-            UserError: it is inside of `torch.func`; x is nested or sparse; a call that runs once more is another one.
+            UserError: x is nested or sparse; a call that runs once more is another one.
         """
-        if hides_batch():
-            raise UserError(
-                f"{label} is used inside of torch.func (vmap, grad, jvp, jacrev) or forward-mode derivatives, which "
-                "hide the batch axis: use it on the whole batch (derivatives by finite differences), or freeze it."
-            )
         if x.is_nested or x.layout is not torch.strided:
             kind, remedy = "sparse", "make it dense (to_dense)"
             if x.is_nested:
@@ -257,8 +251,3 @@ class Passes:
     def _end(self, microbatch: Hashable) -> None:
         if (waiting := self._waiting.pop(microbatch, None)) is not None:
             waiting.end()
-
-
-def hides_batch() -> bool:
-    """Whether tensors are those of `torch.func` or of `torch.autograd.forward_ad`, which show fewer axes."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
