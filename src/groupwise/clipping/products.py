@@ -42,25 +42,6 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: flo
     return NotImplemented
 
 
-@in_place_of(F.bilinear)
-def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product with all pairs of features, by copies of the weight: `F.bilinear` has no batching rule."""
-    if torch.is_autocast_enabled(input1.device.type):  # which lowers linear layers, and not this
-        return NotImplemented
-    return F.linear((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1), bias)
-
-
-@in_place_of(F.instance_norm)
-def instance_norm(
-    input: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, **settings: Any
-) -> Tensor:
-    """The normalised input (B, C, ...), times a weight (C,) and plus a bias of which every example has a copy."""
-    if weight is None or bias is None or isinstance(input, PerExample):
-        return NotImplemented
-    shape = -1, *[1] * (input.dim() - 2)
-    return F.instance_norm(input, **settings) * weight.view(shape) + bias.view(shape)
-
-
 @in_place_of(F.embedding)
 def embedding(
     input: Tensor,
