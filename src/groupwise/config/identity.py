@@ -21,7 +21,6 @@ VOLATILE = (
     "tracker.",
     "resume",
     "overwrite",
-    "explain",
     "export",
     "train.checkpoint_every",
     "train.cuda_graph",
@@ -35,6 +34,7 @@ is in the row)."""
 
 
 LATER = {
+    "explain": False,
     "own_task": "{}",
     "clip.public_examples": 64,
     "clip.public_every": 10,
