@@ -128,10 +128,8 @@ def test_what_is_not_finite_once_rounded_is_left_out(dtype):
 @pytest.mark.parametrize(("examples", "numbers"), [(7, 40), (64, 3), (1, 9)])
 @pytest.mark.parametrize("total", [False, True])
 def test_rows_that_are_left_out_are_not_read(together, monkeypatch, examples, numbers, total):
-    """Large rows are added up in one pass, whatever those hold that are left out."""
+    """Whatever those hold that are left out."""
     monkeypatch.setattr(factors, "is_async_device", lambda t: True)
-    monkeypatch.setattr(factors, "LARGE", 0)
-    monkeypatch.setattr(factors, "THREADS", 4 * numbers)
     rows, weights = torch.randn(examples, numbers, 2, dtype=torch.float64), torch.rand(examples, dtype=torch.float64)
     before = torch.randn(numbers, 2, dtype=torch.float64) if total else None
     for gone in (torch.zeros(0, dtype=torch.long), torch.arange(0, examples, 3), torch.arange(examples)):

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping.precision import in_memory_order
-
-LARGE = 1 << 20
-"""Numbers of rows that are not copied on a GPU to be masked."""
-THREADS = 1 << 18
-"""Sums of parts of a batch that keep a GPU busy: rows are added up in so many parts that there are as many numbers."""
 
 ClipRule = Callable[[Tensor, Tensor], Tensor]
 """(norms (K, B), thresholds (K, 1)) -> factors (K, B), each of its own norm, with factor · norm <= threshold."""
@@ -117,32 +111,11 @@ def add_weighed_rows(total: Tensor | None, factors: Factors, rows: Tensor) -> Te
     weights, dropped = factors.values.to(rows.dtype), factors.dropped
     flat, order = in_memory_order(rows)
     shape = [rows.shape[axis] for axis in order]
-    if is_async_device(rows) and rows.numel() > LARGE:
-        more = _sum_of_rows(flat, weights, dropped)
-    elif total is not None and (known := total.permute([axis - 1 for axis in order])).is_contiguous():
+    if total is not None and (known := total.permute([axis - 1 for axis in order])).is_contiguous():
         known.view(1, -1).addmm_(weights.unsqueeze(0), without_rows(flat, dropped))
         return total
-    else:
-        more = weights @ without_rows(flat, dropped)
-    more = more.view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
+    more = (weights @ without_rows(flat, dropped)).view(shape).permute(sorted(range(len(order)), key=order.__getitem__))
     return more if total is None else total.add_(more)
-
-
-def _sum_of_rows(rows: Tensor, weights: Tensor, dropped: Tensor | None) -> Tensor:
-    """Σ_i weight_i · rows_i of (n, m), (m,), in one pass over the rows, where masking them would copy them.
-
-    In the place of a dropped row another one is read, which holds numbers; if all are dropped, there is none, and what
-    comes out is no number but stands for 0.
-    """
-    n, m = rows.shape
-    places = torch.arange(n, device=rows.device)
-    if dropped is not None:
-        places = torch.where(dropped, weights.argmax(), places)
-    part = -(-n // min(n, max(1, THREADS // m)))
-    starts = torch.arange(0, n, part, device=rows.device)
-    sums = F.embedding_bag(places, rows, starts, mode="sum", per_sample_weights=weights)
-    total = sums[0] if len(sums) == 1 else sums.sum(0)
-    return total.nan_to_num_(0.0, math.inf, -math.inf)
 
 
 RELATIONS = ("add_remove",)
