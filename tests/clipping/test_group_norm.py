@@ -16,7 +16,7 @@ from tests.clipping.traced import trace_batch
 
 @pytest.fixture(params=[None, 6])
 def grid(monkeypatch, request) -> None:
-    """Where a GPU's grid takes six groups, three calls make the batch."""
+    """A GPU's grid takes six groups, fewer than those of the batch."""
     if request.param is not None:
         monkeypatch.setattr(normalization, "LARGEST_GRID", request.param)
 
@@ -29,6 +29,7 @@ MODELS = {
     "group": lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.GroupNorm(2, 6)),
     "instance": lambda: nn.InstanceNorm2d(3, affine=True),
     "frozen bias": lambda: nn.GroupNorm(3, 3),
+    "of vectors": lambda: nn.Sequential(nn.Flatten(), nn.GroupNorm(7, 147)),
 }
 
 

@@ -106,7 +106,7 @@ class GroupNormRule(LayerRule):
 
     Torch's kernel has both sums on its way to the input gradient, and adds them up over its batch: so it is given one
     example with the channels of all. It takes contiguous tensors only. On a CPU, channels_last stays, and sums of g and
-    g∘x serve instead.
+    g∘x serve instead, as they do for more than `LARGEST_GRID` groups.
     """
 
     layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm
@@ -131,26 +131,16 @@ class GroupNormRule(LayerRule):
         """The input gradient, and in the place of the rest the gradients (B, C) of weight and bias."""
         x, weight, mean, rstd = saved[:4]
         kernel, (b, c, space, groups) = torch.ops.aten.native_group_norm_backward, self._sizes(x)
-        if _stays_channels_last(x):
+        if _stays_channels_last(x) or b * groups > LARGEST_GRID:
             masks = [needs_input, False, False]
             gx = kernel(g, x, mean, rstd, weight, b, c, space, groups, masks)[0] if needs_input else None
-            wide, g = upcast(x), upcast(g)
-            biases = g.sum((2, 3))
-            centred = (g * wide).sum((2, 3)).view(b, groups, -1) - biases.view(b, groups, -1) * mean.unsqueeze(2)
+            wide, g = upcast(x).reshape(b, c, space), upcast(g).reshape(b, c, space)
+            biases = g.sum(2)
+            centred = (g * wide).sum(2).view(b, groups, -1) - biases.view(b, groups, -1) * mean.unsqueeze(2)
             return gx, (None, None, None, None, (centred * rstd.unsqueeze(2)).view(b, c), biases)
         scales = (x.new_ones(c) if weight is None else weight).expand(b, c)
-        parts, step = [], max(1, LARGEST_GRID // groups)
-        for i in range(0, b, step):
-            n = min(step, b - i)
-            given = (*(upcast(t[i : i + n]) for t in (g, x)), *(upcast(t[i : i + n]) for t in (mean, rstd, scales)))
-            rows = [t.reshape(1, -1) for t in given[2:4]]
-            parts.append(
-                kernel(*given[:2], *rows, given[4].flatten(), 1, n * c, space, n * groups, [needs_input, True, True])
-            )
-        gx, weights, biases = (
-            part[0] if len(part) == 1 or part[0] is None else torch.cat([t.flatten() for t in part])
-            for part in zip(*parts, strict=True)
-        )
+        given = (upcast(g), upcast(x), upcast(mean).view(1, -1), upcast(rstd).view(1, -1), upcast(scales).flatten())
+        gx, weights, biases = kernel(*given, 1, b * c, space, b * groups, [needs_input, True, True])
         gx = None if gx is None else gx.view(x.shape).to(x.dtype)
         return gx, (None, None, None, None, weights.view(b, c), biases.view(b, c))
 
