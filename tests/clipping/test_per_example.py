@@ -114,7 +114,6 @@ PRODUCTS = {
     "tied": ((4, 5), lambda p, layer, x: F.linear(F.linear(layer(x), p).relu(), p.t())),
     "one number for all": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
     "of the input": ((4, 3), lambda p, layer, x: layer(p @ x)),
-    "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p)),
 }
 BIASED = {
     "a bias that is computed": lambda p, layer, x: F.linear(layer(x), p, torch.cat([p[0, :2], p.new_zeros(2)])),
@@ -132,6 +131,7 @@ EXACT |= PRODUCTS | {
     "transpose by names": ((4, 5), lambda p, layer, x: layer(x) @ p.transpose(dim0=0, dim1=1)),
     "transpose of a keyword": ((4, 5), lambda p, layer, x: layer(x) @ torch.t(input=p)),
     "a transpose by itself": ((4, 5), lambda p, layer, x: layer(x) @ p.T.sin()),
+    "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p)),
     "addmm, scaled": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p, alpha=2)),
     "addmm, rows": ((5, 5), lambda p, layer, x: torch.addmm(x[:, 1], layer(x[:, 0]), p)),
     "addmm, one number": ((1,), lambda p, layer, x: torch.addmm(p, layer(x[:, 0]), layer.weight)),

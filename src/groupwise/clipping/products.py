@@ -34,14 +34,6 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     return made if made is NotImplemented else made.mT
 
 
-@in_place_of(torch.addmm, torch.Tensor.addmm)
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """b + x W."""
-    if beta == alpha == 1 and isinstance(mat2, PerExample) and mat2.is_matrix and input.dim() == 1:
-        return linear(mat1, mat2.mT, input)
-    return NotImplemented
-
-
 @in_place_of(F.embedding)
 def embedding(
     input: Tensor,
@@ -98,7 +90,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Sums, means or maxima of embeddings, as the function of torch computes them from the same arguments.
+    """Sums or means of embeddings, as the function of torch computes them from the same arguments; maxima by copies.
 
     Args:
         input: indices (B, L).
@@ -106,7 +98,7 @@ def embedding_bag(
         per_sample_weights: factors of the rows, like the input; for mode "sum".
 
     Returns:
-        Sums, means or maxima over the bags, (B, d); zeros for an empty one.
+        Sums or means over the bags, (B, d); zeros for an empty one.
 
     Raises:
         UserError: shapes that do not fit, or an option that cannot be clipped.
@@ -119,24 +111,16 @@ def embedding_bag(
             "like the input, for mode 'sum' alone."
         )
     refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
+    if mode == "max":
+        return NotImplemented
     input = input.long()  # the kernel has one type for all numbers
     inside = None if padding_idx is None else input != padding_idx
     rows = F.embedding(input, weight, padding_idx)
-    if mode == "max":
-        return _maxima(rows, inside)
     rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(2)
     total = (rows if inside is None else rows.masked_fill(~inside.unsqueeze(2), 0)).sum(1)
     if mode == "sum":
         return total
     return total / (max(input.shape[1], 1) if inside is None else inside.sum(1, keepdim=True).clamp_min(1))
-
-
-def _maxima(rows: Tensor, inside: Tensor | None) -> Tensor:
-    """The maxima of rows (B, L, d) that are inside of bags, (B, L); 0 of none."""
-    if inside is None:
-        return rows.max(1).values
-    most = rows.masked_fill(~inside.unsqueeze(2), -torch.inf).max(1).values
-    return torch.where(inside.any(1, keepdim=True), most, 0.0)
 
 
 def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
