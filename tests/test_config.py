@@ -276,6 +276,7 @@ REFUSED = [
         "task=samsum_pipeline clip=flat pipeline.stages=2 train.compile=true",
         "train.compile=true is not for pipeline.stages=2",
     ),
+    ("task=samsum_pipeline clip=flat pipeline.stages=2 explain=true", "explain=true is not for pipeline.stages=2"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
 ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from groupwise.build import build_stage_task, build_trainer
-from groupwise.clipping import ClippingEngine, matmul
+from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors, message
 from groupwise.models.hub import find_source
@@ -31,6 +31,7 @@ from groupwise.training.provenance import resources
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import result_lines
+from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 from groupwise.training.train import train
 
@@ -51,7 +52,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     ranks = ranks or Alone()
     record = RunRecord.open(config)
     finished, resumable = ranks.broadcast((record.finished, record.resumable))
-    if finished:
+    if finished and not config.explain:
         if ranks.main:
             record.mark_done()
         row = record.read("result")
@@ -112,6 +113,8 @@ def _run(
             load = partial(checkpoint.load, ranks=ranks, device=device)
         file, state = load_newest(record.checkpoint, load, ranks)
     trainer = build_trainer(config, task, engine, plan, device, ranks, state)
+    if config.explain:
+        return _explain(trainer)
     if state is not None and file is not None:
         trainer.load_state_dict(state)
         state = {name: state[name] for name in state.keys() - {"model", "optimizer", "average"}}  # the trainer's now
@@ -145,13 +148,25 @@ def _check_exports(config: RunConfig, task: Task) -> None:
         raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
 
 
+def _explain(trainer: Trainer) -> dict[str, Any]:
+    """Print the cost model's choices for one microbatch of the size that training will use."""
+    if trainer.private.engine is None:
+        print("clip=none clips nothing, so there are no norms to explain.")
+        return {}
+    size = min(trainer.private.sums.size, trainer.task.train_size)
+    trainer.private.engine.clip(trainer.task.losses_of, range(size))
+    print(f"How norms are computed, for microbatches of {size} examples:\n{explain(trainer.private.engine)}")
+    trainer.private.engine.detach()
+    return {}
+
+
 def require_gpu_for_the_paper(config: RunConfig) -> None:
     """A new run at the paper's scale is for a GPU: where torch sees none, the CPU must have been asked for by name.
 
     Raises:
         UserError: it was not, and nothing says that the run is a short one.
     """
-    small = config.scale != "paper" or config.train.steps is not None or config.eval.shots is not None
+    small = config.scale != "paper" or config.train.steps is not None or config.eval.shots is not None or config.explain
     small = small or bool(config.own_task)  # of which the paper has none
     if small or config.train.device != "auto" or torch.cuda.is_available():
         return

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.clipping import Rates, WSConv2d, attach, flat, per_layer
+from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
 from groupwise.clipping.norm_methods import RATES, NormMethods, Sizes, seconds
 from groupwise.errors import UserError
 from tests.clipping.traced import clip_batch
@@ -20,7 +20,7 @@ def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
     with attach(model, per_layer(model), 0.1, **options) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
         every = [member.rule.methods for group in engine.groups for member in group.members]
-        return ["".join(methods.values()) or "one" for methods in every]
+        return [methods[methods.last] if methods.last else "one" for methods in every]
 
 
 def test_costs_are_those_of_the_table_in_the_file():
@@ -44,9 +44,10 @@ def test_a_method_is_chosen_once_for_a_size_and_by_the_devices_rates():
 
     methods = NormMethods()
     assert [methods.choose((1,), "cpu", sizes) for _ in range(2)] == ["gram", "gram"]
-    assert len(asked) == 1
-    costs = seconds(sizes(), RATES["cuda"])
-    assert methods.choose((2,), "meta", sizes) == min(costs, key=costs.__getitem__)
+    assert len(asked) == 1 and methods.last == (1,)
+    assert methods.costs[(1,)] == seconds(sizes(), RATES["cpu"])
+    methods.choose((2,), "meta", sizes)
+    assert methods.costs[(2,)] == seconds(sizes(), RATES["cuda"])
 
 
 @pytest.mark.parametrize(("length", "method"), [(4, "gram"), (500, "materialize"), (1, "one")])
@@ -69,6 +70,34 @@ def test_a_forced_formula_holds_whatever_it_costs(formula):
 def test_an_unknown_formula_is_refused():
     with pytest.raises(UserError, match="formula='fast' is unknown"):
         attach(nn.Linear(2, 2), flat(nn.Linear(2, 2)), 1.0, formula="fast")
+
+
+def test_explain_is_a_table_with_the_method_that_was_taken_first():
+    """With a layer that is the model itself."""
+    model = nn.Linear(4, 4)
+    for formula in ("auto", "materialize"):
+        with attach(model, per_layer(model), 1.0, formula=formula) as engine:
+            clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
+            methods = engine.groups[0].members[0].rule.methods
+            lines = explain(engine).splitlines()
+        taken, costs = methods[methods.last], methods.costs[methods.last]
+        other = next(name for name in costs if name != taken)
+        head = ("layer", "type", "input -> output", "norms by")
+        row = ("(model)", "Linear", "3×5×4 -> 3×5×4", taken)
+        widths = tuple(max(len(a), len(b)) for a, b in zip(head, row, strict=True))
+        for line, cells in ((lines[0], head), (lines[1], row)):
+            assert line.startswith("  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + "  ")
+        costs_of = [f"{name} {1e6 * costs[name]:.1f} µs an example" for name in (taken, other)]
+        assert lines[1].endswith("  " + ", ".join(costs_of))
+        assert not lines[2:]
+
+
+def test_explain_says_where_there_is_no_choice():
+    model = nn.Sequential(nn.LayerNorm(4))
+    with attach(model, per_layer(model), 1.0) as engine:
+        clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
+        lines = explain(engine).splitlines()
+    assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
 
 
 class NoQuestions(TorchDispatchMode):

@@ -70,6 +70,13 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
     assert again[1:] == told[-2:]  # what it spent, and what it reached
 
 
+def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys):
+    assert run(smoke(tmp_path, "explain=true", "clip.formula=materialize", RDP)) == {}
+    printed = capsys.readouterr().out
+    assert "stem" in printed and "WSConv2d" in printed and "materialize" in printed and "µs an example" in printed
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):
     row = run(smoke(tmp_path, "privacy=shuffle", PLANNED))
     assert row["plan.private"] is False
@@ -146,7 +153,7 @@ def test_the_papers_cell_without_a_gpu_asks_for_a_scale_or_the_cpu_and_writes_no
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("override", ["train.device=cpu", "train.steps=1", "scale=mini"])
+@pytest.mark.parametrize("override", ["train.device=cpu", "train.steps=1", "scale=mini", "explain=true"])
 def test_who_says_what_is_meant_is_not_asked(tmp_path, monkeypatch, override):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     require_gpu_for_the_paper(paper(tmp_path, override))

@@ -83,6 +83,7 @@ def test_so_small_a_grid_says_that_running_it_whole_costs_less():
         (["debug.noise_seed=1"], "so nothing is private: give debug.noise_seed=null."),
         (["data.public=true"], "so nothing is private: give data.public=false."),
         (["tracker=tensorboard"], "tracker=tensorboard would show every run"),
+        (["explain=true"], "explain is of a single run"),
         (["hydra/launcher=joblib"], "leave hydra/launcher out"),
         (
             ["task=samsum", "scale=smoke", "clip=per_device", "pipeline.stages=2"],

@@ -185,7 +185,7 @@ def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
         return "partial", f"no DONE in {unfinished}\n{errors}"
     if not attempt.trains:
         return "accepted", errors
-    shows = any(part.startswith("-") for part in attempt.arguments)
+    shows = any(part.startswith("-") or "explain" in part for part in attempt.arguments)
     return ("ran" if runs or shows else "silent"), errors
 
 

@@ -18,6 +18,7 @@ from groupwise.clipping.factors import Sensitivity, automatic_factors, clip_fact
 from groupwise.clipping.measure import gradient_norms
 from groupwise.clipping.norm_methods import Rates
 from groupwise.clipping.partition import Group, Partition, by_mapping, flat, per_block, per_layer
+from groupwise.clipping.reference import explain
 from groupwise.clipping.rules import LayerRule, register_rule
 from groupwise.clipping.rules.computed_weight import WSConv2d
 from groupwise.clipping.verification import verify
@@ -36,6 +37,7 @@ __all__ = [
     "automatic_factors",
     "by_mapping",
     "clip_factors",
+    "explain",
     "flat",
     "gradient_norms",
     "per_block",

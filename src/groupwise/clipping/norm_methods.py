@@ -109,6 +109,10 @@ class NormMethods(dict[tuple[Any, ...], str]):
     ) -> None:
         super().__init__()
         self.formula, self.rates, self.save_memory, self.own_group = formula, rates, save_memory, own_group
+        self.last: tuple[Any, ...] | None = None
+        """The shapes of the last input and output that a method was asked for."""
+        self.costs: dict[tuple[Any, ...], dict[str, float]] = {}
+        """Seconds of each method, by sizes."""
 
     def for_layer(self, own_group: bool = False) -> "NormMethods":
         """Those of another layer of the same engine."""
@@ -126,8 +130,9 @@ class NormMethods(dict[tuple[Any, ...], str]):
             device: its kind, as in `RATES`.
             sizes: says them, where the key is new.
         """
+        self.last = key
         method = self.get(key)
         if method is None:
-            costs = seconds(sizes(), self.rates or RATES.get(device, RATES["cuda"]))
+            costs = self.costs[key] = seconds(sizes(), self.rates or RATES.get(device, RATES["cuda"]))
             method = self[key] = self.formula if self.formula in costs else min(costs, key=costs.__getitem__)
         return method

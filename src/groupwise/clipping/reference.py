@@ -1,4 +1,4 @@
-"""Clips by a loop over single examples, the truth."""
+"""Clips by a loop over single examples, the truth; explains how the engine computes norms."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.factors import ClipRule, clip_factors
+from groupwise.clipping.groups import ClippedLayer
 from groupwise.clipping.partition import Partition, find_layers
 
 
@@ -63,3 +65,29 @@ def clipped_sums(
                 sums[name] += factor * gradients[name]
                 sizes[name] += factor * float(gradients[name].norm())
     return Reference(sums, norms, (norms <= thresholds[:, None]).sum(1).to(torch.float64), sizes)
+
+
+_HEAD = ("layer", "type", "input -> output", "norms by", "estimated, for norms and clipped sum")
+
+
+def explain(engine: ClippingEngine) -> str:
+    """A table of layers: the formula chosen in the last backward pass, and what the others would have cost.
+
+    Layers with one way only (embeddings, normalisations, inputs without a second axis) say so.
+    """
+    rows = [_HEAD, *(_row(member) for group in engine.groups for member in group.members)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _row(member: ClippedLayer) -> tuple[str, ...]:
+    name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.rule.methods
+    if (last := methods.last) is None:
+        return (name, kind, "", "one way", "no choice to make")
+    arrow = " -> ".join("×".join(map(str, sizes)) for sizes in last[:2])
+    costs = sorted(methods.costs[last].items(), key=lambda item: item[0] != methods[last])
+    text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)
+    return (name, kind, arrow, methods[last], text)

@@ -184,6 +184,8 @@ def _together(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    if config.explain:
+        yield from _not_for("explain=true", config, "eval.shots")
     if config.data.chat and config.eval.shots:
         yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":
@@ -271,7 +273,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             )
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
-    keys = ("model.rematerialize", "train.compile", "train.ema", "eval.shots", "export")
+    keys = ("model.rematerialize", "train.compile", "train.ema", "eval.shots", "explain", "export")
     yield from _not_for(several, config, *keys)
 
 
@@ -294,7 +296,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         yield "parallel.kind=fsdp is not for pipelines, whose stages are shards already: use parallel.kind=ddp."
     if config.parallel.ranks == 1:
         return
-    yield from _not_for(f"parallel.ranks={config.parallel.ranks}", config, "eval.shots")
+    yield from _not_for(f"parallel.ranks={config.parallel.ranks}", config, "eval.shots", "explain")
     if sharded:
         yield from _not_for("parallel.kind=fsdp", config, "train.compile", "export", "train.ema")
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":

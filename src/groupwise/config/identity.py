@@ -21,6 +21,7 @@ VOLATILE = (
     "tracker.",
     "resume",
     "overwrite",
+    "explain",
     "export",
     "train.checkpoint_every",
     "train.cuda_graph",
@@ -34,7 +35,6 @@ is in the row)."""
 
 
 LATER = {
-    "explain": False,
     "own_task": "{}",
     "clip.public_examples": 64,
     "clip.public_every": 10,

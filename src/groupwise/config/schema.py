@@ -361,6 +361,8 @@ class RunConfig:
     """Delete this configuration's earlier run, finished or not, and start afresh."""
     export: str | None = None
     """Text: also write the trained model as a transformers folder, with its tokenizer, recipe and hash."""
+    explain: bool = False
+    """Print how each layer's norms are computed, and why; then stop, with nothing trained or written."""
 
 
 @dataclass

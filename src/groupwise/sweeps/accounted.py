@@ -146,7 +146,7 @@ def _refused(config: RunConfig) -> Iterator[str]:
         )
     if config.tracker.name != "files":
         yield f"tracker={config.tracker.name} would show every run, and only the best may be: use tracker=files."
-    for key in ("export", "resume", "eval.shots"):
+    for key in ("explain", "export", "resume", "eval.shots"):
         if value_at(config, key) not in (None, False):
             yield f"{key} is of a single run: leave it out, and give it the released one afterwards."
     if config.pipeline.stages > 1:

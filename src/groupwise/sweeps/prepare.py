@@ -44,7 +44,7 @@ class PlannedCell:
     @property
     def done(self) -> bool:
         """Whether its run is finished."""
-        return (self.run / "DONE").is_file() and not self.config.overwrite
+        return (self.run / "DONE").is_file() and not (self.config.overwrite or self.config.explain)
 
 
 @dataclass(frozen=True)

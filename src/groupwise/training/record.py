@@ -188,7 +188,7 @@ class RunRecord:
         """
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        asked = ("resume", "overwrite", "export")
+        asked = ("resume", "overwrite", "explain", "export")
         git = {key: value for key, value in self.read("git").items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self.read("environment")}
         parts["seeds"] = self._read_if_there("seeds")
