@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from groupwise.privacy import accountants, accounting, tuning
+from groupwise.privacy import accountants, accounting
 
 
 @contextmanager
@@ -16,9 +15,7 @@ def few_orders(cache: Path) -> Iterator[None]:
     few = accountants.ORDERS[::9]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUPWISE_CACHE", str(cache))
-        for module in (accountants, tuning):
-            patch.setattr(module, "ORDERS", few)
-        patch.setattr(tuning, "LAMBDA", np.array(few))
+        patch.setattr(accountants, "ORDERS", few)
         accounting._composed.cache_clear()
         yield
     accounting._composed.cache_clear()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from groupwise.privacy.accountants import epsilon_rdp
 from groupwise.privacy.accounting import epsilon_prv
-from groupwise.privacy.tuning import Training, TruncatedNegativeBinomial, curve_epsilon, rdp_curve, search_curve
+from groupwise.privacy.best_run import best_run_epsilon
 
 Cell = tuple[float, float, int, float]
 """σ, sampling rate, steps, δ."""
@@ -32,9 +32,8 @@ def sizes() -> Iterator[str]:
             yield f"raw counts, {name}, claimed {claimed}: {' '.join(raw)}"
             yield f"RDP, {name}, claimed {claimed}: {epsilon_rdp(sigma, rate, steps, delta):.2f}"
             yield f"all {runs} runs of the grid, {name}, claimed {claimed}: {prv(sigma, rate, steps * runs, delta)}"
-            count = TruncatedNegativeBinomial.with_mean(0.0, runs)
-            search = search_curve(rdp_curve([Training(sigma, rate, steps)]), count)
-            yield f"accounted search of {runs} expected, {name}, {claimed}: {curve_epsilon(search, delta):.2f}"
+            best = best_run_epsilon(sigma, rate, steps, delta, runs)
+            yield f"best of {runs} expected runs, {name}, {claimed}: {best:.2f}"
     for sigma, rate, steps, delta in SST2.values():
         apart = (prv(sigma / share**0.5, rate, steps, delta) for share in (0.9, 0.1))
         yield f"r = 0.1, gradients alone, counts alone: {' '.join(apart)}"

@@ -29,8 +29,6 @@ DESIGNS = {
     "worlds": "a real task's model, data, loss and dropout, in one release played 300 times with one example and 300 "
     "times without, along that example's mean gradient; it does not add all that an example may, and 300 plays prove "
     "no ε above 3.7 (if Gaussian, some way below the claim)",
-    "search": "as `worlds`, where a release is the best of an accounted search of 10 expected runs, by its place along "
-    "that gradient; the claim is the search's",
     "masks": "as `worlds`, with dropout dealt from the public seed, along where that would have moved the sum",
 }
 """What each design of an audit attacks."""

@@ -7,7 +7,6 @@ from groupwise.audit import two_worlds as real
 from groupwise.audit.__main__ import audit_mode, describe, row_of
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
-from groupwise.run import plan_run
 from groupwise.tasks import text_classification
 from tests.checked import checked_once
 from tests.made_up import made_up_once
@@ -50,18 +49,6 @@ def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
     monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
     with checked_once(asked[0]):
         assert not audit_mode(setting).kept
-
-
-@pytest.mark.slow
-def test_a_search_claims_its_own_epsilon_and_is_broken_by_too_little_noise(monkeypatch):
-    setting = make_setting([*IMAGES, "privacy.epsilon=0.5"], design="search", plays=20)
-    right = audit_mode(setting)
-    assert right.kept and right.claimed == 0.5 and right.gaussian is None
-    alone = make_setting([*IMAGES, "privacy.epsilon=0.5"], plays=30).config
-    assert right.plan.noise_multiplier > 1.2 * plan_run(alone, 2, 1).noise_multiplier
-    whole = mechanism.noise_stds
-    monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
-    assert not audit_mode(setting).kept
 
 
 def test_a_row_names_task_model_dropout_and_plays():

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.audit.two_worlds import SearchWorld, TrainerWorld, distinguish
+from groupwise.audit.two_worlds import TrainerWorld, distinguish
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler
 from groupwise.privacy.accountants import gaussian_epsilon
-from groupwise.privacy.tuning import TruncatedNegativeBinomial
 from groupwise.training.step import Trainer
 from tests.tiny_training import Trained, trainer_of
 from trust.planted_bugs.worst import CountWorld
@@ -104,15 +103,3 @@ def test_plays_start_at_the_same_place_and_are_seen_whole():
     torch.testing.assert_close(moved, real.task.model.weight.detach().flatten())
     noises = torch.stack([releases[0].update for releases in seen])
     assert len(torch.unique(noises, dim=0)) == 3  # fresh noise each time
-
-
-def test_of_a_search_the_best_run_alone_is_seen(monkeypatch):
-    counts, scores = iter([3, 2]), iter([-4.0, 7.0, 5.0, -2.0, -1.0])
-
-    class Listed:
-        def play(self):
-            return next(scores)
-
-    monkeypatch.setattr(TruncatedNegativeBinomial, "draw", lambda self: next(counts))
-    world = SearchWorld(Listed(), TruncatedNegativeBinomial(1.0, 0.5))
-    assert [world.play() for _ in range(2)] == [7.0, -1.0]

@@ -36,7 +36,7 @@ def test_whatever_a_file_says_some_configuration_has() -> None:
     register()
     cells = [[f"{key}={value}" for key, value in zip(("task", "clip", "scale"), cell, strict=True)]
              for cell in pairwise(CELLS)]  # fmt: skip
-    single = [[f"{group}={option}"] for group in ("model", "privacy", "optim", "noise", "tracker", "tuning")
+    single = [[f"{group}={option}"] for group in ("model", "privacy", "optim", "noise", "tracker")
               for option in OPTIONS[group]]  # fmt: skip
     own = [["recipe=own", "scale=paper"], ["recipe=own", "scale=smoke"]]
     left = {(file.name, *leaf) for file in FILES for leaf in said(file)}

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from groupwise.audit.reaccount import verify
-from groupwise.config.compose import compose_run, register
+from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import run
-from groupwise.sweeps.accounted import plan_search
-from groupwise.sweeps.prepare import plan_sweep
 from groupwise.training.earlier_runs import counted, earlier_runs, exported
 from tests.checked import checked_once
 
@@ -132,18 +130,3 @@ def test_which_earlier_runs_count(entry, task, digests, counts):
 
 def test_an_export_names_the_data_only_of_runs_without_noise():
     assert [run["sha256"] for run in exported([RUN, RUN | {"noiseless": False}])] == [["1"], []]
-
-
-def test_what_a_released_search_cost_is_read(tmp_path):
-    privacy = {"private": True, "epsilon": 3.0, "delta": 1e-5}
-    (tmp_path / "release.json").write_text(json.dumps({"privacy": privacy}))
-    (entry,) = earlier_runs(str(tmp_path / "model.pt"), None)
-    assert (entry["epsilon"], entry["delta"], entry["sha256"]) == (3.0, 1e-5, [])
-
-
-def test_an_accounted_search_from_weights_that_cost_something_is_refused(private, tmp_path):
-    register()
-    words = ["task=cifar", "scale=smoke", "optim.learning_rate=1,2", "tuning=accounted", *PRIVATE]
-    words += [f"model.weights={private[1]}", f"paths.results={tmp_path}"]
-    with pytest.raises(UserError, match=r"a cell starts from weights of .*, whose budget would have to be added"):
-        plan_search(plan_sweep(words, ROOT / "conf"), words)

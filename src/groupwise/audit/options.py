@@ -61,7 +61,6 @@ DESIGNS = {
     "counts": Design(1.0, 1, 512, "one release, whose counts tell canaries apart: 512 layers"),
     "worlds": Design(1.0, 1, 1, "a real task with and without one example, many times (task=...)", real=True),
     "masks": Design(1.0, 1, 1, "the same, by somebody who deals dropout masks from the public seed", real=True),
-    "search": Design(1.0, 1, 1, "as worlds, and each release the best of a search's random number of runs", real=True),
 }
 
 

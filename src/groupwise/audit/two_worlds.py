@@ -17,7 +17,6 @@ from groupwise.audit.options import DESIGNS, Setting, set_rate
 from groupwise.config.schema import DebugConfig
 from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan
-from groupwise.privacy.tuning import TruncatedNegativeBinomial, calibrate_search
 from groupwise.tasks import make_task
 from groupwise.training.step import Trainer
 
@@ -98,22 +97,6 @@ class TrainerWorld:
                 trainer.private.thresholds.load_state_dict(self._thresholds)
 
 
-class SearchWorld:
-    """Plays of an accounted search (`groupwise.privacy.tuning`): the best of K plays of another world.
-
-    Args:
-        one_run: scored by what the search goes by; the best score is seen, and nothing else.
-        count: the law of K.
-    """
-
-    def __init__(self, one_run: World, count: TruncatedNegativeBinomial) -> None:
-        self._one_run, self._count = one_run, count
-
-    def play(self) -> float:
-        """The best score of one more search."""
-        return max(self._one_run.play() for _ in range(self._count.draw()))
-
-
 @dataclass(frozen=True)
 class Distinguished:
     """How well two worlds were distinguished.
@@ -149,19 +132,12 @@ def _scores(world: World, plays: int) -> np.ndarray:
     return np.array([score if math.isfinite(score) else 0.0 for score in played])
 
 
-RUNS = TruncatedNegativeBinomial.with_mean(0.0, 10.0)
-"""The number of runs of the audited search."""
-
-
 def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
-    """The plan, how well the worlds were distinguished, and `Finding.share`; a search's plan has the search's ε.
+    """The plan, how well the worlds were distinguished, and `Finding.share`.
 
     Raises:
         UserError: as `make_task` and `build_trainer`; a task of fewer than two examples.
     """
-    claimed = None
-    if setting.design == "search":
-        setting, claimed = _with_noise_for_a_search(setting)
     trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
     public = setting.design == "masks"
     stds = _by_entry(trainer)
@@ -176,22 +152,10 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, floa
     without, having = (
         TrainerWorld([made], 1, lambda seen: float(seen[0].update @ direction)) for made in (trainer, other)
     )
-    worlds = (without, having) if claimed is None else (SearchWorld(without, RUNS), SearchWorld(having, RUNS))
     plan = trainer.private.plan
-    found = distinguish(worlds[0], worlds[1], setting.plays, plan.delta, setting.confidence)
+    found = distinguish(without, having, setting.plays, plan.delta, setting.confidence)
     share = float((own / stds).norm()) * plan.gradient_noise_multiplier
-    return plan if claimed is None else replace(plan, epsilon=claimed, accountant="rdp"), found, share
-
-
-def _with_noise_for_a_search(setting: Setting) -> tuple[Setting, float]:
-    """The same with each run's noise as an accounted search needs it, and the ε that is claimed for the search."""
-    privacy = setting.config.privacy
-    if privacy.epsilon is None or privacy.delta is None:
-        raise UserError("--design search finds the noise itself: give privacy.epsilon and privacy.delta.")
-    of = DESIGNS["search"].sample_rate, DESIGNS["search"].steps
-    [sigma] = calibrate_search([of], RUNS, privacy.epsilon, privacy.delta)
-    run = replace(privacy, epsilon=None, noise_multiplier=sigma)
-    return replace(setting, config=replace(setting.config, privacy=run)), privacy.epsilon
+    return plan, found, share
 
 
 def trainer_of(setting: Setting, noise_seed: int) -> Trainer:

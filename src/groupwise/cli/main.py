@@ -62,7 +62,7 @@ def launch(conf: Path, train: Train) -> int:
         check_typed(given.overrides)
         main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
         if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
-            folder = _begin(given, conf, train)
+            folder = _begin(given, conf)
             if folder is not None:
                 _multirun(given, conf, folder, main)
         else:
@@ -109,13 +109,11 @@ def _single(composed: DictConfig) -> RunConfig:
     config = to_run_config(composed)
     typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as it was typed, ${...} and all
     refuse_unused(typed, config)
-    if config.tuning.name != "off":
-        raise UserError("tuning=accounted is for sweeps: add -m and a sweep, such as +sweep=search_sst2.")
     return config
 
 
-def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
-    """Make the folder of a sweep, after all cells are checked; None if nothing is left to do, or was done here.
+def _begin(given: Namespace, conf: Path) -> Path | None:
+    """Make the folder of a sweep, after all cells are checked; None if nothing is left to do.
 
     With ``--cfg`` the cells are listed, and nothing is made.
 
@@ -130,14 +128,6 @@ def _begin(given: Namespace, conf: Path, train: Train) -> Path | None:
             raise UserError("hydra/sweeper chooses the cells while it runs, so there is no list: leave --cfg out.")
         print(*(f"{cell.run}{' (done)' * cell.done}  {cell.name}" for cell in planned.cells), sep="\n")
         print(f"cells: {len(planned.cells)}, done already: {sum(cell.done for cell in planned.cells)}")
-        return None
-    if planned.accounted:
-        from groupwise.sweeps.accounted import plan_search  # these bring torch
-        from groupwise.sweeps.secret_runs import run_search
-
-        search = plan_search(planned, given.overrides)
-        print(search.statement())
-        print(*run_search(search, train), sep="\n")
         return None
     if planned.cells is not None:
         done = sum(cell.done for cell in planned.cells)

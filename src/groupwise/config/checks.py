@@ -34,7 +34,6 @@ READ_WITH: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.lora": ("model.trains", ("lora",)),
     "optim.momentum": ("optim.name", ("sgd",)),
     **dict.fromkeys(("optim.beta1", "optim.beta2", "optim.eps"), ("optim.name", ("adam", "adamw"))),
-    **dict.fromkeys(("tuning.eta", "tuning.runs", "tuning.outside"), ("tuning.name", ("accounted",))),
 }
 """Key, or section of keys -> the key on which its effect depends, and the values needed there."""
 DEFAULTS = RunConfig()

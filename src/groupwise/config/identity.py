@@ -127,6 +127,8 @@ def load_config(path: Path) -> RunConfig:
             inside = OmegaConf.select(written, section) or {}
             if key not in key_types() and name in inside and inside[name] == value:
                 del inside[name]
+                if not inside:
+                    del written[section]
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start afresh.") from error

@@ -178,21 +178,6 @@ class PrivacyConfig:
 
 
 @dataclass
-class TuningConfig:
-    """A sweep as one private release: a random number of runs, of which the best alone is shown (-m +sweep=...)."""
-
-    name: str = one_of("off", "off", "accounted")
-    """off: every cell is run and shown | accounted: settings are drawn from the cells, with one ε for the search."""
-    runs: float | None = number(None, POSITIVE)
-    """E[K], the expected number of runs; null: the number of cells. K is drawn once and secret."""
-    eta: float = 0.0
-    """The shape of K's law, a truncated negative binomial, above -1: 1 is geometric, 0 logarithmic; smaller costs less,
-    and K varies more."""
-    outside: bool = False
-    """A task of your own: you declare that its validation examples are not among those that ε covers."""
-
-
-@dataclass
 class OptimConfig:
     """An optimiser and its learning-rate schedule, both from torch."""
 
@@ -346,7 +331,6 @@ class RunConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
-    tuning: TuningConfig = field(default_factory=TuningConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

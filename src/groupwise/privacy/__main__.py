@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from groupwise.errors import UserError
 from groupwise.options import command, option
 from groupwise.privacy.accounting import ACCOUNTANTS
-from groupwise.privacy.plan import PrivacyPlan, make_plan
+from groupwise.privacy.best_run import best_run_epsilon, logseries_argument
+from groupwise.privacy.plan import PrivacyPlan, folded, make_plan
 
 TURNS = 10
 """Lines of the table, at most."""
@@ -27,6 +28,7 @@ class Options:
     steps: int | None = option(None, "the length in steps, T")
     delta: float | None = option(None, "by default N^-1.1")
     accountant: str = option("prv", f"of {', '.join(ACCOUNTANTS)}", among=ACCOUNTANTS)
+    runs: float | None = option(None, "of a search that releases its best run alone: how many are expected")
 
 
 def plan_of(given: Options) -> PrivacyPlan:
@@ -58,10 +60,21 @@ def table(plan: PrivacyPlan) -> list[str]:
     return [f"{'step':>9}  {'epoch':>8}  {'epsilon':>8}", *rows]
 
 
+def search(plan: PrivacyPlan, runs: float) -> str:
+    """ε of the best of a random number of such trainings, in words."""
+    epsilon = best_run_epsilon(plan.noise_multiplier, plan.sample_rate, plan.steps, plan.delta, runs)
+    return folded(
+        f"Search: epsilon = {epsilon:.4g} at delta = {plan.delta:g} for the best of K such trainings, if K is drawn "
+        f"once by numpy.random.default_rng().logseries({logseries_argument(runs):.9g}), {runs:g} in expectation, and "
+        "the best model alone is released."
+    )
+
+
 def run(given: Options) -> None:
-    """Print the plan's statement and the table."""
+    """Print the plan's statement and the table, and the cost of a search."""
     plan = plan_of(given)
-    print(plan.statement(), *table(plan), sep="\n")
+    cost = [] if given.runs is None else [search(plan, given.runs)]
+    print(plan.statement(), *table(plan), *cost, sep="\n")
 
 
 main = command(Options, run)

@@ -120,13 +120,18 @@ def rdp_of_steps(
 
 @functools.lru_cache(maxsize=256)  # a tenth of a second, and a plan asks again and again
 def _rdp_of_a_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    return rdp_of_event(training_event(noise_multiplier, sample_rate), orders)
+
+
+def rdp_of_event(event: Any, orders: tuple[float, ...] | None = None) -> NDArray[np.float64]:
+    """Return the RDP of a ``dp_accounting`` event at ``orders``, or `ORDERS`; inf at those not to be computed."""
     from dp_accounting.rdp import RdpAccountant
 
-    accountant, logger = RdpAccountant(orders=orders), logging.getLogger("absl")
+    accountant, logger = RdpAccountant(orders=orders or ORDERS), logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of each order whose series does not converge, and leaves it out: sound
     try:
-        return accountant.compose(training_event(noise_multiplier, sample_rate)).rdp
+        return accountant.compose(event).rdp
     finally:
         logger.setLevel(level)
 

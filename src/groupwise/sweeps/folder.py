@@ -213,10 +213,6 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
         except UserError as error:  # the machine lacks something that the one that checked it had
             report(error)
             raise
-        if config.tuning.name != "off":
-            raise UserError(
-                "tuning=accounted draws from the cells of a grid, but this sweep chooses its own: leave it out."
-            )
         key = config_hash(config)[:12]
         name = _cells(folder).get(key, {}).get("name", name)
         if config.overwrite and _begun_here(folder, Path(config.paths.results).expanduser() / "runs" / key):

@@ -59,11 +59,6 @@ class PlannedSweep:
     cells: tuple[PlannedCell, ...] | None
     """None if another sweeper chooses them while it runs."""
 
-    @property
-    def accounted(self) -> bool:
-        """Whether it is a search with one ε (`tuning`), in which not all cells are run."""
-        return any(cell.config.tuning.name != "off" for cell in self.cells or ())
-
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.

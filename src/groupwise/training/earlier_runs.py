@@ -15,8 +15,8 @@ from groupwise.errors import UserError, reason
 Entry = dict[str, Any]
 """An earlier run: "run", its hash; "task"; "public", whether its data are declared public; "sha256" of the files of its
 data, [] if unknown; "noiseless"; "epsilon", "inf" if it was not private; "delta"."""
-EXPORTS = ("provenance.json", "release.json")
-"""Files with provenance that `export=FOLDER` and an accounted search write beside a model."""
+EXPORT = "provenance.json"
+"""The file that `export=FOLDER` writes beside a model."""
 
 
 def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
@@ -95,14 +95,13 @@ def _entries(folder: Path) -> list[Entry]:
                 return [_entry(row["hash"])]  # by a version that did not ask where its weights came from
             own = _entry(row["hash"], privacy["plan"], privacy["private"], row, data)
             return [own, *privacy.get("earlier", [])]
-        for file in (folder / name for name in EXPORTS if (folder / name).is_file()):
-            provenance = _read(file)
-            if "privacy" in provenance:
-                privacy, config = provenance["privacy"], provenance.get("config", {})
-                entry = _entry(
-                    provenance.get("hash", folder.name), privacy, privacy["private"], config, provenance.get("data")
-                )
-                return [entry, *privacy.get("earlier", [])]
+        provenance = _read(folder / EXPORT) if (folder / EXPORT).is_file() else {}
+        if "privacy" in provenance:
+            privacy, config = provenance["privacy"], provenance.get("config", {})
+            entry = _entry(
+                provenance.get("hash", folder.name), privacy, privacy["private"], config, provenance.get("data")
+            )
+            return [entry, *privacy.get("earlier", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"The record beside the weights in {folder} cannot be read ({reason(error)}), so what they cost is not "

@@ -1,0 +1,59 @@
+"""What the best of a random number of runs costs: published values, exact laws, and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+
+from groupwise.errors import UserError
+from groupwise.privacy.__main__ import main
+from groupwise.privacy.accountants import epsilon_rdp
+from groupwise.privacy.best_run import best_run_epsilon, logseries_argument
+
+CIFAR = (3.074, 0.08192, 3662, 1e-5)
+
+
+def test_it_costs_what_the_theorem_says():
+    """Found by a second implementation of Theorem 2, which docs/errata.md quotes."""
+    assert best_run_epsilon(*CIFAR, 6) == pytest.approx(12.09, abs=0.005)
+    assert best_run_epsilon(6.957, *CIFAR[1:], 6) == pytest.approx(5.01, abs=0.005)
+
+
+def test_concentrated_privacy_has_a_closed_form():
+    """Corollary 4, η = 0, for one Gaussian release of ρ = 1/2σ²: RDP ρλ + 2√(ρ log(1/γ)) - ρ + log E[K]/(λ-1)."""
+    sigma, runs, delta = 4.0, 10.0, 1e-5
+    rho, cost = 0.5 / sigma**2, -np.log1p(-logseries_argument(runs))
+    orders = np.linspace(1.01, 500, 100_000)
+    rdp = rho * orders + 2 * np.sqrt(rho * cost) - rho + np.log(runs) / (orders - 1)
+    closed = np.min(rdp + np.log1p(-1 / orders) - np.log(delta * orders) / (orders - 1))
+    assert best_run_epsilon(sigma, 1.0, 1, delta, runs) == pytest.approx(closed, rel=1e-2)
+    assert best_run_epsilon(sigma, 1.0, 1, delta, runs) >= closed - 1e-9
+
+
+def test_it_costs_more_than_one_run_and_less_than_all():
+    one, all_of_27 = (epsilon_rdp(0.8, 0.015, 1300 * runs, 1e-5) for runs in (1, 27))
+    assert one < best_run_epsilon(0.8, 0.015, 1300, 1e-5, 27) < 0.5 * all_of_27
+
+
+@pytest.mark.parametrize("runs", [1.01, 2, 10, 1e5])
+def test_numpy_draws_as_many_runs_as_are_expected(runs):
+    p = logseries_argument(runs)
+    assert p / ((1 - p) * -np.log1p(-p)) == pytest.approx(runs, rel=1e-4)
+    if runs == 10:
+        drawn = np.random.default_rng(0).logseries(p, 100_000)
+        assert drawn.min() == 1 and drawn.mean() == pytest.approx(runs, abs=0.3)  # 5 standard errors
+
+
+@pytest.mark.parametrize("runs", [1.0, 0.0, 2e5, float("nan")])
+def test_other_numbers_of_runs_are_refused(runs):
+    with pytest.raises(UserError, match="give how many are expected, above 1"):
+        best_run_epsilon(*CIFAR, runs)
+
+
+def test_the_command_says_it_last(capsys):
+    asked = ["sigma=3", "n=5000", "batch=500", "steps=100", "delta=1e-5"]
+    assert main([*asked, "runs=10"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Search: epsilon = {best_run_epsilon(3.0, 0.1, 100, 1e-5, 10):.4g} at delta = 1e-05" in said
+    assert float(re.search(r"logseries\(([\d.]+)\)", said)[1]) == pytest.approx(logseries_argument(10))
+    assert main([*asked, "runs=1"]) == 2 and capsys.readouterr().out == ""
