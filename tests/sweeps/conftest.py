@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -76,9 +77,17 @@ class Checkout:
         (root / "src/groupwise/processes/start.py").write_text(START)
         (root / "src/groupwise/version.py").write_text("VERSION = 'old'\n")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+
     def start(self, *arguments: str) -> Command:
-        environment = {**os.environ, "PYTHONPATH": str(self.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        return Command(*arguments, cwd=self.root, environment=environment)
+        return Command(*arguments, cwd=self.root, environment=self.environment)
+
+    def unforked(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """For joblib's workers, which a fork would wait for at its end."""
+        given = [sys.executable, *arguments]
+        return subprocess.run(given, cwd=self.root, env=self.environment, capture_output=True, text=True)
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, *self.start(*arguments).finish())

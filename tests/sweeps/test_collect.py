@@ -11,8 +11,7 @@ import groupwise
 from groupwise.config.identity import flat_config
 from groupwise.errors import UserError
 from groupwise.sweeps.collect import collect, main
-from groupwise.sweeps.folder import begin_sweep
-from groupwise.sweeps.prepare import PlannedCell, PlannedSweep, table_cells
+from groupwise.sweeps.prepare import PlannedCell, table_cells
 from tests.sweeps.test_prepare import conf_with
 
 ROOT = Path(__file__).parents[2]
@@ -154,18 +153,13 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_written(conf, cells, 
     assert list(runs.with_name("out").iterdir()) == []
 
 
-def test_a_file_elsewhere_and_a_sweeps_folder_are_collected_alike(conf, cells, runs, tmp_path):
+def test_a_file_elsewhere_is_collected_alike(conf, cells, runs, tmp_path):
     (tmp_path / "my" / "sweep").mkdir(parents=True)
     shutil.copy(conf / "sweep" / "table.yaml", tmp_path / "my" / "sweep" / "own.yaml")
-    folder = begin_sweep(PlannedSweep("cells", "smoke", tmp_path / "now-cells", tuple(cells)))
     out = runs.with_name("out")
     out.mkdir()
-    for what, name in ((tmp_path / "my" / "sweep" / "own.yaml", "own"), (folder, "now-cells")):
-        assert collect(str(what), "smoke", runs, out, conf)[0] == f"{out / name}_smoke.csv: 4 of 4 cells"
-    own, made = ((out / f"{name}_smoke.csv").read_text() for name in ("own", "now-cells"))
-    assert made == own.replace("own,", "now-cells,")
-    with pytest.raises(UserError, match="not a sweep's folder"):
-        collect(str(tmp_path), "smoke", runs, out, conf)
+    said = collect(str(tmp_path / "my" / "sweep" / "own.yaml"), "smoke", runs, out, conf)
+    assert said == [f"{out / 'own_smoke.csv'}: 4 of 4 cells"]
 
 
 def test_finished_runs_are_a_data_frame(cells, runs):

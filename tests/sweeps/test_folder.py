@@ -1,4 +1,4 @@
-"""Sweeps that begin in the same second keep apart; each runs its own copy of the code."""
+"""Sweeps that begin in the same second keep apart."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -6,7 +6,7 @@ from threading import Barrier
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.sweeps.folder import begin_sweep, copy_code
+from groupwise.sweeps.folder import begin_sweep
 from groupwise.sweeps.prepare import PlannedSweep
 
 AT_ONCE = 8
@@ -35,11 +35,3 @@ def test_a_file_in_its_place_is_a_sentence(tmp_path):
     (tmp_path / "sweep").touch()
     with pytest.raises(UserError, match="cannot be written"):
         begin_sweep(PlannedSweep("table", "mini", tmp_path / "sweep", ()))
-
-
-def test_a_copy_of_the_code_has_the_checkouts_own_models(tmp_path):
-    root = tmp_path / "checkout"
-    (root / "pretrained" / "gpt2_mini").mkdir(parents=True)
-    (root / "run.py").touch()
-    copy_code(root, tmp_path / "code")
-    assert (tmp_path / "code" / "pretrained" / "gpt2_mini").is_dir() and (tmp_path / "code" / "pretrained").is_symlink()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from groupwise.sweeps.status import cell_states, main, seconds_left, status
+from groupwise.sweeps.status import cell_states, main, status
 
 
 @pytest.fixture
@@ -43,16 +43,13 @@ def test_every_state_is_recognised(folder):
     states = cell_states(folder, cells)
     assert [state.kind for state in states] == ["done", "running", "failed", "interrupted", "waiting"]
     assert states[1].note == "step 5 of 20"
-    left = seconds_left([state for state in states if state.kind != "running"])
-    assert left is None  # nothing runs
 
 
 def test_lines(folder, capsys):
     assert main(["--cells"]) == 0
-    where, first, left, second, *cells = capsys.readouterr().out.splitlines()
+    where, first, second, *cells = capsys.readouterr().out.splitlines()
     assert where == "results/sweeps/2026-01-01_00-00-00-table"
     assert first == "  mini  5 cells: 1 done, 1 running, 1 failed, 1 interrupted, 1 waiting"
-    assert left.startswith("  about ") and left.endswith(" left")
     assert "interrupted" in second
     assert [line.split()[1] for line in cells] == [
         "clip=done",
@@ -63,7 +60,7 @@ def test_lines(folder, capsys):
     ]
     assert cells[0].endswith("valid/accuracy 50.12, epsilon 7.996 (not a guarantee), 100 s")
     assert cells[2].endswith("RuntimeError: a bug")
-    assert len(status(folder)) == 5  # the failed one alone
+    assert len(status(folder)) == 4  # the failed one alone
 
 
 def test_slurm_knows_of_jobs_on_other_machines(folder, tmp_path, monkeypatch):
@@ -78,13 +75,3 @@ def test_slurm_knows_of_jobs_on_other_machines(folder, tmp_path, monkeypatch):
         squeue.write_text(f"#!/bin/sh\necho 7_1 {job}\n")
         squeue.chmod(0o755)
         assert cell_states(folder, cells)[4].kind == kind
-
-
-def test_the_time_left_follows_from_what_others_took(folder):
-    cells = cell_states(folder, json.loads((folder / "cells.json").read_text())["cells"])
-    running = [cell for cell in cells if cell.kind == "running"]
-    done = [cell for cell in cells if cell.kind == "done"]
-    waiting = [cell for cell in cells if cell.kind == "waiting"]
-    assert seconds_left([*done, *running]) == 100
-    assert seconds_left([*done, *running, *waiting, *waiting]) == 300
-    assert seconds_left([*done, *running, *running, *waiting, *waiting]) == 200

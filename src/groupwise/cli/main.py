@@ -23,9 +23,9 @@ from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
-from groupwise.sweeps.folder import CELLS, begin_sweep, handed_on, report_sweep, run_cell, run_from
+from groupwise.sweeps.folder import CELLS, begin_sweep, report_sweep, run_cell
 from groupwise.sweeps.multirun import run_cells
-from groupwise.sweeps.prepare import compose_shared, plan_sweep, refuse_without_weights
+from groupwise.sweeps.prepare import compose_shared, plan_sweep
 from groupwise.sweeps.status import finished, lines_of, status
 
 SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
@@ -36,9 +36,8 @@ Train = Callable[[RunConfig], Any]
 def launch(conf: Path, train: Train) -> int:
     """Execute the command line; returns the exit code: 0, 1 for a bug, 2 for a mistake, 130 if interrupted.
 
-    It is one run, or with ``-m`` every cell of a sweep that is not done, from a copy of the code in the sweep's folder;
-    a failing cell does not stop the others. A mistake is one line on stderr, with nothing written; a bug keeps its
-    traceback.
+    It is one run, or with ``-m`` every cell of a sweep that is not done; a failing cell does not stop the others. A
+    mistake is one line on stderr, with nothing written; a bug keeps its traceback.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing a report and exiting
     failed: list[Exception] = []
@@ -116,12 +115,7 @@ def _begin(given: Namespace, conf: Path) -> Path | None:
     """Make the folder of a sweep, after all cells are checked; None if nothing is left to do.
 
     With ``--cfg`` the cells are listed, and nothing is made.
-
-    `run.py` does not return from here: its copy in that folder replaces this process.
     """
-    folder = handed_on()
-    if folder is not None:
-        return folder
     planned = plan_sweep(_with_folder(given), conf)
     if given.cfg:
         if planned.cells is None:
@@ -139,11 +133,7 @@ def _begin(given: Namespace, conf: Path) -> Path | None:
         if done == len(planned.cells):
             print(*lines_of([finished(cell.name, cell.run) for cell in planned.cells]), sep="\n")
             return None
-        refuse_without_weights(planned.cells)
-    folder = begin_sweep(planned)
-    if Path(sys.argv[0]).resolve() == conf.resolve().parent / "run.py":
-        run_from(folder, conf.resolve().parent)
-    return folder
+    return begin_sweep(planned)
 
 
 def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:

@@ -322,19 +322,12 @@ def why_unused(key: str, config: RunConfig) -> str:
     return f"train.steps={steps} is given, so make one of them null." if key == "train.epochs" and steps else ""
 
 
-def complaint(override: str, config: RunConfig) -> str:
-    """The sentence for an override, ``key=value``, without effect; empty if it has one."""
-    override = override.lstrip("+")
-    why = why_unused(override.partition("=")[0], config)
-    return why and f"{override} changes nothing: {why}"
-
-
 def refuse_unused(overrides: Sequence[str], config: RunConfig) -> None:
     """Refuse settings on a command line that have no effect; recipes may have them.
 
     Raises:
         UserError: naming one.
     """
-    for override in overrides:
-        if problem := complaint(override, config):
-            raise UserError(problem)
+    for override in (each.lstrip("+") for each in overrides):
+        if why := why_unused(override.partition("=")[0], config):
+            raise UserError(f"{override} changes nothing: {why}")

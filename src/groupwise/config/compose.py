@@ -142,25 +142,14 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(child, f"{key}.")
 
 
-_RECORD = "a run's record is <paths.results>/runs/<hash>: give paths.results=FOLDER instead"
-OF_HYDRA = {
-    **dict.fromkeys(("hydra.run.dir", "hydra.output_subdir", "hydra.sweep.subdir"), _RECORD),
-    "hydra/job_logging=default": "its file would be written before the run is checked: leave it out",
-    "hydra/launcher=submitit_slurm": "its jobs are not requeued: give hydra/launcher=slurm, whose jobs are",
-}
-"""Hydra's settings that are refused, as Hydra acts on them before a run is checked -> what to do."""
-
-
 def check_typed(overrides: Sequence[str]) -> None:
-    """Refuse words on a command line that are not ``key=value``, and settings of Hydra that are not for runs.
+    """Refuse words on a command line that are not ``key=value``.
 
     Raises:
         UserError: naming one.
     """
     for place, override in enumerate(overrides):
         key, equals, _ = override.lstrip("+").partition("=")
-        if refused := OF_HYDRA.get(key) or OF_HYDRA.get(override):
-            raise UserError(f"{override}: {refused}.")
         if not equals and not key.startswith("~"):
             follows = "".join(overrides[place + 1 : place + 2])
             shown = f"{key}={follows}" if follows and "=" not in follows else "clip=flat"

@@ -14,7 +14,6 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, command
 from groupwise.rows import FIRST, KEYS, METRICS, NOT_IN_TABLES, Row, read_table, table_path, write_table
 from groupwise.sweeps.cells import PAPER, scale_of
-from groupwise.sweeps.folder import folder_cells
 from groupwise.sweeps.prepare import table_cells
 
 BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
@@ -29,8 +28,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     A cell whose run is not in `runs` keeps its row.
 
     Args:
-        what: a file of `sweeps/` or another one, as `table_cells` takes it; or a sweep's folder.
-        scale: of the cells; a folder has its own.
+        what: a file of `sweeps/` or another one, as `table_cells` takes it. scale: of the cells.
 
     Returns:
         Lines for the user: how many rows, which cells are missing, which rows were dropped.
@@ -39,10 +37,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
         UserError: no such sweep, no finished run of it, or a result that does not match its run's configuration.
     """
     name = Path(what).name.removesuffix(".yaml")
-    if Path(what).is_dir():
-        cells, scale = folder_cells(Path(what))
-    else:
-        cells = table_cells(what, scale, conf)
+    cells = table_cells(what, scale, conf)
     order = list(dict.fromkeys(cell.cell for cell in cells))
     paths = {kind: table_path(out, name, scale, kind) for kind in ("", *BESIDE)}
     before: dict[str, dict[tuple[str, ...], list[Row]]] = {kind: defaultdict(list) for kind in paths}
@@ -144,9 +139,7 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "sweeps", nargs="+", metavar="SWEEP", help="files of sweeps/ or others, or sweeps' folders; and scale=mini"
-    )
+    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="files of sweeps/ or others; and scale=mini")
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the tables go")
     given = parser.parse_args(arguments)

@@ -1,11 +1,10 @@
-"""A sweep's folder, `results/sweeps/<time>-<name>`: its cells, a copy of the code, and the failures.
+"""A sweep's folder, `results/sweeps/<time>-<name>`: its cells, and the failures.
 
 It also runs a cell, in the process that the launcher started for it.
 """
 
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +24,7 @@ from groupwise.config.identity import config_hash, load_config, save_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError, exit_code, report
 from groupwise.sweeps import slurm
-from groupwise.sweeps.prepare import PlannedCell, PlannedSweep
-from groupwise.training.provenance import RECORDED, git_state
+from groupwise.sweeps.prepare import PlannedSweep
 
 CELLS = "cells.json"
 
@@ -79,19 +77,6 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{folder} is not a sweep's folder: name one of results/sweeps.") from error
 
 
-def folder_cells(folder: Path) -> tuple[list[PlannedCell], str]:
-    """The cells of a sweep with their configurations, as `begin_sweep` wrote them, and the sweep's scale.
-
-    Raises:
-        UserError: this is not a sweep's folder.
-    """
-    found = []
-    for cell in read_cells(folder):
-        config = load_config(cell_file(folder, cell["hash"][:12]))
-        found.append(PlannedCell(cell["name"], config.seed, tuple(cell["overrides"]), config, cell["hash"]))
-    return found, json.loads((folder / CELLS).read_text(encoding="utf-8"))["scale"]
-
-
 def _cells(folder: Path) -> dict[str, dict[str, Any]]:
     """12 digits of the hash -> cell; empty where another sweeper chooses the cells."""
     return {cell["hash"][:12]: cell for cell in read_cells(folder)} if (folder / CELLS).is_file() else {}
@@ -137,41 +122,6 @@ def is_done(folder: Path, cell: dict[str, Any]) -> bool:
     """Whether its run is `DONE`; with overwrite=true, an earlier run does not count."""
     done, submitted = Path(cell["run"]) / "DONE", folder / CELLS
     return done.is_file() and (cell["done_before"] or done.stat().st_mtime >= submitted.stat().st_mtime)
-
-
-PARTS = ("run.py", "src", "conf", "sweeps")
-HANDED_ON = "GROUPWISE_SWEEP"
-
-
-def run_from(folder: Path, root: Path) -> NoReturn:
-    """Copy the code at `root` into the sweep's `folder`, and replace this process by the copy of `run.py`."""
-    code = (folder / "code").resolve()
-    copy_code(root, code)
-    path = os.pathsep.join(filter(None, [str(code / "src"), os.environ.get("PYTHONPATH")]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    environment = {**os.environ, "PYTHONPATH": path, HANDED_ON: str(folder)}
-    os.execve(sys.executable, [sys.executable, str(code / "run.py"), *sys.argv[1:]], environment)
-
-
-def handed_on() -> Path | None:
-    """The sweep's folder, in the process that replaced the first one (`run_from`); None in its children."""
-    given = os.environ.pop(HANDED_ON, None)
-    return None if given is None else Path(given)
-
-
-def copy_code(root: Path, code: Path) -> None:
-    """Copy `PARTS` of the checkout, and its git state (`RECORDED`); the models, which are large, are linked."""
-    code.mkdir(parents=True)
-    for name in PARTS:
-        if (root / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-            shutil.copytree(root / name, code / name, symlinks=True, ignore=ignored)
-        elif (root / name).is_file():
-            shutil.copy2(root / name, code / name)
-    if (models := root.resolve() / "pretrained").is_dir():
-        (code / models.name).symlink_to(models)
-    write_json(code / RECORDED, git_state(root))
 
 
 def report_sweep(folder: Path, crash: Exception | None = None) -> int:
@@ -245,8 +195,12 @@ def _begun_here(folder: Path, run: Path) -> bool:
 
 
 @contextmanager
-def output_to(log: Path) -> Iterator[None]:
-    """Append the output of this process and its children to `log`."""
+def _to_file(log: Path | None, cell: str) -> Iterator[None]:
+    """Append the output of this process and its children to `log`, and print one line at the end."""
+    if log is None:
+        yield
+        return
+    began, outcome = time.monotonic(), "failed"
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush(), sys.stderr.flush()
     before = [os.dup(number) for number in (1, 2)]
@@ -255,22 +209,9 @@ def output_to(log: Path) -> Iterator[None]:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             yield
+        outcome = "done"
     finally:
         for number, old in zip((1, 2), before, strict=True):
             os.dup2(old, number)
             os.close(old)
-
-
-@contextmanager
-def _to_file(log: Path | None, cell: str) -> Iterator[None]:
-    """Send all output to `log`, and one line at the end to the terminal."""
-    if log is None:
-        yield
-        return
-    began, outcome = time.monotonic(), "failed"
-    try:
-        with output_to(log):
-            yield
-        outcome = "done"
-    finally:
         print(f"{outcome} in {time.monotonic() - began:.0f} s: {cell}", flush=True)

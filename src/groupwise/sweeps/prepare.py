@@ -10,7 +10,6 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.checkout import CONF
-from groupwise.config.checks import complaint
 from groupwise.config.compose import Compositions, compositions_of, parse, register, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
@@ -64,8 +63,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: in the first cell that is refused, naming it; two cells of a table are the same run; a setting on the
-            command line changes no cell.
+        UserError: in the first cell that is refused, naming it; two cells of a table are the same run.
     """
     from hydra import initialize_config_dir
 
@@ -77,7 +75,6 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         places = [word for word in shared if word.startswith("hydra.searchpath")]
         cells = _cells(Compositions(places), whole, given, shared, name)
-    _refuse_idle(cells or (), {item.key_or_group for item in given})
     return PlannedSweep(name, str(whole.scale), folder, cells)
 
 
@@ -92,44 +89,6 @@ def compose_shared(overrides: Sequence[str], conf: Path) -> DictConfig:
 
 def _shared(given: Sequence[Override]) -> list[str]:
     return [str(item.input_line) for item in given if not item.is_sweep_override()]
-
-
-def _refuse_idle(cells: Sequence[PlannedCell], typed: set[str]) -> None:
-    """Refuse a setting on the command line that changes none of the cells that have it.
-
-    Args:
-        typed: its keys; a sweep's file may set such a key for several modes.
-
-    Raises:
-        UserError: naming one.
-    """
-    problems: dict[str, str] = {}
-    for cell in cells:
-        for override in cell.overrides:
-            if override.lstrip("+").partition("=")[0] in typed:
-                sentence = complaint(override, cell.config)
-                problems[override] = sentence and problems.get(override, sentence)
-    for sentence in filter(None, problems.values()):
-        raise UserError(sentence)
-
-
-def refuse_without_weights(cells: Sequence[PlannedCell]) -> None:
-    """Refuse cells that need pretrained weights and name none, before any other cell has begun.
-
-    Raises:
-        UserError: naming their models and the first of them.
-    """
-    missing = [
-        cell
-        for cell in cells
-        if cell.config.model.architecture and not (cell.config.model.source or cell.config.model.fresh or cell.done)
-    ]
-    if missing:
-        models = ", ".join(dict.fromkeys(cell.config.model.name for cell in missing))
-        raise UserError(
-            f"{len(missing)} of {len(cells)} cells, those of model={models}, have no weights to start from (first: "
-            f"{missing[0].name}): run them with model.source=FOLDER, and the others on their own."
-        )
 
 
 def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:

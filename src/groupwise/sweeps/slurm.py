@@ -5,7 +5,6 @@ the job back into the queue. Here the run ends its step and saves its checkpoint
 """
 
 import math
-import shutil
 import signal
 import subprocess
 import time
@@ -21,16 +20,6 @@ from groupwise.processes.environment import interrupt_on
 T = TypeVar("T")
 LAUNCHER = "SlurmLauncher"
 """The class of hydra-submitit-launcher."""
-
-
-def require_slurm() -> None:
-    """Raises `UserError` if SLURM's commands are missing."""
-    missing = [command for command in ("sbatch", "srun", "squeue") if shutil.which(command) is None]
-    if missing:
-        raise UserError(
-            f"hydra/launcher=slurm needs {' and '.join(missing)}: give the command on a machine that submits to a "
-            "cluster, or leave hydra/launcher out."
-        )
 
 
 def shape(processes: int, most: int) -> tuple[int, int]:
@@ -50,7 +39,6 @@ def shape(processes: int, most: int) -> tuple[int, int]:
 
 def job_words(launcher: DictConfig, processes: int) -> list[str]:
     """Overrides of Hydra's launcher for cells with this many processes."""
-    require_slurm()
     nodes, tasks = shape(processes, launcher.tasks_per_node)
     return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 

@@ -9,10 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
-
-from tqdm import tqdm
 
 from groupwise.errors import command
 from groupwise.sweeps.best import HEADLINES
@@ -30,8 +27,6 @@ class State:
     """A name of `STATES`; interrupted: begun, but no process runs it."""
     note: str = ""
     """Done: the metric, ε and time; failed: the reason; running: the step."""
-    seconds: float | None = None
-    """Done: the seconds of its training."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
@@ -92,7 +87,7 @@ def finished(name: str, run: Path) -> State:
     if isinstance(spent, int | float):
         said.append(f"epsilon {spent:.3f}{'' if row.get('plan.private') else ' (not a guarantee)'}")
     said += [] if seconds is None else [f"{seconds:.0f} s"]
-    return State(name, DONE, ", ".join(said), seconds)
+    return State(name, DONE, ", ".join(said))
 
 
 def lines_of(cells: Sequence[State]) -> list[str]:
@@ -111,24 +106,10 @@ def status(folder: Path, each: bool = False) -> list[str]:
     scale = json.loads((folder / CELLS).read_text(encoding="utf-8")).get("scale", "")
     counts = Counter(cell.kind for cell in cells)
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
-    left = seconds_left(cells)
-    until = [] if left is None else [f"  about {tqdm.format_interval(left)} left"]
-    lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}", *until]
+    lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}"]
     if counts[INTERRUPTED]:
         lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
     return lines + lines_of(cells if each else [cell for cell in cells if cell.kind == FAILED])
-
-
-def seconds_left(cells: Sequence[State]) -> float | None:
-    """The estimated time until all cells are done, at most: each takes as long as those that are done, on average.
-
-    It assumes that as many run at once as do now. None if nothing runs, or none is done yet.
-    """
-    counts = Counter(cell.kind for cell in cells)
-    took = [cell.seconds for cell in cells if cell.kind == DONE and cell.seconds]
-    if not counts[RUNNING] or not took:
-        return None
-    return mean(took) * (counts[RUNNING] + counts[WAITING]) / counts[RUNNING]
 
 
 @command
