@@ -17,13 +17,6 @@ QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
 def test_what_is_right_passes_and_shows_something(design):
     finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed
-    assert (finding.gaussian is None) == (design == "poisson")
-
-
-def test_canaries_behind_dropout_show_nearly_as_much():
-    finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], canaries=2000, dropout=0.1))
-    assert finding.kept and finding.bound > 0.2 * finding.claimed
-    assert row_of(finding)["dropout"] == "0.1"
 
 
 def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
@@ -89,7 +82,7 @@ def test_those_who_are_not_there_are_never_drawn():
 
 def test_a_row_has_all_columns_and_no_audit_is_made_twice():
     assert tuple(row_of(audit_mode(make_setting(["clip=flat", *QUICK], canaries=100)))) == COLUMNS
-    assert len(everything()) == len({str(cell) for cell in everything()}) > 100
+    assert len(everything()) == len({str(cell) for cell in everything()}) > 50
 
 
 @pytest.mark.parametrize(
@@ -100,32 +93,24 @@ def test_a_row_has_all_columns_and_no_audit_is_made_twice():
         (["privacy.epsilon=inf"], "Without noise"),
         (["model=gpt2_tiny"], "give task=sst2"),
         (["task=sst2", "train.steps=3"], "cannot be audited"),
-        (["task=sst2", "--dropout", "0.1"], "model.dropout="),
-        (["task=sst2", "--canaries", "20"], "leave out --model, --canaries"),
+        (["task=sst2", "--canaries", "20"], "leave out --canaries"),
         (["task=sst2", "--plays", "1"], "--plays 1"),
-        (["task=sst2", "--design", "masks"], "--design masks needs dropout"),
         (["task=cifar", "data.train_limit=1"], "data.train_limit=2"),
         (["task=samsum_pipeline"], "one process"),
         (["--design", "worlds"], "give task=sst2"),
-        (["clip=flat", "--dropout", "1"], "--dropout 1"),
-        (["--design", "counts", "clip=adaptive_layer", "--dropout", "0.1"], "--dropout"),
         (["optim.learning_rate=3"], "cannot be audited"),
         (["clip"], "is not key=value"),
         (["clip=nothing"], "clip=nothing is not one of"),
         (["clip.treshold=3"], "clip.threshold"),
         (["--design", "none"], "--design: invalid choice: 'none'"),
         (["--design", "counts", "clip=flat"], "clip=adaptive_layer"),
-        (["--design", "counts", "--model", "tied"], "--model tied"),
-        (["--model", "codes"], "--model: invalid choice"),
-        (["--model", "gpt"], "--model: invalid choice: 'gpt'"),
         (["--canaries", "3"], "--canaries 3"),
         (["--canaries", "x"], "--canaries"),
         (["--canaries", "100", "--design", "counts", "clip=adaptive_layer"], "power of two"),
-        (["--canaries", "5000", "--model", "lora"], "to 4000"),
+        (["--canaries", "2048", "--design", "counts", "clip=adaptive_layer"], "to 1024"),
         (["--seed", "-1"], "--seed -1"),
         (["--confidence", "1"], "--confidence 1"),
         (["--all", "clip=flat"], "--all chooses"),
-        (["clip=per_device", "--model", "lora"], "pipeline"),
         (["clip=flat", "noise=equal_budget", "seed=3"], "cannot be audited"),
     ],
 )
@@ -137,7 +122,7 @@ def test_what_cannot_be_audited_is_refused_in_one_sentence(arguments, says, caps
 
 
 def test_the_exit_code_is_one_for_a_bound_above_the_claim(monkeypatch, capsys):
-    asked = ["clip=flat", *QUICK, "--canaries", "500"]
+    asked = ["clip=flat", "privacy.epsilon=1", "privacy.accountant=rdp", "--canaries", "500"]
     assert main(asked) == 0
     assert "no bound above the claim" in capsys.readouterr().out
     monkeypatch.setattr(mechanism, "noise_stds", lambda c, *_, **__: c * 1e-3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from groupwise.audit.reaccount import CHECKS, main, pld, verify
+from groupwise.audit.reaccount import CHECKS, main, verify
 from groupwise.config.compose import compose_run
 from groupwise.run import run
 
@@ -163,18 +163,3 @@ def test_what_is_no_finished_run_is_refused_in_one_sentence(copy, tmp_path, caps
         assert main([str(folder)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("sigma", "rate", "steps", "delta", "expected"),
-    [
-        # Converged with dp_accounting's PLD at intervals of 1e-4 to 1e-3, pessimistic and optimistic.
-        (6.957, 0.08192, 3662, 1e-5, 2.99794),
-        (1.0774, 0.015204, 1315, 4.885e-6, 2.99890),
-        (0.6, 0.125, 4, 1e-5, 7.20345),
-        (0.3, 0.01, 1000, 1e-6, 78.1405),
-    ],
-)
-def test_the_library_brackets_it(sigma, rate, steps, delta, expected):
-    low, high = pld(sigma, rate, steps, delta)
-    assert low * (1 - 1e-5) <= expected <= high * (1 + 1e-5) and high - low < 2e-4 * expected

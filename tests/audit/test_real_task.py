@@ -10,7 +10,6 @@ from groupwise.privacy import mechanism
 from groupwise.tasks import text_classification
 from tests.checked import checked_once
 from tests.made_up import made_up_once
-from trust.planted_bugs.bugs import masks_from_the_public_seed
 
 RATES = ("model.dropout=0.5", "model.attention_dropout=0.5")
 TEXT = ["task=sst2", "model=roberta_tiny", "clip=flat", "privacy.accountant=rdp", *RATES]
@@ -59,20 +58,8 @@ def test_a_row_names_task_model_dropout_and_plays():
     assert "4 of each world" in describe(finding) and "None" not in describe(finding)
 
 
-def test_one_more_example_moves_public_masks_by_many_thresholds_and_its_own_gradient_by_one_at_most():
-    """Such was the sensitivity of runs that dealt masks from the public seed: 9 thresholds, where noise is for one."""
-    setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], design="masks", plays=2)
+def test_an_example_s_own_gradient_is_one_threshold_at_most():
+    setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], plays=2)
     trainer = real.trainer_of(setting, 0)
-    first = int(real._everybody(trainer)[0])
     threshold = float(trainer.private.thresholds.clip_thresholds[0])
-    assert real._public_difference(trainer, first, 0).norm() > 4 * threshold
-    assert real._mean_gradient(trainer, first).norm() <= threshold * (1 + 1e-6)
-
-
-@pytest.mark.slow
-def test_masks_from_the_public_seed_are_broken_on_a_real_model_and_ours_are_not():
-    setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=128"], design="masks", plays=150)
-    assert audit_mode(setting).kept
-    with masks_from_the_public_seed():
-        found = audit_mode(setting)
-    assert not found.kept and found.bound > 1.25
+    assert 0 < real._mean_gradient(trainer, 0).norm() <= threshold * (1 + 1e-6)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from groupwise.atomic import write_text
-from groupwise.audit.two_worlds import Distinguished, distinguish
+from groupwise.audit.two_worlds import distinguish
 from groupwise.privacy.accountants import gaussian_epsilon
 from groupwise.rows import csv_text, markdown
 from trust.page import planted
@@ -28,8 +28,7 @@ from trust.planted_bugs.worst import WorstCounts
 
 HEAD = (
     *("name", "bug", "claimed_epsilon", "delta", "bug_epsilon", "correct_epsilon"),
-    *("bug_epsilon_if_gaussian", "correct_epsilon_if_gaussian", "true_epsilon_of_bug"),
-    *("plays", "caught", "how"),
+    *("true_epsilon_of_bug", "plays", "caught", "how"),
 )
 
 
@@ -39,7 +38,7 @@ class Row:
 
     Args:
         name, bug, how: the case's. claimed: ε at `delta`.
-        correct, planted: without and with the bug.
+        correct, planted: the bounds on ε without and with the bug, by so many `plays` of each world.
         true: ε of the bug, where a formula gives it.
     """
 
@@ -48,19 +47,20 @@ class Row:
     how: str
     claimed: float
     delta: float
-    correct: Distinguished
-    planted: Distinguished
+    plays: int
+    correct: float
+    planted: float
     true: float | None
 
     @property
     def caught(self) -> bool:
         """The bug is shown to break the claim."""
-        return self.planted.epsilon > self.claimed
+        return self.planted > self.claimed
 
     @property
     def sound(self) -> bool:
         """The code without the bug is not."""
-        return self.correct.epsilon <= self.claimed
+        return self.correct <= self.claimed
 
 
 def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
@@ -68,11 +68,9 @@ def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
     measured = {row.name for row in rows}
     lines: list[list[Any]] = [line for line in csv.reader(earlier.splitlines()[1:]) if line[0] not in measured]
     for row in rows:
-        epsilons = [row.planted.epsilon, row.correct.epsilon]
-        if row.true is not None:
-            epsilons += [row.planted.gaussian_epsilon, row.correct.gaussian_epsilon, row.true]
-        cells = [*(f"{epsilon:.3f}" for epsilon in epsilons), "", "", ""][:5]
-        end = [str(row.planted.plays), "yes" if row.caught else "no", row.how]
+        epsilons = [row.planted, row.correct, *([] if row.true is None else [row.true])]
+        cells = [*(f"{epsilon:.3f}" for epsilon in epsilons), ""][:3]
+        end = [str(row.plays), "yes" if row.caught else "no", row.how]
         lines.append([row.name, row.bug, f"{row.claimed:g}", f"{row.delta:g}", *cells, *end])
     return csv_text(HEAD, sorted(lines))
 
@@ -88,7 +86,7 @@ def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
     correct = distinguish(*right, plays, DELTA)
     with case.plant():  # the worlds are ready, so that the check before training does not refuse the bug
         planted = distinguish(*wrong, plays, DELTA)
-    return Row(case.name, case.bug, case.how, EPSILON, DELTA, correct, planted, _true(case))
+    return Row(case.name, case.bug, case.how, EPSILON, DELTA, plays, correct, planted, _true(case))
 
 
 def _true(case: Case) -> float | None:
@@ -126,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(planted(list(csv.DictReader(as_csv(rows).splitlines()))))
     for row in rows:
         if not row.caught or not row.sound:
-            found = f"{row.planted.epsilon:.2f} with the bug, {row.correct.epsilon:.2f} without"
+            found = f"{row.planted:.2f} with the bug, {row.correct:.2f} without"
             print(f"{row.name}: at least {found}, where {row.claimed:g} is claimed", file=sys.stderr)
     if options.plays is None:
         RESULT.parent.mkdir(parents=True, exist_ok=True)

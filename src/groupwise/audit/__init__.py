@@ -1,10 +1,5 @@
 """Attacks the releases of training runs to bound ε from below, and repeats the accounting of finished runs."""
 
-from groupwise.audit.bounds import (
-    one_run_epsilon,
-    one_run_gaussian_epsilon,
-    two_worlds_epsilon,
-    two_worlds_gaussian_epsilon,
-)
+from groupwise.audit.bounds import one_run_epsilon, two_worlds_epsilon
 
-__all__ = ["one_run_epsilon", "one_run_gaussian_epsilon", "two_worlds_epsilon", "two_worlds_gaussian_epsilon"]
+__all__ = ["one_run_epsilon", "two_worlds_epsilon"]

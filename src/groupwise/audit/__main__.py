@@ -1,4 +1,4 @@
-"""Audits a clipping mode with canaries:  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=8
+"""Audits a clipping mode with canaries:  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=3
 
 `--help` lists the options. Exit codes: 0, 1 for a bound above its claim, 2 for a mistake.
 """
@@ -16,8 +16,7 @@ import numpy as np
 
 from groupwise.atomic import write_text
 from groupwise.audit.attacker import log_ratio, power_if_clipped
-from groupwise.audit.bounds import one_run_epsilon, one_run_gaussian_epsilon
-from groupwise.audit.canaries import MODELS
+from groupwise.audit.bounds import one_run_epsilon
 from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesses, count_right, present_canaries
 from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
 from groupwise.audit.two_worlds import audit_two_worlds
@@ -34,7 +33,6 @@ class Finding:
     Args:
         guesses, correct: of one run; for two worlds the number of plays, and None.
         bound: the ε that the guesses refute, at ``Setting.confidence``.
-        gaussian: the same if the mechanism is known to be one Gaussian release (a full batch, once), else None.
     """
 
     setting: Setting
@@ -42,7 +40,6 @@ class Finding:
     guesses: int
     correct: int | None
     bound: float
-    gaussian: float | None
     seconds: float
     share: float | None = None
     """For two worlds: the norm of the example's mean gradient, as a share of the sensitivity."""
@@ -54,8 +51,8 @@ class Finding:
 
     @property
     def kept(self) -> bool:
-        """Whether no bound exceeds the claim."""
-        return max(self.bound, self.gaussian or 0.0) <= self.claimed
+        """Whether the bound does not exceed the claim."""
+        return self.bound <= self.claimed
 
 
 def audit_mode(setting: Setting) -> Finding:
@@ -66,9 +63,8 @@ def audit_mode(setting: Setting) -> Finding:
     """
     began = time.monotonic()
     if DESIGNS[setting.design].real:
-        plan, found, share = audit_two_worlds(setting)
-        seconds = time.monotonic() - began
-        return Finding(setting, plan, 2 * found.plays, None, found.epsilon, found.gaussian_epsilon, seconds, share)
+        plan, bound, share = audit_two_worlds(setting)
+        return Finding(setting, plan, 2 * setting.plays, None, bound, time.monotonic() - began, share)
     if setting.config.pipeline.stages > 1:
         plan, evidence = audit_pipeline(setting)
     else:
@@ -77,25 +73,15 @@ def audit_mode(setting: Setting) -> Finding:
     power = power_if_clipped(plan, codes=setting.model == "codes")
     inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta, setting.confidence)
     guesses, correct = inside + out, count_right(scores, present_canaries(setting), inside, out)
-    asked = (correct, guesses, setting.canaries, plan.delta, setting.confidence)
-    one_release = plan.sample_rate == 1.0
-    return Finding(
-        setting,
-        plan,
-        guesses,
-        correct,
-        one_run_epsilon(*asked),
-        one_run_gaussian_epsilon(*asked) if one_release else None,
-        time.monotonic() - began,
-    )
+    bound = one_run_epsilon(correct, guesses, setting.canaries, plan.delta, setting.confidence)
+    return Finding(setting, plan, guesses, correct, bound, time.monotonic() - began)
 
 
 EXAMPLES = """examples:
-  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=8
+  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=3
   python -m groupwise.audit clip=flat privacy.epsilon=1 noise=weighted --design poisson
   python -m groupwise.audit clip=per_device pipeline.stages=2
   python -m groupwise.audit clip=adaptive_layer clip.quantile_budget=0.9 --design counts
-  python -m groupwise.audit clip=flat --dropout 0.1
   python -m groupwise.audit task=sst2 model=roberta_tiny model.dropout=0.1 clip=adaptive_layer privacy.epsilon=3
   python -m groupwise.audit --all
 exit codes: 0 no bound above its claim, 1 a bound above its claim, 2 a mistake on the command line"""
@@ -118,10 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
     parser.add_argument("--design", default="full", choices=DESIGNS, help=designs)
-    models = [name for name in MODELS if name != "codes"]  # which --design counts has
-    parser.add_argument("--model", default="layers", choices=models, help="the canaries' model")
     parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="its rate in the canaries' model")
     parser.add_argument("--plays", type=int, default=PLAYS, help="of each of two worlds, for a real task")
     parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, so that an audit can be repeated")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")
@@ -136,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore")
             if given.all:
                 return audit_all(given)
-            names = ("design", "model", "canaries", "seed", "confidence", "dropout", "plays")
+            names = ("design", "canaries", "seed", "confidence", "plays")
             finding = audit_mode(make_setting(given.overrides, **{name: getattr(given, name) for name in names}))
     except ProcessFailed as error:
         report(error)
@@ -151,7 +134,8 @@ def _refuse(message: str) -> NoReturn:
     raise UserError(f"{message}; --help shows what can be given.")
 
 
-EPSILONS = (1, 3, 8)
+EPSILONS = (1, 3)
+"""Budgets that so many canaries and plays could refute: 320 right guesses of 320 refute no more than 4.6."""
 ALL_PLAYS = 300
 DROPOUT = 0.1
 MODES = (
@@ -161,37 +145,28 @@ MODES = (
 COLUMNS = (
     *("mode", "model", "noise", "quantile_budget", "dropout", "design", "steps", "sample_rate", "groups", "delta"),
     *("canaries", "guesses", "correct", "confidence", "seed"),
-    *("epsilon_claimed", "epsilon_lower", "epsilon_lower_gaussian"),
+    *("epsilon_claimed", "epsilon_lower"),
 )
-Cell = tuple[str, str, float, Sequence[str]]
-"""design, model, dropout, overrides; the model of a real task is among the overrides."""
+Cell = tuple[str, Sequence[str]]
+"""design, overrides."""
 
 
 def everything() -> list[tuple[int, Cell]]:
     """The audits of `--all`, (ε, cell), in the order in which they get their seeds: add new ones at the end.
 
-    Real tasks are at the largest budget alone: a feasible number of plays shows little of a small one.
+    Real tasks are at the largest budget alone: so few plays show little of a small one.
     """
     adaptive = ["clip=adaptive_layer"]
-    plain: list[Cell] = [
-        *((design, "layers", 0.0, [f"clip={mode}"]) for mode in MODES for design in ("full", "poisson")),
-        *(("full", model, 0.0, [f"clip={mode}"]) for mode in MODES[:6] for model in ("tied", "lora")),
-        *(("full", "layers", 0.0, [*adaptive, f"noise={noise}"]) for noise in ("equal_budget", "weighted")),
-        *(("full", "layers", 0.0, [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.5)),
-        ("full", "layers", 0.0, ["clip=fixed_layer", "clip.rule=automatic"]),
-        *(("counts", "layers", 0.0, [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.9)),
-    ]
-    behind_dropout: list[Cell] = [
-        *(("full", "layers", DROPOUT, [f"clip={mode}"]) for mode in ("flat", "adaptive_layer", "per_device")),
-        ("full", "lora", DROPOUT, ["clip=fixed_block"]),
+    canaries: list[Cell] = [
+        *((design, [f"clip={mode}"]) for mode in MODES for design in ("full", "poisson")),
+        *(("full", [*adaptive, f"noise={noise}"]) for noise in ("equal_budget", "weighted")),
+        *(("full", [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.5)),
+        ("full", ["clip=fixed_layer", "clip.rule=automatic"]),
+        *(("counts", [*adaptive, f"clip.quantile_budget={budget}"]) for budget in (0.1, 0.9)),
     ]
     text = ["task=sst2", "model=roberta_tiny", f"model.dropout={DROPOUT}", f"model.attention_dropout={DROPOUT}"]
-    real: list[Cell] = [
-        *((design, "layers", 0.0, [*text, "clip=flat"]) for design in ("worlds", "masks")),
-        ("worlds", "layers", 0.0, ["task=cifar", "clip=flat"]),
-    ]
-    each = [(epsilon, cell) for some in (plain, behind_dropout) for epsilon in EPSILONS for cell in some]
-    return [*each, *((max(EPSILONS), cell) for cell in real)]
+    real: list[Cell] = [("worlds", [*text, "clip=flat"]), ("worlds", ["task=cifar", "clip=flat"])]
+    return [*((epsilon, cell) for epsilon in EPSILONS for cell in canaries), *((max(EPSILONS), cell) for cell in real)]
 
 
 def audit_all(given: argparse.Namespace) -> int:
@@ -201,12 +176,10 @@ def audit_all(given: argparse.Namespace) -> int:
     rows: list[dict[str, str]] = []
     broken = 0
     todo = everything()
-    for number, (epsilon, (design, model, dropout, overrides)) in enumerate(todo, 1):
+    for number, (epsilon, (design, overrides)) in enumerate(todo, 1):
         setting = make_setting(
             [*overrides, f"privacy.epsilon={epsilon}"],
             design=design,
-            model=model,
-            dropout=dropout,
             plays=ALL_PLAYS,
             seed=given.seed + number,
             confidence=given.confidence,
@@ -232,7 +205,7 @@ def row_of(finding: Finding) -> dict[str, str]:
         "model": "pipeline" if config.pipeline.stages > 1 else setting.model,
         "noise": config.noise.allocation,
         "quantile_budget": f"{plan.quantile_budget:g}",
-        "dropout": f"{setting.dropout:g}",
+        "dropout": f"{config.model.dropout or 0:g}",
         "design": setting.design,
         "steps": str(plan.steps),
         "sample_rate": f"{plan.sample_rate:g}",
@@ -245,7 +218,6 @@ def row_of(finding: Finding) -> dict[str, str]:
         "seed": str(setting.seed),
         "epsilon_claimed": f"{finding.claimed:.4g}",
         "epsilon_lower": f"{finding.bound:.3f}",
-        "epsilon_lower_gaussian": "" if finding.gaussian is None else f"{finding.gaussian:.3f}",
     }
 
 

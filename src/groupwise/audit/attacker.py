@@ -73,15 +73,13 @@ def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
 
 AT_ONCE = 500
 """Canaries in one backward pass of the attacker."""
-MASKS = 8
-"""The number of masks that the attacker averages over under dropout, as the run's masks are secret."""
 
 
 class Attacker:
     """Runs steps, and computes the evidence for each canary from their releases.
 
-    It knows all canaries, the configuration and the code, so every noise scale. It does not know the noise, the masks
-    or which canaries are in the data.
+    It knows all canaries, the configuration and the code, so every noise scale. It does not know the noise or which
+    canaries are in the data.
 
     Args:
         trainer: with plain SGD, so that weights show the released gradients.
@@ -94,7 +92,6 @@ class Attacker:
     ) -> None:
         assert trainer.private.engine is not None and trainer.private.thresholds is not None
         self._trainer, self._plain, self._losses_of, self._m = trainer, plain, losses_of, setting.canaries
-        self._masks = MASKS if setting.dropout else 1
         self._groups = trainer.private.engine.groups
         self._thresholds = trainer.private.thresholds
         self._clip = setting.config.clip
@@ -127,14 +124,8 @@ class Attacker:
         return evidence
 
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
-        """Each canary's contribution, averaged over masks; see `_added`."""
-        self._plain.load_state_dict(self._trainer.task.model.state_dict())
-        drawn = [self._added() for _ in range(self._masks)]
-        own = {name: torch.stack([added[name] for added, _ in drawn]).mean(0) for name in drawn[0][0]}
-        return own, np.mean([bits for _, bits in drawn], axis=0)
-
-    def _added(self) -> tuple[dict[str, Tensor], Floats]:
         """Each canary's contribution: clipped gradients (m, d_p) by parameter, float64, and bits b_k - ½, (m, K)."""
+        self._plain.load_state_dict(self._trainer.task.model.state_dict())
         own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
         own = {name: gradient.double() for name, gradient in own.items()}
         rule = _rule_of(self._clip)

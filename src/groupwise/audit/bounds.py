@@ -6,22 +6,17 @@ two neighbouring datasets, a score a run.
 
 Formal guarantee: for a mechanism that is (ε, δ)-DP for adding or removing one example, the bound exceeds ε with
 probability at most 1 - ``confidence``. That needs a number r of guesses fixed in advance (one run), and independent
-scores (two worlds). The ``gaussian`` ones need more: that the mechanism's trade-off curve is that of a Gaussian, as for
-one release of a full batch. They say "if this is μ-Gaussian DP, then μ is at least ...", and turn μ into ε(δ); a
-mechanism of another form may break them.
+scores (two worlds).
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit, ndtr, ndtri
+from scipy.special import expit
 from scipy.stats import beta, binom
 
-from groupwise.privacy.accountants import gaussian_epsilon
-
-_LARGEST_EPSILON, _LARGEST_MU = 60.0, 30.0
+_LARGEST_EPSILON = 60.0
 _MOST_THRESHOLDS = 4096
 
 
@@ -42,31 +37,6 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, con
     return _largest(refuted, _LARGEST_EPSILON)
 
 
-def one_run_gaussian_mu(correct: int, guesses: int, canaries: int, confidence: float = 0.95) -> float:
-    """Return the largest μ for which μ-Gaussian DP is refuted; 0 if none (after Mahloujifar et al. 2024).
-
-    Let p_i be the probability of i right guesses, and f̄ = 1 - f the trade-off curve. Flip one canary: an output that
-    got i right with this one right gets i - 1 right with this one wrong. Averaged over the m canaries (f̄ is concave),
-    for every i: Σ_{l≥i} l·p_l/m ≤ f̄(Σ_{l≥i} (r - l + 1)·p_{l-1}/m). :func:`_impossible` is what P[W ≥ v] makes of it.
-    """
-    _check_guesses(correct, guesses, canaries, confidence)
-
-    def refuted(mu: float) -> bool:
-        def needed(reached: float) -> float:
-            return float(ndtr(ndtri(min(reached, 1.0)) - mu))
-
-        return _impossible(correct, guesses, canaries, 1.0 - confidence, needed)
-
-    return _largest(refuted, _LARGEST_MU)
-
-
-def one_run_gaussian_epsilon(
-    correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95
-) -> float:
-    """Return ε(δ) of :func:`one_run_gaussian_mu`; assumes a Gaussian trade-off curve."""
-    return gaussian_epsilon(delta, one_run_gaussian_mu(correct, guesses, canaries, confidence))
-
-
 def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95) -> float:
     """Return a lower bound on ε from scores of runs without (``scores_out``) and with (``scores_in``) one example.
 
@@ -74,39 +44,6 @@ def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float
     (Clopper-Pearson, each at half of 1 - ``confidence``). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the same with
     the two exchanged. Raises ValueError for fewer than two scores a world, or NaN.
     """
-    false_in, false_out = _error_rates(scores_out, scores_in, delta, confidence)
-    return float(_epsilon_of_errors(np.array(false_in), np.array(false_out), delta))
-
-
-def two_worlds_gaussian_epsilon(
-    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95
-) -> float:
-    """Return ε(δ) of the μ that the error rates refute; assumes a Gaussian trade-off curve."""
-    false_in, false_out = _error_rates(scores_out, scores_in, delta, confidence, gaussian=True)
-    mu = float(ndtri(1.0 - false_in) - ndtri(false_out))
-    return gaussian_epsilon(delta, max(mu, 0.0)) if math.isfinite(mu) else 0.0
-
-
-def _impossible(v: int, r: int, m: int, level: float, needed: Callable[[float], float]) -> bool:
-    """Whether P[W ≥ v] = ``level`` is impossible; ``needed`` is the inverse of f̄.
-
-    It computes the least total probability of such a law. Mass at or above v is best placed at v. Below v, each p_{i-1}
-    is as small as Σ_{l≥i-1} (r - l)·p_l/m ≥ f̄⁻¹(Σ_{l≥i} l·p_l/m) allows, since mass further down has more wrong
-    guesses. A total above 1 is impossible.
-    """
-    total, right, wrong = level, level * v / m, level * (r - v) / m
-    for i in range(v - 1, -1, -1):
-        mass = max(0.0, needed(right) - wrong) * m / (r - i)
-        total, right, wrong = total + mass, right + mass * i / m, wrong + mass * (r - i) / m
-        if total > 1.0:
-            return True
-    return False
-
-
-def _error_rates(
-    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float, gaussian: bool = False
-) -> tuple[float, float]:
-    """Upper bounds on (FPR, FNR), together at ``confidence``, at a threshold chosen on the other half of the runs."""
     out, inside = (np.asarray(scores, dtype=np.float64).ravel() for scores in (scores_out, scores_in))
     if min(len(out), len(inside)) < 2 or np.isnan(out).any() or np.isnan(inside).any():
         raise ValueError("give at least two scores for each world, none of them NaN.")
@@ -116,10 +53,9 @@ def _error_rates(
     thresholds = np.unique(np.concatenate([out[::2], inside[::2]]))
     thresholds = thresholds[:: max(1, len(thresholds) // _MOST_THRESHOLDS)]
     false_in, false_out = _clopper_pearson(out[::2], inside[::2], thresholds, alpha)
-    worth = ndtri(1.0 - false_in) - ndtri(false_out) if gaussian else _epsilon_of_errors(false_in, false_out, delta)
-    best = thresholds[int(np.argmax(worth))]
+    best = thresholds[int(np.argmax(_epsilon_of_errors(false_in, false_out, delta)))]
     false_in, false_out = _clopper_pearson(out[1::2], inside[1::2], np.array([best]), alpha)
-    return float(false_in[0]), float(false_out[0])
+    return float(_epsilon_of_errors(false_in, false_out, delta)[0])
 
 
 def _clopper_pearson(

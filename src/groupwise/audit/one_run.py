@@ -94,7 +94,7 @@ def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Alon
 
 def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """One process: the plan, and each step's evidence."""
-    model = make_canaries(setting.model, setting.canaries, level_of(setting), setting.seed, setting.dropout)
+    model = make_canaries(setting.model == "codes", setting.canaries, level_of(setting), setting.seed)
     plain = copy.deepcopy(model)
     trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting))
     attacker = Attacker(trainer, plain, lambda model, who: model(who), setting)
@@ -107,9 +107,9 @@ class CanaryStage(Stage):
 
     reads = ("labels",)
 
-    def __init__(self, index: int, count: int, canaries: int, level: float, dropout: float) -> None:
+    def __init__(self, index: int, count: int, canaries: int, level: float) -> None:
         super().__init__(index, count)
-        self.block = Block(canaries, LOUD * level * (index + 1), dropout)
+        self.block = Block(canaries, LOUD * level * (index + 1))
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
         """(b, 1) numbers of canaries, or (b, 2) of the stage before → (b, 2): all parts up to here, and zeros."""
@@ -139,7 +139,7 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.world)
     ranks, m = Ranks(config.pipeline.stages), setting.canaries
     torch.manual_seed(setting.seed)
-    stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting), setting.dropout)
+    stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting))
     plain = copy.deepcopy(stage)
     trainer = make_trainer(config, CanaryTask(stage, m), present_canaries(setting), ranks)
     attacker = Attacker(trainer, plain, lambda model, who: model.block(who), setting)  # type: ignore[operator]

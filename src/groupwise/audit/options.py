@@ -15,8 +15,8 @@ DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
 EXAMPLES = 4
 """Examples of a real task, unless data.train_limit is given: all of them are in each of thousands of steps."""
-MOST = {"layers": 20_000, "tied": 20_000, "lora": 4000, "codes": 1024}
-"""Canaries of a model: a frozen layer of the adapters has as many weights as canaries squared."""
+MOST = {"full": 20_000, "poisson": 20_000, "counts": 1024}
+"""Canaries of a design."""
 PLAYS = 500
 
 
@@ -26,8 +26,8 @@ class Setting:
 
     Args:
         config: of a run; its batch, steps and optimiser are the design's.
-        model: a name in `canaries.MODELS`, or of a real task and its model. design: a name in `DESIGNS`.
-        canaries: m. dropout: its rate in the canaries' model. plays: of each of two worlds, where that is the design.
+        model: of the canaries, "layers" or "codes", or a real task and its model. design: a name in `DESIGNS`.
+        canaries: m. plays: of each of two worlds, where that is the design.
     """
 
     config: RunConfig
@@ -36,7 +36,6 @@ class Setting:
     canaries: int
     seed: int = 0
     confidence: float = 0.95
-    dropout: float = 0.0
     plays: int = PLAYS
 
 
@@ -60,7 +59,6 @@ DESIGNS = {
     "poisson": Design(0.25, 4, 4000, "four Poisson samples at rate 1/4"),
     "counts": Design(1.0, 1, 512, "one release, whose counts tell canaries apart: 512 layers"),
     "worlds": Design(1.0, 1, 1, "a real task with and without one example, many times (task=...)", real=True),
-    "masks": Design(1.0, 1, 1, "the same, by somebody who deals dropout masks from the public seed", real=True),
 }
 
 
@@ -68,11 +66,9 @@ def make_setting(
     overrides: Sequence[str],
     *,
     design: str = "full",
-    model: str = "layers",
     canaries: int | None = None,
     seed: int = 0,
     confidence: float = 0.95,
-    dropout: float = 0.0,
     plays: int = PLAYS,
 ) -> Setting:
     """The setting of an audit, from overrides such as ``clip=... privacy.epsilon=...``; with ``task=...`` a real task.
@@ -84,37 +80,26 @@ def make_setting(
         raise UserError(f"--confidence {confidence:g} must lie in [0.5, 1).")
     if seed < 0:
         raise UserError(f"--seed {seed} must be zero or more.")
-    if not 0.0 <= dropout < 1.0:
-        raise UserError(f"--dropout {dropout:g} must lie in [0, 1).")
     if plays < 2:
         raise UserError(f"--plays {plays} must be two or more.")
     if design == "full" and any(_is_of(item, REAL) for item in overrides):
         design = "worlds"
     chosen = DESIGNS[design]
-    if chosen.real and (model != "layers" or canaries or dropout):
-        raise UserError(
-            f"--design {design} is of a real task: leave out --model, --canaries and --dropout, and give task=, "
-            "model=, model.dropout= and model.attention_dropout=."
-        )
-    if design == "counts":
-        if model != "layers":
-            raise UserError(f"--design counts has a model of its own: leave out --model {model}.")
-        model = "codes"
-    if model == "codes" and dropout:
-        raise UserError("--design counts reads canaries from bits that masks would flip: leave out --dropout.")
-    m = canaries or (min(chosen.canaries, 1500) if model == "lora" else chosen.canaries)
-    if not chosen.real and (not 16 <= m <= MOST[model] or (model == "codes" and m & (m - 1))):
-        power = ", and a power of two" if model == "codes" else ""
-        raise UserError(f"--canaries {m} must be from 16 to {MOST[model]} with this model{power}.")
+    if chosen.real and canaries:
+        raise UserError(f"--design {design} is of a real task, without canaries: leave out --canaries.")
+    m = canaries or chosen.canaries
+    if not chosen.real and (not 16 <= m <= MOST[design] or (design == "counts" and m & (m - 1))):
+        power = ", and a power of two" if design == "counts" else ""
+        raise UserError(f"--canaries {m} must be from 16 to {MOST[design]} with this design{power}.")
     _check_overrides(overrides, (*TAKEN, *REAL) if chosen.real else TAKEN)
     first = _of_a_real_task(overrides) if chosen.real else _beside(overrides)
     config = compose_run(_overrides(first, overrides, chosen, seed), CONF)
-    _check(config, design, model)
+    _check(config, design)
     if chosen.real:
         name = f"{config.task} {config.model.name}".strip()
-        return Setting(config, name, design, m, seed, confidence, config.model.dropout or 0.0, plays)
+        return Setting(config, name, design, m, seed, confidence, plays)
     set_rate(config, max(1, round(chosen.sample_rate * m)))
-    return Setting(config, model, design, m, seed, confidence, dropout)
+    return Setting(config, "codes" if design == "counts" else "layers", design, m, seed, confidence)
 
 
 def _of_a_real_task(given: Sequence[str]) -> list[str]:
@@ -175,7 +160,7 @@ def _check_overrides(overrides: Sequence[str], taken: Sequence[str]) -> None:
             )
 
 
-def _check(config: RunConfig, design: str, model: str) -> None:
+def _check(config: RunConfig, design: str) -> None:
     clip, privacy = config.clip, config.privacy
     if clip.grouping == "none":
         raise UserError("clip=none claims no epsilon, so there is nothing to audit: choose a clipping mode.")
@@ -190,11 +175,7 @@ def _check(config: RunConfig, design: str, model: str) -> None:
             raise UserError(
                 "An audit of a pipeline is per device, layer or block: for clip=flat leave out pipeline.stages."
             )
-        if model != "layers":
-            raise UserError("An audit of a pipeline has a model of its own: leave out --model and --design counts.")
         if DESIGNS[design].real:
             raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
-    if design == "masks" and not config.model.dropout:
-        raise UserError("--design masks needs dropout: give a task with text and a rate, such as model.dropout=0.1.")
     if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
         raise UserError("--design counts reads the counts of many layers: it takes clip=adaptive_layer.")

@@ -18,11 +18,12 @@ from omegaconf import OmegaConf
 
 from groupwise.config.identity import GONE, LATER, VOLATILE, flatten
 from groupwise.errors import UserError, command
+from groupwise.privacy.accountants import epsilon_pld
 from groupwise.rows import markdown
 from groupwise.training.earlier_runs import counted, total
 
 LOOSE, TIGHT = 1e-3, 1e-6
-"""By how much, relatively, the claimed bracket may lie above the recomputed one, and below it."""
+"""By how much, relatively, claimed and recomputed ε may differ, and the target be passed."""
 Record = dict[str, Any]
 """The content of a run's files: `config` (flat), `plan`, `privacy`, `data`, `seeds`, `result`, `logged`, `folder`."""
 
@@ -123,29 +124,11 @@ def epsilon(record: Record) -> str:
     same(spent, {"delta": plan["delta"], "epsilon": bounds[plan["accountant"]]}, "privacy.json")
     if claimed > plan["epsilon"] * (1.0 + TIGHT):
         raise Disagrees(f"spent {claimed:.6g} is more than the target {plan['epsilon']:.6g}")
-    lower, upper = pld(sigma, plan["expected_batch_size"] / plan["dataset_size"], plan["steps"], plan["delta"])
-    words = f"{claimed:.4f} by {plan['accountant']}, {lower:.4f} to {upper:.4f} by dp_accounting"
-    if claimed * (1.0 + TIGHT) < lower or float(spent["prv"]["lower"]) * (1.0 - LOOSE) > upper:
+    upper = epsilon_pld(sigma, plan["expected_batch_size"] / plan["dataset_size"], plan["steps"], plan["delta"])
+    words = f"{claimed:.4f} by {plan['accountant']}, {upper:.4f} by dp_accounting"
+    if claimed < upper * (1.0 - LOOSE) or float(spent["prv"]["lower"]) * (1.0 - LOOSE) > upper:
         raise Disagrees(words)
     return words
-
-
-def pld(sigma: float, rate: float, steps: int, delta: float) -> tuple[float, float]:
-    """An upper bound on ε by privacy loss distributions, and that bound less the gain from halving the grid's interval.
-
-    The error goes with the square of the interval, so at most a third of that gain is left.
-    """
-    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
-
-    def bound(interval: float) -> float:
-        release = from_gaussian_mechanism(sigma, sampling_prob=rate, value_discretization_interval=interval)
-        return float(release.self_compose(steps).get_epsilon_for_delta(delta))
-
-    coarse = bound(1e-2)  # says how finely ε is to be resolved
-    few = min(1e-3, 1e-3 * coarse / steps)  # of few steps this moves an end by a thousandth at most
-    interval = max(1e-4, few, min(1e-6 * coarse**2, 1e-4 * coarse))
-    upper = bound(interval)
-    return upper - abs(bound(2.0 * interval) - upper), upper
 
 
 def same(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.audit import two_worlds_epsilon, two_worlds_gaussian_epsilon
-from groupwise.audit.attacker import MASKS, stds_of
+from groupwise.audit import two_worlds_epsilon
+from groupwise.audit.attacker import stds_of
 from groupwise.audit.canaries import Present
 from groupwise.audit.one_run import make_trainer
 from groupwise.audit.options import DESIGNS, Setting, set_rate
@@ -36,6 +36,8 @@ class Release:
 
 
 Score = Callable[[Sequence[Release]], float]
+MASKS = 32
+"""The number of masks that the attacker averages over, as the run's masks are secret."""
 
 
 class World(Protocol):
@@ -97,34 +99,15 @@ class TrainerWorld:
                 trainer.private.thresholds.load_state_dict(self._thresholds)
 
 
-@dataclass(frozen=True)
-class Distinguished:
-    """How well two worlds were distinguished.
-
-    Args:
-        plays: of each world.
-        epsilon: ε is at least this, with confidence, whatever the mechanism.
-        gaussian_epsilon: the same if the trade-off between the two errors is that of a Gaussian mechanism.
-    """
-
-    plays: int
-    epsilon: float
-    gaussian_epsilon: float
-
-
-def distinguish(without: World, having: World, plays: int, delta: float, confidence: float = 0.95) -> Distinguished:
+def distinguish(without: World, having: World, plays: int, delta: float, confidence: float = 0.95) -> float:
     """Play both worlds `plays` times and bound ε at `delta` from below.
 
     Formal guarantee: if what one play of a world releases is (ε, `delta`)-DP under adding or removing the example in
-    which the worlds differ, and plays are independent, then `epsilon` is above ε with probability at most
-    1 - `confidence`. Scores that are not finite count as 0, which is neutral.
+    which the worlds differ, and plays are independent, then the result is above ε with probability at most
+    1 - `confidence`, whatever the mechanism. Scores that are not finite count as 0, which is neutral.
     """
     out, inside = (_scores(world, plays) for world in (without, having))
-    return Distinguished(
-        plays,
-        two_worlds_epsilon(out, inside, delta, confidence),
-        two_worlds_gaussian_epsilon(out, inside, delta, confidence),
-    )
+    return two_worlds_epsilon(out, inside, delta, confidence)
 
 
 def _scores(world: World, plays: int) -> np.ndarray:
@@ -132,22 +115,19 @@ def _scores(world: World, plays: int) -> np.ndarray:
     return np.array([score if math.isfinite(score) else 0.0 for score in played])
 
 
-def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, Distinguished, float]:
-    """The plan, how well the worlds were distinguished, and `Finding.share`.
+def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
+    """The plan, the bound on ε, and `Finding.share`.
 
     Raises:
         UserError: as `make_task` and `build_trainer`; a task of fewer than two examples.
     """
     trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
-    public = setting.design == "masks"
     stds = _by_entry(trainer)
-    if public:
-        canary = int(_everybody(trainer)[0])  # whose absence moves all others' masks
-    else:  # the largest contribution, in stds of the noise, under one draw of masks
-        lengths = [float((_clipped_sum(trainer, [i]) / stds).norm()) for i in range(trainer.task.train_size)]
-        canary = int(np.argmax(lengths))
+    # The largest contribution, in stds of the noise, under one draw of masks.
+    lengths = [float((_clipped_sum(trainer, [i]) / stds).norm()) for i in range(trainer.task.train_size)]
+    canary = int(np.argmax(lengths))
     own = _mean_gradient(trainer, canary)
-    direction = (_public_difference(trainer, canary, setting.config.seed) if public else own) / stds.square()
+    direction = own / stds.square()
     trainer.private.sampler = Present(trainer.private.sampler, np.arange(trainer.task.train_size) != canary)
     without, having = (
         TrainerWorld([made], 1, lambda seen: float(seen[0].update @ direction)) for made in (trainer, other)
@@ -168,25 +148,9 @@ def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
     return make_trainer(config, task, np.ones(task.train_size, dtype=bool))
 
 
-def _everybody(trainer: Trainer) -> np.ndarray:
-    """All examples in the order of a step."""
-    return trainer.task.order(np.arange(trainer.task.train_size))
-
-
 def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
     """An example's clipped gradient (P,), in the mean over masks that the attacker draws."""
-    return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(4 * MASKS)]).mean(0)
-
-
-def _public_difference(trainer: Trainer, canary: int, seed: int) -> Tensor:
-    """The change of the clipped sum (P,) if masks came from the public seed."""
-    sums = []
-    everybody = _everybody(trainer)
-    for examples in (everybody, everybody[everybody != canary]):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            sums.append(_clipped_sum(trainer, examples.tolist()))
-    return sums[0] - sums[1]
+    return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(MASKS)]).mean(0)
 
 
 def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
