@@ -55,8 +55,7 @@ class PlannedSweep:
     scale: str
     folder: Path
     """The folder of its record."""
-    cells: tuple[PlannedCell, ...] | None
-    """None if another sweeper chooses them while it runs."""
+    cells: tuple[PlannedCell, ...]
 
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
@@ -118,10 +117,10 @@ def _full_name(cell: Cell) -> str:
 
 def _cells(
     compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
-) -> tuple[PlannedCell, ...] | None:
+) -> tuple[PlannedCell, ...]:
     sweeper = whole.hydra.sweeper
     if not sweeper._target_.endswith("BasicSweeper"):
-        return None
+        raise UserError("hydra/sweeper is another than Hydra's basic one, which a sweep is listed by: leave it out.")
     if not whole.sweep.grids:
         return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
     cells = tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
@@ -162,7 +161,7 @@ def _of_command_line(
     values: dict[str, list[str]] = {}
     for item in items:
         if item.is_sweep_override() and not item.is_discrete_sweep():
-            raise UserError(f"{item.input_line} is not a finite list: list the values, or give hydra/sweeper=optuna.")
+            raise UserError(f"{item.input_line} is not a finite list: list the values.")
         several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
         values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
     for cell in map(list, product(*values.values())):
