@@ -158,7 +158,6 @@ def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Bui
     model = wide_resnet(
         depth=10 if tiny else 16,
         width=1 if tiny else 4,
-        block_order="deepmind",
         weight_standardization=weight_standardization,
     )
     edge = 8 if tiny else 32

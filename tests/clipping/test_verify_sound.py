@@ -103,8 +103,8 @@ def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
     return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
 
 
-def on_images(**options: object) -> tuple[nn.Module, Losses]:
-    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4, **options), torch.randn(8, 3, 8, 8), torch.arange(8)
+def on_images() -> tuple[nn.Module, Losses]:
+    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4), torch.randn(8, 3, 8, 8), torch.arange(8)
     return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
 
 
@@ -129,7 +129,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
     "fallback": lambda: on_rows(fallback),
     "frozen_backbone": lambda: on_rows(frozen_backbone),
     "wide_resnet": on_images,
-    "wide_resnet_classic": lambda: on_images(block_order="classic"),
     **{name: lambda name=name: on_text(name) for name in [*CAUSAL, *CLASSIFIERS]},  # type: ignore[misc]
     "gpt2_lora_dropout": lambda: on_text("gpt2_lora", lora=ADAPTERS),
     "roberta_lora_dropout": lambda: on_text("roberta_lora", lora=LoraConfig(rank=3, alpha=6.0, dropout=0.3)),

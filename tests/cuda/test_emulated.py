@@ -250,7 +250,7 @@ torch.cuda.is_current_stream_capturing = lambda: True  # nor asked where they st
 torch.cuda.default_generators = (None,)
 
 def make_task(place):
-    model = wide_resnet(depth=10, width=1, block_order="deepmind", weight_standardization=True).to(memory_format=last)
+    model = wide_resnet(depth=10, width=1, weight_standardization=True).to(memory_format=last)
     split = torch.empty(200, 3, 32, 32, dtype=torch.uint8), torch.empty(200, dtype=torch.int64)
     if place == "cpu":
         split[0].random_(), split[1].random_(10)

@@ -62,7 +62,13 @@ LATER = {
 The schema no longer has some of them, but records of older runs do.
 """
 
-GONE = {"data.corpus": None, "pipeline.balance": "parameters", "pipeline.schedule": "1f1b", "clip.count_at": "raw"}
+GONE = {
+    "data.corpus": None,
+    "model.block_order": "deepmind",
+    "pipeline.balance": "parameters",
+    "pipeline.schedule": "1f1b",
+    "clip.count_at": "raw",
+}
 """Keys that were in the hash of committed rows and are no longer in the schema, with the value that all have."""
 
 SIZES = ("eval.batch_size", "eval.generate.batch_size")

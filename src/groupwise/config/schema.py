@@ -76,8 +76,6 @@ class ModelConfig:
     """Layers, 6n + 4."""
     width: int = number(4, POSITIVE, most=1_000)
     """Channels, as a multiple of 16, 32, 64."""
-    block_order: str = one_of("deepmind", "classic", "deepmind", "order3")
-    """The paper does not say which; they differ by points of accuracy."""
     norm: str = one_of("group", "group", "batch")
     """batch mixes examples, so it is refused with clipping."""
     norm_groups: int = number(16, POSITIVE)

@@ -56,10 +56,9 @@ def preactivation_conv(
 
 
 class PreactivationBlock(nn.Module):
-    """Two rounds of ReLU → norm → 3×3 convolution beside a shortcut: the `deepmind` and `order3` blocks.
+    """Two rounds of ReLU → norm → 3×3 convolution beside a shortcut, as in De et al.'s code.
 
-    Where `project` is set (the first block of a stage) the shortcut is a 1×1 convolution of its own
-    normalisation: ReLU → norm → convolution, or norm → ReLU → convolution with `norm_first_shortcut`.
+    Where `project` is set (the first block of a stage) the shortcut is ReLU → norm of its own → 1×1 convolution.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class PreactivationBlock(nn.Module):
         stride: int,
         *,
         project: bool,
-        norm_first_shortcut: bool,
         norm: str,
         norm_groups: int,
         weight_standardization: bool,
         stem: bool,
     ) -> None:
         super().__init__()
-        self.norm_first_shortcut = norm_first_shortcut
         self.shortcut_norm = self.shortcut_conv = None
         if project:
             self.shortcut_norm = make_norm(norm, in_channels, norm_groups, stem=stem)
@@ -91,69 +88,11 @@ class PreactivationBlock(nn.Module):
         activated = F.relu(x)
         shortcut = x
         if self.shortcut_conv is not None and self.shortcut_norm is not None:
-            inner = F.relu(self.shortcut_norm(x)) if self.norm_first_shortcut else self.shortcut_norm(activated)
-            shortcut = self.shortcut_conv(inner)
+            shortcut = self.shortcut_conv(self.shortcut_norm(activated))
         hidden = self.conv1(self.norm1(activated))
         return shortcut + self.conv2(self.norm2(F.relu(hidden)))
 
 
-class UnitVarianceConv(nn.Module):
-    """A convolution as Yu's baseline makes it: filters standardised to variance 1, weights N(0, 2/fan_out).
-
-    `WSConv2d` gives filters of norm 1, so its input is multiplied by √fan_in here. The normalisation that
-    follows cancels the factor in the forward pass but not in the bias gradient, which is part of the norm
-    that is clipped.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, stride: int, *, weight_standardization: bool) -> None:
-        super().__init__()
-        kind = WSConv2d if weight_standardization else nn.Conv2d
-        self.conv = kind(in_channels, out_channels, 3, stride, 1)
-        self.input_scale = math.sqrt(9 * in_channels) if weight_standardization else 1.0
-        nn.init.normal_(self.conv.weight, std=math.sqrt(2 / (9 * out_channels)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Convolve x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        return self.conv(x if self.input_scale == 1.0 else x * self.input_scale)
-
-
-class ClassicBlock(nn.Module):
-    """Convolution → norm → ReLU → convolution → norm, plus the shortcut, then ReLU: the `classic` block.
-
-    A block with stride 2 doubles the channels; its shortcut takes every second pixel, normalises and fills
-    the new channels with zeros. It has no convolution.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        stride: int,
-        *,
-        norm: str,
-        norm_groups: int,
-        weight_standardization: bool,
-    ) -> None:
-        super().__init__()
-        self.conv1 = UnitVarianceConv(in_channels, out_channels, stride, weight_standardization=weight_standardization)
-        self.norm1 = make_norm(norm, out_channels, norm_groups)
-        self.conv2 = UnitVarianceConv(out_channels, out_channels, 1, weight_standardization=weight_standardization)
-        self.norm2 = make_norm(norm, out_channels, norm_groups)
-        # The source's average pooling has kernel 1: it samples and does not average.
-        self.shortcut_pool = nn.AvgPool2d(1, stride=stride) if stride != 1 else None
-        self.shortcut_norm = make_norm(norm, in_channels, norm_groups) if stride != 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, in_channels, H, W) to (B, out_channels, ⌈H/stride⌉, ⌈W/stride⌉)."""
-        hidden = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        shortcut = x
-        if self.shortcut_pool is not None and self.shortcut_norm is not None:
-            shortcut = self.shortcut_norm(self.shortcut_pool(x))
-            shortcut = torch.cat((shortcut, torch.zeros_like(shortcut)), dim=1)
-        return F.relu(hidden + shortcut)
-
-
-BLOCK_ORDERS = ("classic", "deepmind", "order3")
 STEM_CHANNELS = 16
 
 
@@ -170,59 +109,34 @@ class WideResNet(nn.Module):
         width: int,
         num_classes: int,
         in_channels: int,
-        block_order: str,
         norm: str,
         norm_groups: int,
         weight_standardization: bool,
     ) -> None:
         super().__init__()
-        self.classic = block_order == "classic"
-        blocks_per_stage = (depth - 4) // 6
         common: dict[str, Any] = {
             "norm": norm,
             "norm_groups": norm_groups,
             "weight_standardization": weight_standardization,
         }
-        if self.classic:
-            channels = 16 * width
-            self.stem: nn.Module = UnitVarianceConv(
-                in_channels, channels, 1, weight_standardization=weight_standardization
-            )
-            self.stem_norm = make_norm(norm, channels, norm_groups)
-        else:
-            channels = STEM_CHANNELS
-            self.stem = preactivation_conv(in_channels, channels, 3, 1, weight_standardization)
+        channels = STEM_CHANNELS
+        self.stem = preactivation_conv(in_channels, channels, 3, 1, weight_standardization)
         blocks: list[nn.Module] = []
         for stage, stage_channels in enumerate((16 * width, 32 * width, 64 * width)):
-            for index in range(blocks_per_stage):
+            for index in range((depth - 4) // 6):
                 stride = 2 if stage > 0 and index == 0 else 1
-                if self.classic:
-                    block: nn.Module = ClassicBlock(channels, stage_channels, stride, **common)
-                else:
-                    block = PreactivationBlock(
-                        channels,
-                        stage_channels,
-                        stride,
-                        project=index == 0,
-                        norm_first_shortcut=block_order == "order3",
-                        stem=not blocks,
-                        **common,
-                    )
-                blocks.append(block)
+                blocks.append(
+                    PreactivationBlock(channels, stage_channels, stride, project=index == 0, stem=not blocks, **common)
+                )
                 channels = stage_channels
         self.blocks = nn.Sequential(*blocks)
-        self.final_norm = None if self.classic else make_norm(norm, channels, norm_groups)
+        self.final_norm = make_norm(norm, channels, norm_groups)
         self.classifier = nn.Linear(channels, num_classes)
-        if not self.classic:
-            _init_classifier(self.classifier)
+        _init_classifier(self.classifier)
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify images (B, in_channels, H, W): logits (B, num_classes)."""
-        hidden = self.stem(images)
-        if self.final_norm is None:
-            hidden = self.blocks(F.relu(self.stem_norm(hidden)))
-        else:
-            hidden = self.final_norm(F.relu(self.blocks(hidden)))
+        hidden = self.final_norm(F.relu(self.blocks(self.stem(images))))
         return self.classifier(torch.mean(hidden, dim=(2, 3)))
 
 
@@ -239,7 +153,6 @@ def wide_resnet(
     width: int = 4,
     num_classes: int = 10,
     in_channels: int = 3,
-    block_order: str = "deepmind",
     norm: str = "group",
     norm_groups: int = 16,
     weight_standardization: bool = True,
@@ -251,16 +164,15 @@ def wide_resnet(
         width: factor on the stages' 16, 32 and 64 channels.
         num_classes: length of the logits.
         in_channels: channels of the images.
-        block_order: "classic", "deepmind" or "order3"; see the module.
         norm: "group", or "batch" for the non-private baseline.
-        norm_groups: groups of each GroupNorm, less where channels are few; see `normalization.group_count`.
+        norm_groups: groups of each GroupNorm, less where channels are few; see `group_count`.
         weight_standardization: standardise the filters of every convolution.
 
     Raises:
         UserError: an argument is out of its range; the message says which and what it may be.
     """
-    _check_choice("block_order", block_order, BLOCK_ORDERS)
-    _check_choice("norm", norm, NORMS)
+    if norm not in NORMS:
+        raise UserError(f"norm={norm!r} is unknown; choose one of {', '.join(NORMS)}.")
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
     counts = {"width": width, "num_classes": num_classes, "in_channels": in_channels, "norm_groups": norm_groups}
@@ -272,16 +184,10 @@ def wide_resnet(
         width=width,
         num_classes=num_classes,
         in_channels=in_channels,
-        block_order=block_order,
         norm=norm,
         norm_groups=norm_groups,
         weight_standardization=weight_standardization,
     )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}.")
 
 
 HIDDEN = 64

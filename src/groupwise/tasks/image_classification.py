@@ -169,7 +169,6 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
         width=settings.width,
         num_classes=data.num_classes,
         in_channels=data.channels,
-        block_order=settings.block_order,
         norm=settings.norm,
         norm_groups=settings.norm_groups,
         weight_standardization=settings.weight_standardization,
