@@ -7,12 +7,10 @@ import io
 import json
 import pickle
 import stat
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -168,19 +166,6 @@ def test_cifar_batches_are_opened_only_with_the_right_md5(tmp_path, bomb):
         (folder / name).write_bytes(pickle.dumps({"data": bomb, "labels": [0]}))
     with pytest.raises(UserError, match="not whole, or not as published"):
         read_batches(tmp_path)
-
-
-def test_npz(tmp_path, bomb):
-    from groupwise.data.cifar10 import read_npz
-
-    images = np.zeros((2, 8, 8, 3), np.uint8)
-    np.savez(tmp_path / "a.npz", x_train=images, y_train=np.array([bomb, bomb]), x_test=images, y_test=np.zeros(2, int))
-    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
-        for name in ("x_train", "y_train", "x_test", "y_test"):
-            archive.writestr(f"{name}.npy", pickle.dumps(bomb))
-    for name in ("a.npz", "b.npz"):
-        with pytest.raises(UserError):
-            read_npz(tmp_path / name)
 
 
 def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from benchmarks.options import command, option, split
 from groupwise.atomic import write_text
-from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN, NPZ_FILE
+from groupwise.data.cifar10 import BATCHES_FOLDER, MOSAIC_FOLDER, MOSAIC_TEST, MOSAIC_TRAIN
 from groupwise.errors import UserError
 from groupwise.training.provenance import RECORDED, git_state
 
@@ -98,11 +98,9 @@ def cifar_files(root: Path) -> list[tuple[str, Path]]:
     if folder.is_dir():
         files = sorted(file for file in folder.iterdir() if file.is_file())
         return [(f"{BATCHES_FOLDER}/{file.name}", file) for file in files]
-    if (root / NPZ_FILE).is_file():
-        return [(NPZ_FILE, root / NPZ_FILE)]
     names = [f"{MOSAIC_FOLDER}/{name}" for name in (*MOSAIC_TRAIN, MOSAIC_TEST)]
     if missing := [name for name in names if not (root / name).is_file()]:
-        raise UserError(f"data={root} has neither {BATCHES_FOLDER}/ nor {NPZ_FILE}, and lacks {missing[0]}.")
+        raise UserError(f"data={root} has no {BATCHES_FOLDER}/ and lacks {missing[0]}.")
     return [(name, root / name) for name in names]
 
 

@@ -30,17 +30,6 @@ def real_data() -> Path:
 
 
 @pytest.fixture
-def npz_arrays() -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(0)
-    return {
-        "x_train": generator.integers(0, 256, (20, 16, 16, 3), dtype=np.uint8),
-        "y_train": np.arange(20) % 10,
-        "x_test": generator.integers(0, 256, (10, 16, 16, 3), dtype=np.uint8),
-        "y_test": np.arange(10),
-    }
-
-
-@pytest.fixture
 def make_batches(monkeypatch):
     """Write a small standard folder into a root, and have torchvision expect its MD5 sums."""
 

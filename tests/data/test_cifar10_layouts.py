@@ -1,11 +1,9 @@
 """Every layout is read to the pixel, and what is wrong with a file is told in one sentence with its name."""
 
-import io
 import os
 import pickle
 import shutil
 import struct
-import zipfile
 import zlib
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data.cifar10 import MOSAIC_TRAIN, read_batches, read_mosaics, read_npz
+from groupwise.data.cifar10 import MOSAIC_TRAIN, read_batches, read_mosaics
 from tests.data.refusals import refused
 
 
@@ -36,61 +34,6 @@ class TestBatches:
     def test_images_of_another_size(self, tmp_path, make_batches):
         make_batches(tmp_path, data=np.zeros((10, 3000), np.uint8))
         assert "cifar-10-batches-py is not whole" in refused(read_batches, tmp_path)
-
-
-class TestNpz:
-    def test_any_number_and_size_of_images(self, tmp_path, npz_arrays):
-        path = tmp_path / "mine.npz"
-        np.savez(path, **npz_arrays)
-        data = read_npz(path)
-        assert data.x_train.shape == (20, 3, 16, 16)
-        assert torch.equal(data.x_test, torch.from_numpy(npz_arrays["x_test"]).permute(0, 3, 1, 2))
-        assert data.y_train.tolist() == npz_arrays["y_train"].tolist()
-        assert list(data.sha256) == ["mine.npz"]
-
-    @pytest.mark.parametrize("key", ["x_train", "y_train", "x_test", "y_test"])
-    def test_a_missing_array(self, tmp_path, npz_arrays, key):
-        del npz_arrays[key]
-        np.savez(tmp_path / "mine.npz", **npz_arrays)
-        assert f"mine.npz has no array {key}" in refused(read_npz, tmp_path / "mine.npz")
-
-    @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-    @pytest.mark.parametrize("keep", [0, 10, 0.3, 0.7, 0.99])
-    def test_a_truncated_file(self, tmp_path, npz_arrays, save, keep):
-        path = tmp_path / "mine.npz"
-        save(path, **npz_arrays)
-        content = path.read_bytes()
-        path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
-        assert "mine.npz is not a readable .npz file" in refused(read_npz, path)
-
-    def test_a_header_that_claims_a_thousand_terabytes(self, tmp_path, npz_arrays):
-        claims = io.BytesIO()
-        np.lib.format.write_array_header_1_0(
-            claims, {"descr": "|u1", "fortran_order": False, "shape": (10**12, 32, 32, 3)}
-        )
-        np.savez(tmp_path / "mine.npz", **{key: value for key, value in npz_arrays.items() if key != "x_train"})
-        with zipfile.ZipFile(tmp_path / "mine.npz", "a") as archive:
-            archive.writestr("x_train.npy", claims.getvalue())
-        assert "(Unable to allocate" in refused(read_npz, tmp_path / "mine.npz")
-
-    @pytest.mark.parametrize(
-        ("key", "value", "words"),
-        [
-            ("x_train", np.zeros((20, 0, 0, 3), np.uint8), "(20, 0, 0, 3)"),
-            ("x_train", np.zeros((0, 16, 16, 3), np.uint8), "x_train holds no image"),
-            ("x_train", np.zeros((20, 16, 16, 3)), "x_train has dtype float64"),
-            ("x_test", np.zeros((10, 3, 16, 16), np.uint8), r"x_test has dtype uint8 and shape (10, 3, 16, 16)"),
-            ("x_test", np.zeros((10, 8, 8, 3), np.uint8), "16 pixels a side and x_test of 8"),
-            ("y_train", np.arange(19) % 10, "19 labels for 20 images"),
-            ("y_test", np.arange(10) + 1, "from 1 to 10"),
-            ("y_test", np.arange(10) / 10, "y_test has dtype float64"),
-        ],
-    )
-    def test_wrong_arrays(self, tmp_path, npz_arrays, key, value, words):
-        np.savez(tmp_path / "mine.npz", **{**npz_arrays, key: value})
-        message = refused(read_npz, tmp_path / "mine.npz")
-        assert "mine.npz" in message
-        assert words in message
 
 
 def write_picture(path: Path, side: int = 3200) -> None:

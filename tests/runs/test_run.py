@@ -7,7 +7,6 @@ import random
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -107,7 +106,7 @@ REFUSED = {
         r"'stm\*', of clipping group 'early', matches no layer that trains, such as 'stem':",
     ),
     "missing data": (["data.name=cifar10", "data.image_size=16", "paths.data={tmp}/nowhere"], "nowhere"),
-    "truncated data": (["data.name=cifar10", "paths.data={tmp}/broken.npz"], "broken.npz"),
+    "incomplete data": (["data.name=cifar10", "paths.data={tmp}/broken"], "train_shard1.webp is missing"),
     "no GPU": (["train.device=cuda"], "no GPU"),
     "unwritable results": (["paths.results={tmp}/file"], "cannot be written"),
     "resume of nothing": (["resume={tmp}/nowhere"], "no folder"),
@@ -121,14 +120,8 @@ def test_a_mistake_is_one_sentence_before_anything_is_written(tmp_path, mistake,
     for name in ("http_proxy", "https_proxy"):  # a download must fail at once, wherever the test runs
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     (tmp_path / "file").write_text("")
-    whole = {
-        "x_train": np.zeros((4, 32, 32, 3), np.uint8),
-        "y_train": np.zeros(4),
-        "x_test": np.zeros(1),
-        "y_test": np.zeros(1),
-    }
-    np.savez(tmp_path / "broken.npz", **whole)
-    (tmp_path / "broken.npz").write_bytes((tmp_path / "broken.npz").read_bytes()[:2000])
+    (tmp_path / "broken" / "cifar10").mkdir(parents=True)
+    (tmp_path / "broken" / "cifar10" / "train_shard0.webp").write_text("")
     before = sorted(tmp_path.rglob("*"))
     overrides, sentence = REFUSED[mistake]
     with pytest.raises(UserError, match=sentence) as error:

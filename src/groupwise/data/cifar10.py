@@ -1,47 +1,40 @@
-"""Finds CIFAR-10 under a folder in any of three layouts, or downloads it there by torchvision."""
+"""Finds CIFAR-10 under a folder in one of two layouts, or downloads it there by torchvision."""
 
 import http.client
-import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from groupwise.atomic import lock
-from groupwise.data.images import NUM_CLASSES, ImageData, checked_images, checked_labels
+from groupwise.data.images import ImageData
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError, reason
 from groupwise.torchvision_import import import_torchvision
 
-NETWORK_PATIENCE = 30.0  # seconds without an answer after which a download is aborted
+BATCHES_FOLDER = "cifar-10-batches-py"
+MOSAIC_FOLDER = "cifar10"
+MOSAIC_TRAIN = tuple(f"train_shard{shard}.webp" for shard in range(5))
+MOSAIC_TEST = "test.webp"
+MOSAIC_GRID = 100
+MOSAIC_TILE = 32
+NUM_CLASSES = 10
 
 
 def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
     """Load CIFAR-10 (50,000 and 10,000 images of 3×32×32) from the first layout found under `root`.
 
     Looked for in this order, and the first found must be whole:
-      1. `root` itself, where it is an .npz file (x_train, y_train, x_test, y_test);
-      2. `root`/cifar-10-batches-py, the standard folder of pickled batches;
-      3. `root`/cifar10.npz;
-      4. `root`/cifar10/train_shard0-4.webp and test.webp, lossless mosaics;
-      5. a download by torchvision, which becomes the standard folder only when it is complete.
+      1. `root`/cifar-10-batches-py, the standard folder of pickled batches;
+      2. `root`/cifar10/train_shard0-4.webp and test.webp, lossless mosaics;
+      3. a download by torchvision, which makes the standard folder.
 
     Raises:
         UserError: nothing is found and nothing may or can be downloaded, or what is found is broken.
     """
-    if root.is_file() or root.suffix == ".npz":
-        if root.suffix != ".npz" or not root.is_file():
-            raise UserError(
-                f"{root} is given as the data, but is neither a folder nor a .npz file; give one of the two."
-            )
-        return read_npz(root)
     if (root / BATCHES_FOLDER).is_dir():
         return read_batches(root)
-    if (root / NPZ_FILE).is_file():
-        return read_npz(root / NPZ_FILE)
     if any((root / MOSAIC_FOLDER / name).is_file() for name in (*MOSAIC_TRAIN, MOSAIC_TEST)):
         return read_mosaics(root)
     if not download:
@@ -51,65 +44,22 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Put the standard folder into `root`, whole or not at all: it is unpacked elsewhere and then moved.
-
-    Of several processes at once one downloads, and the others wait for it.
-    """
+    """Download and unpack the standard folder; of several processes at once one does, and the others wait for it."""
     datasets = import_torchvision().datasets
-    new = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _only_one(root), tempfile.TemporaryDirectory(prefix=".cifar10-download-", dir=root) as scratch:
-            if (root / BATCHES_FOLDER).is_dir():
-                return
-            with _network_patience():
-                datasets.CIFAR10(scratch, train=True, download=True)
-            (Path(scratch) / BATCHES_FOLDER).rename(root / BATCHES_FOLDER)
+        with lock(root / ".cifar10-download.lock", wait=True) or nullcontext():
+            datasets.CIFAR10(root, download=True)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
-        for folder in new:
-            with suppress(OSError):  # only an empty one goes
-                folder.rmdir()
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise UserError(_not_found(root, f"and could not be downloaded ({reason})")) from error
-
-
-@contextmanager
-def _only_one(root: Path) -> Iterator[None]:
-    path = root / ".cifar10-download.lock"
-    with lock(path, wait=True) or nullcontext():
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # while it is locked: who waits finds the data then
-
-
-@contextmanager
-def _network_patience() -> Iterator[None]:
-    """Set a timeout on a silent network, which torchvision's download lacks."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(NETWORK_PATIENCE)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+        raise UserError(_not_found(root, f"and could not be downloaded ({reason(error)})")) from error
 
 
 def _not_found(root: Path, why: str) -> str:
     return (
-        f"CIFAR-10 was not found under {root} {why}; put there the standard folder {BATCHES_FOLDER}/, "
-        f"or {NPZ_FILE} with {', '.join(NPZ_KEYS)}, or mosaics {MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to "
-        f"{MOSAIC_TRAIN[-1]} and {MOSAIC_FOLDER}/{MOSAIC_TEST}; or give paths.data=FOLDER with one of them."
+        f"CIFAR-10 was not found under {root} {why}; put there the standard folder {BATCHES_FOLDER}/, or mosaics "
+        f"{MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to {MOSAIC_TRAIN[-1]} and {MOSAIC_FOLDER}/{MOSAIC_TEST}; or give "
+        "paths.data=FOLDER with one of them."
     )
-
-
-BATCHES_FOLDER = "cifar-10-batches-py"
-NPZ_FILE = "cifar10.npz"
-NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
-MOSAIC_FOLDER = "cifar10"
-MOSAIC_TRAIN = tuple(f"train_shard{shard}.webp" for shard in range(5))
-MOSAIC_TEST = "test.webp"
-MOSAIC_GRID = 100
-MOSAIC_TILE = 32
 
 
 def read_batches(root: Path) -> ImageData:
@@ -130,36 +80,7 @@ def read_batches(root: Path) -> ImageData:
             "downloaded again."
         ) from error
     names = [name for name, _ in (*cifar.train_list, *cifar.test_list)] + [cifar.meta["filename"]]
-    return _image_data(arrays, folder, [folder / name for name in names], root, "the standard folder")
-
-
-def read_npz(path: Path) -> ImageData:
-    """Read an .npz with x_train, x_test (N, H, H, 3) of uint8 and y_train, y_test (N,) of integers.
-
-    N and H may be any: a sample of CIFAR-10, or one of smaller images, is fine.
-
-    Raises:
-        UserError: the file is no .npz, is truncated, or lacks an array.
-    """
-    arrays = {}
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            for key in NPZ_KEYS:
-                if key not in archive:
-                    raise UserError(
-                        f"{path} has no array {key}; it must hold {', '.join(NPZ_KEYS)}; write it again with all four."
-                    )
-                arrays[key] = archive[key]
-                if not isinstance(arrays[key], np.ndarray):  # numpy returns members that are not arrays as bytes
-                    raise UserError(f"{path}: {key} is not a NumPy array; write the file again.")
-    except UserError:
-        raise
-    except Exception as error:  # numpy, zipfile, zlib and ast may raise these on broken bytes
-        why = "it holds pickled objects, which are not opened" if "pickle" in str(error) else reason(error)
-        raise UserError(
-            f"{path} is not a readable .npz file ({why}); it may be truncated, so write it again."
-        ) from error
-    return _image_data(arrays, path, [path], path.parent, "an .npz file")
+    return _image_data(arrays, [folder / name for name in names], root, "the standard folder")
 
 
 def read_mosaics(root: Path) -> ImageData:
@@ -184,7 +105,7 @@ def read_mosaics(root: Path) -> ImageData:
         "x_test": images[-1],
         "y_test": labels,
     }
-    return _image_data(arrays, folder, paths, root, "lossless mosaics")
+    return _image_data(arrays, paths, root, "lossless mosaics")
 
 
 def _read_mosaic(path: Path) -> np.ndarray:
@@ -210,17 +131,13 @@ def _read_mosaic(path: Path) -> np.ndarray:
     return tiles.reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 
 
-def _image_data(arrays: dict[str, np.ndarray], path: Path, files: list[Path], root: Path, layout: str) -> ImageData:
-    """Check the four arrays and put them together with the fingerprints of the files."""
-    tensors: dict[str, Tensor] = {}
-    for split in ("train", "test"):
-        tensors[f"x_{split}"] = checked_images(arrays[f"x_{split}"], path, f"x_{split}")
-        tensors[f"y_{split}"] = checked_labels(arrays[f"y_{split}"], tensors[f"x_{split}"], path, f"y_{split}")
-    if tensors["x_train"].shape[1:] != tensors["x_test"].shape[1:]:
-        raise UserError(
-            f"{path}: x_train has images of {tensors['x_train'].shape[-1]} pixels a side and x_test of "
-            f"{tensors['x_test'].shape[-1]}; the two must be of one size, so write it again."
-        )
+def _image_data(arrays: dict[str, np.ndarray], files: list[Path], root: Path, layout: str) -> ImageData:
+    """Put the arrays (N, H, H, 3) of uint8 and (N,) together with the fingerprints of the files."""
+    tensors = {
+        f"x_{split}": torch.from_numpy(np.ascontiguousarray(arrays[f"x_{split}"].transpose(0, 3, 1, 2)))
+        for split in ("train", "test")
+    }
+    tensors |= {f"y_{split}": torch.from_numpy(arrays[f"y_{split}"].astype(np.int64)) for split in ("train", "test")}
     return ImageData(
         **tensors, num_classes=NUM_CLASSES, source=f"CIFAR-10, {layout}", sha256=sha256_of_files(files, root)
     )

@@ -46,8 +46,8 @@ def load_images(name: str, root: Path, download: bool = True, image_size: int | 
     """Load a data set by name, scaled down to `image_size` if that is given.
 
     Args:
-        name: "cifar10" (three layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
-        root: folder of the data, or an .npz file of CIFAR-10; the digits ignore it.
+        name: "cifar10" (two layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
+        root: folder of the data; the digits ignore it.
         download: fetch CIFAR-10 into `root` if it is missing.
         image_size: average blocks of pixels down to this height and width; None keeps the images.
 
