@@ -2,8 +2,8 @@
 
     python examples/small_decoder.py FOLDER llama        or qwen2, qwen3, gemma, gemma2, gemma3_text
 
-Rotary positions, RMSNorm and grouped queries are the family's own code. The tokens that begin, end and pad a text, the
-chat template, and the head that is tied to the token embedding are like the published models'. The texts are made up.
+Rotary positions, RMSNorm and grouped queries are the family's own code. The tokens that begin, end and pad a text, and
+the head that is tied to the token embedding are like the published models'. The texts are made up.
 """
 
 import sys
@@ -21,41 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 @dataclass(frozen=True)
 class Family:
-    """The tokens that begin, end and pad a text, None where there is none; those of a chat's turns; its template."""
+    """The tokens that begin, end and pad a text, None where there is none."""
 
     begin: str | None
     end: str
     pad: str | None
-    turns: tuple[str, ...]
-    chat: str
 
 
-LLAMA = Family(
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    None,
-    ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
-    "{{ message.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-)
-QWEN = Family(
-    None,
-    "<|endoftext|>",
-    "<|endoftext|>",
-    ("<|im_start|>", "<|im_end|>"),
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-)
-GEMMA = Family(
-    "<bos>",
-    "<eos>",
-    "<pad>",
-    ("<start_of_turn>", "<end_of_turn>"),
-    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
-    "{{ 'model' if message.role == 'assistant' else message.role }}\n{{ message.content | trim }}<end_of_turn>\n"
-    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-)
+LLAMA = Family("<|begin_of_text|>", "<|end_of_text|>", None)
+QWEN = Family(None, "<|endoftext|>", "<|endoftext|>")
+GEMMA = Family("<bos>", "<eos>", "<pad>")
 FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "qwen2": (QWEN, {}),
@@ -74,7 +49,7 @@ def make_tokenizer(family: Family, size: int = 512) -> Any:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    special = dict.fromkeys(token for token in (family.pad, family.end, family.begin, *family.turns) if token)
+    special = dict.fromkeys(token for token in (family.pad, family.end, family.begin) if token)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
@@ -85,7 +60,7 @@ def make_tokenizer(family: Family, size: int = 512) -> Any:
         first = (family.begin, inner.token_to_id(family.begin))
         inner.post_processor = processors.TemplateProcessing(f"{first[0]} $A", f"{first[0]} $A {first[0]} $B", [first])
     tokens = {"bos_token": family.begin, "eos_token": family.end, "pad_token": family.pad}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=family.chat, **tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
 
 
 def write(folder: str, name: str, **shape: Any) -> None:

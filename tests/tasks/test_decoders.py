@@ -175,11 +175,6 @@ def test_what_cannot_train_is_refused_before_its_weights_are_read(folders, tmp_p
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            "task=samsum clip=none eval.shots=4 data.chat=true",
-            r"eval\.shots=4 shows examples as plain text, which data",
-        ),
-        ("task=sst2 data.chat=true", r"data\.chat=true is not for task=sst2: leave one of them out"),
         ("task=cifar model.rematerialize=true", r"model\.rematerialize=true is not for model\.name=wide_resnet"),
         (
             "task=samsum_pipeline pipeline.stages=2 model.rematerialize=true",

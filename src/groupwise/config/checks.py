@@ -178,15 +178,11 @@ def _together(config: RunConfig) -> Iterator[str]:
         yield from _not_for(f"model.name={model.name}", config, "data.flip", "data.crop", "data.views")
     if data.views > 1 and not (data.flip or data.crop):
         yield f"data.views={data.views} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
-    if config.task not in GENERATION:
-        yield from _not_for(f"task={config.task}", config, "data.chat")
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
     if config.explain:
         yield from _not_for("explain=true", config, "eval.shots")
-    if config.data.chat and config.eval.shots:
-        yield f"eval.shots={config.eval.shots} shows examples as plain text, which data.chat=true is not: drop one."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots trains nothing, so there is nothing to clip: add clip=none."
     if not -100 <= config.eval.generate.length_penalty <= 100:

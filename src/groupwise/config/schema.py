@@ -110,8 +110,6 @@ class DataConfig:
     """Images: K augmented views of an example, whose losses are averaged before clipping (De et al., 2022)."""
     max_length: int = number(256, POSITIVE)
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
-    chat: bool = False
-    """E2E, DART, SAMSum: the source as a user's turn and the target as the answer, by the tokeniser's chat template."""
 
 
 @dataclass

@@ -12,14 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError
 from groupwise.training.task import to_device
 
 LINE = "\n"
-SOURCE, TARGET = "<source>", "<target>"
-"""Placeholders for an example's two texts in a chat template."""
-TODAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
-"""Put before a template, so that its date is fixed (to the default of Llama's template) and no run depends on it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,6 @@ class Frame:
         end: the token that ends the target.
         space: of the target's text, between it and the ending.
         delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
-        turns: source and target are turns of a chat.
     """
 
     begin: list[int]
@@ -40,7 +35,6 @@ class Frame:
     end: int
     space: str
     delimiter: str
-    turns: bool = False
 
 
 def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
@@ -65,38 +59,6 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     if begin == end:
         return Frame(first, [end], end, " ", "")
     return Frame(first, _tokens(tokenizer, LINE), end, "", "")
-
-
-def chat_frame(tokenizer: Any, delimiter: str) -> Frame:
-    """The frame of a chat model: by its chat template, the source is a user's turn and the target the answer.
-
-    The template is applied once, to two placeholders, which shows what it puts around the texts. Whatever it writes
-    before an answer (an empty thought, for reasoning models) is part of every prompt, in training and in generation.
-    The answer ends with the token that ends its turn. Sources lose their `delimiter`, which the turn replaces.
-
-    Raises:
-        UserError: no chat template, or one that does not contain both texts once and unchanged.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("data.chat=true, but the tokeniser has no chat template: give that of a chat model.")
-    turns = [{"role": "user", "content": SOURCE}, {"role": "assistant", "content": TARGET}]
-    try:
-        template = TODAY + tokenizer.get_chat_template()
-        text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    except Exception as error:  # a template may raise anything
-        raise UserError(
-            f"The tokeniser's chat template cannot format a question and an answer ({reason(error)}): leave out "
-            "data.chat."
-        ) from error
-    before, source, rest = text.partition(SOURCE)
-    between, target, after = rest.partition(TARGET)
-    if not source or not target or SOURCE in rest or TARGET in after:
-        raise UserError("The tokeniser's chat template changes the texts that it formats: leave out data.chat.")
-    ending = next(iter(_tokens(tokenizer, after)), None)
-    end = ending if ending in tokenizer.added_tokens_decoder else tokenizer.eos_token_id
-    if end is None:
-        raise UserError("The tokeniser's chat template does not end a turn with a token: leave out data.chat.")
-    return Frame(_tokens(tokenizer, before), _tokens(tokenizer, between), end, "", delimiter, turns=True)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
@@ -283,7 +245,7 @@ class PairEncoder:
     def in_context(self, texts: Sequence[str], most: int) -> list[list[int]]:
         """Encode demonstrations and a source, as one text, in at most `most` tokens; a table's ending is left out."""
         frame = self._frame
-        return self._prompts(texts, frame.ending if frame.delimiter or frame.turns else [], most)
+        return self._prompts(texts, frame.ending if frame.delimiter else [], most)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""

@@ -29,7 +29,6 @@ from groupwise.tasks.samples import (
     IGNORED,
     PairEncoder,
     Samples,
-    chat_frame,
     demonstrations,
     in_context_prompt,
     pad,
@@ -257,8 +256,7 @@ def make_text_generation(
     """
     check_installed()
     tokenizer = find_tokenizer(config)
-    framed = chat_frame if config.data.chat else plain_frame
-    frame = framed(tokenizer, DELIMITER if config.task in SUMMARIES else "")
+    frame = plain_frame(tokenizer, DELIMITER if config.task in SUMMARIES else "")
     encoder = PairEncoder(tokenizer, frame, config.data.max_length)
     data = _load(config)
     public_text(config, _private(data))  # refuses before a model is loaded
