@@ -32,7 +32,7 @@ SOURCES = [
 # -- no pickle from a file that somebody else may have written --------------------------------------------------------
 
 OWN_PIPES = {"src/groupwise/processes/start.py", "src/groupwise/sweeps/slurm.py"}
-"""Their pickles come from this user's own processes, through a pipe or in the sweep's own folder."""
+"""Their pickles come from this user's own processes, in a folder of their own."""
 RUNS_CODE = {
     "pickle.load", "pickle.loads", "cPickle.load", "dill.load", "dill.loads", "cloudpickle.load", "cloudpickle.loads",
     "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "pd.read_pickle", "pandas.read_pickle", "yaml.load",

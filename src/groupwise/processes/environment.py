@@ -52,15 +52,9 @@ def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -
     """The place that torchrun or srun gave this process; None where nobody started several.
 
     Raises:
-        UserError: they started another number of processes than the configuration asks for, or left a variable out.
+        UserError: they started another number of processes than the configuration asks for.
     """
-    try:
-        place = _torchrun(environment) or _slurm(environment)
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"The environment looks like torchrun's or srun's, but a variable is missing or no number ({error}): "
-            "start the run under one of the two, or unset RANK and SLURM_PROCID."
-        ) from error
+    place = _torchrun(environment) or _slurm(environment)
     world = world_size(config)
     if place is not None and place.world != world:
         if not place.main:
