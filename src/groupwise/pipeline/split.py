@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
@@ -21,8 +20,8 @@ Ranges = tuple[tuple[int, int], ...]
 def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) -> Ranges:
     """Assign the blocks of `model`, in their order and at least one each, to `stages` stages.
 
-    The parameters of the heaviest stage are minimised; among equal solutions, the sum of their squares, which balances
-    the others. The embedding counts for the first stage and the head for the last.
+    The parameters of the heaviest stage are minimised, and the others balanced. The embedding counts for the first
+    stage and the head for the last.
 
     Args:
         model: as `cut` takes it.
@@ -48,7 +47,7 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
 
 
 def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: float = 0.0) -> Ranges:
-    """Minimise the cost of the heaviest stage, then the sum of squares, exactly; both by dynamic programming.
+    """Minimise the cost of the heaviest stage, by dynamic programming; among equal ones, prefer a small sum of squares.
 
     Args:
         costs: of each block, (n,), n >= stages.
@@ -57,37 +56,20 @@ def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: floa
         exit: cost of the last stage beside its blocks.
     """
     sums = list(accumulate(costs, initial=0))
-
-    def load(stage: int, start: int, stop: int) -> float:
-        ends = entry * (stage == 0) + exit * (stage == stages - 1)
-        return sums[stop] - sums[start] + ends
-
-    heaviest, _ = _best(load, len(costs), stages, max)
-
-    def squares(stage: int, start: int, stop: int) -> float:
-        own = load(stage, start, stop)
-        return own * own if own <= heaviest else math.inf
-
-    _, stops = _best(squares, len(costs), stages, lambda before, own: before + own)
-    return tuple(pairwise((0, *stops)))
-
-
-def _best(
-    cost: Callable[[int, int, int], float], blocks: int, stages: int, join: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """The least combined cost of stages 0 ... S - 1, and where each of them stops."""
-    table: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    table: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
+        ends = entry * (stage == 0) + exit * (stage == stages - 1)
         left = stages - stage - 1  # each later stage needs a block
-        table = {
-            stop: min(
-                (join(table[start][0], cost(stage, start, stop)), (*table[start][1], stop))
-                for start in table
-                if start < stop
-            )
-            for stop in range(stage + 1, blocks - left + 1)
-        }
-    return table[blocks]
+        found = {}
+        for stop in range(stage + 1, len(costs) - left + 1):
+            ways = []
+            for start, (heaviest, squares, stops) in table.items():
+                if start < stop:
+                    load = sums[stop] - sums[start] + ends
+                    ways.append((max(heaviest, load), squares + load * load, (*stops, stop)))
+            found[stop] = min(ways)
+        table = found
+    return tuple(pairwise((0, *table[len(costs)][2])))
 
 
 def _count(modules: Sequence[nn.Module]) -> int:

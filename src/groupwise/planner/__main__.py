@@ -1,6 +1,6 @@
 """Estimates what a private pipeline needs on each device and how long it takes, and allocates no model:
 
-python -m groupwise.planner model=gpt3_175b devices=16 memory=32GB microbatch=1
+python -m groupwise.planner model=gpt3_175b devices=16 memory=32 microbatch=1
 python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512
 
 Exit codes: 0, 2 for a mistake or a model that does not fit.
@@ -18,8 +18,7 @@ import pandas as pd
 
 from groupwise.errors import UserError
 from groupwise.options import command
-from groupwise.pipeline.model_parts import find_parts
-from groupwise.pipeline.split import Ranges, choose_ranges
+from groupwise.pipeline.split import Ranges
 from groupwise.planner.estimate import Estimate, Memory, Times, bubble_fraction
 from groupwise.planner.footprint import Work
 from groupwise.planner.options import PlanOptions
@@ -58,7 +57,7 @@ def make_plan(estimate: Estimate) -> Plan:
     """The whole plan.
 
     Raises:
-        UserError: the model does not fit; names the number of devices with which it would.
+        UserError: the model does not fit.
     """
     options = estimate.options
     if options.devices > estimate.blocks:
@@ -96,16 +95,6 @@ def largest_microbatch(estimate: Estimate) -> int:
     return guess
 
 
-def least_devices(estimate: Estimate) -> int | None:
-    """The least number of stages, beyond those asked for, with which the work fits; None if none does."""
-    sizes = [sum(p.nbytes for p in block.parameters()) for block in find_parts(estimate.model).blocks]
-    for stages in range(estimate.options.devices + 1, estimate.blocks + 1):
-        weights = max(sum(sizes[start:stop]) for start, stop in choose_ranges(estimate.model, stages))
-        if weights <= estimate.options.room and estimate.fits(estimate.work, stages):
-            return stages
-    return None
-
-
 def _chosen(estimate: Estimate, most: int) -> Work:
     """With the microbatch that was asked for; else the fastest among 1, 2, 4, … and the largest that fits."""
     if estimate.options.microbatch:
@@ -124,10 +113,7 @@ def _why_not(estimate: Estimate) -> str:
         f"needs {memory[stage].peak / 1e9:.1f} GB, {memory[stage].weights / 1e9:.1f} of them frozen weights, and "
         f"{options.room / 1e9:.1f} are there"
     )
-    least = least_devices(estimate)
-    if least is None:
-        return f"{why}; no number of devices would do, so give a shorter length or devices with more memory."
-    return f"{why}; give at least {least} devices."
+    return f"{why}; give more devices, devices with more memory, or a shorter length."
 
 
 GB = 1e9

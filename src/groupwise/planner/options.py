@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from groupwise.errors import UserError
 from groupwise.options import option
 from groupwise.planner.accelerators import ACCELERATORS, Accelerator
-
-UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass
@@ -19,7 +16,7 @@ class PlanOptions:
     model: str = option("gpt3_175b", "or opt_66b, opt_175b, gpt2_xl, llama_7b, or a folder with a config.json")
     devices: int = option(16, "stages, one device each")
     accelerator: str = option("v100_32gb", f"of {', '.join(ACCELERATORS)}", among=tuple(ACCELERATORS))
-    memory: str | None = option(None, "of a device, such as 32GB or 80GiB; default the accelerator's own")
+    memory: float | None = option(None, "GB of a device, 1e9 bytes each; default the accelerator's own")
     microbatch: int | None = option(None, "examples in a microbatch; default the fastest that fits")
     length: int = option(200, "tokens of an example, padding included (SAMSum's have 194 on average)")
     batch: int = option(128, "examples in a logical batch, one noisy update each")
@@ -40,7 +37,7 @@ class PlanOptions:
         device = self.device
         if self.room <= 0:
             own = f"{device.reserved / 1e9:g} GB that a {device.name} takes for itself"
-            raise UserError(f"memory={self.memory} leaves no room beside the {own}: give more.")
+            raise UserError(f"memory={self.memory:g} leaves no room beside the {own}: give more.")
         if self.weights_dtype not in device.peak:
             raise UserError(
                 f"dtype={self.weights_dtype} is not fast on a {device.name}: give {' or '.join(device.peak)}."
@@ -54,23 +51,10 @@ class PlanOptions:
     @property
     def room(self) -> float:
         """Bytes that tensors may take on a device."""
-        memory = self.device.memory if self.memory is None else size("memory", self.memory)
+        memory = self.device.memory if self.memory is None else 1e9 * self.memory
         return memory - self.device.reserved
 
     @property
     def weights_dtype(self) -> str:
         """torch's name of the dtype of frozen weights and activations."""
         return self.dtype or next(iter(self.device.peak))
-
-
-def size(key: str, text: str) -> float:
-    """Bytes from 32GB, 80GiB, 500MB or a plain number.
-
-    Raises:
-        UserError: it cannot be read, or is not above 0.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?I?B)?\s*", text, re.IGNORECASE)
-    number = float(found[1]) * UNITS[(found[2] or "B").upper()] if found else 0.0
-    if number <= 0:
-        raise UserError(f"{key}={text} was given; give a size such as 32GB or 80GiB.")
-    return number
