@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.tasks.samples import IGNORED
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 TINY_VOCABULARY = 97
 
@@ -154,7 +154,7 @@ def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
 
 def _transformers() -> Any:
     """The transformers library, also beside a CPU-only torch; imported here, as it takes seconds."""
-    mend_torchvision()
+    import_torchvision_first()
     import transformers
 
     return transformers

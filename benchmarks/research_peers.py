@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.workloads import Workload
 from groupwise.errors import UserError
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
 """How the names of methods begin, and what they import."""
@@ -164,7 +164,7 @@ def load(package: str) -> Any:
     Raises:
         UserError: it is not installed and in no folder that `put_on_path` has put there.
     """
-    mend_torchvision()
+    import_torchvision_first()
     try:
         library = importlib.import_module(package)
     except ImportError as error:

@@ -83,9 +83,9 @@ class TinyTransformer(nn.Module):
 
 
 def _resnet18() -> nn.Module:
-    from groupwise.torchvision_import import mend_torchvision
+    from groupwise.torchvision_import import import_torchvision_first
 
-    mend_torchvision()
+    import_torchvision_first()
     from torchvision.models import resnet18
 
     return resnet18(num_classes=10, norm_layer=partial(nn.GroupNorm, 16))

@@ -23,7 +23,7 @@ from groupwise.planner.estimate import Estimate, kinds
 from groupwise.planner.footprint import BatchFirst, Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
 from groupwise.privacy import NoiseSource, release_gradients
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 from groupwise.training.task import Microbatch
 
 PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
@@ -72,7 +72,7 @@ class Staged:
     """
 
     def __init__(self, shape: Shape) -> None:
-        mend_torchvision()
+        import_torchvision_first()
         from transformers import GPT2Config
 
         torch.set_num_threads(1)

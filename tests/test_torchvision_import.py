@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from groupwise import torchvision_import
-from groupwise.torchvision_import import import_torchvision, mend_torchvision
+from groupwise.torchvision_import import import_torchvision, import_torchvision_first
 from tests.forks import Command
 
 FORK = """
@@ -59,5 +59,5 @@ def test_before_transformers_it_is_imported_where_it_is_installed(monkeypatch, t
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there or None)
     monkeypatch.setattr(importlib, "import_module", imported.append)
-    mend_torchvision()
+    import_torchvision_first()
     assert imported == ["torchvision"] * there

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from groupwise.errors import UserError
-
 
 def check_installed() -> None:
     """Raise `ModuleNotFoundError` before training where a package that scores texts is missing."""
@@ -28,11 +26,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     Args:
         hypotheses: n texts, as generated (not tokenised).
         references: for each of them one or more texts; their number may differ.
-
-    Raises:
-        UserError: no hypotheses.
     """
-    check_texts(hypotheses)
     from sacrebleu.metrics.bleu import BLEU
 
     most = max(map(len, references))
@@ -40,12 +34,6 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     # force: no word to stderr about texts that end in " ."
     scorer = BLEU(tokenize="13a", lowercase=True, smooth_method="none", force=True)
     return float(scorer.corpus_score(list(hypotheses), columns).score)  # type: ignore[arg-type]
-
-
-def check_texts(hypotheses: Sequence[str]) -> None:
-    """Raise `UserError` where there is nothing to score."""
-    if not hypotheses:
-        raise UserError("No texts were generated, so there is nothing to score: generate for at least one input.")
 
 
 BETA = 1.2
@@ -66,11 +54,7 @@ def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dic
 
     Returns:
         {"rouge1", "rouge2", "rougeL"}
-
-    Raises:
-        UserError: no hypotheses.
     """
-    check_texts(hypotheses)
     from rouge_score.rouge_scorer import RougeScorer
 
     names = ["rouge1", "rouge2", "rougeL"]
@@ -95,9 +79,8 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     others: 65.28 and 65.25 on E2E's development set, 63.81 and 63.75 on its test set, 61.83 and 61.89 on DART's
     development set. A single text can differ by 10 points and more.
 
-    Args and errors are those of `rouge`.
+    Args are those of `rouge`.
     """
-    check_texts(hypotheses)
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 

@@ -1,7 +1,6 @@
 """Runs one configuration to its row: everything is checked and made before anything is written."""
 
 import time
-import warnings
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -56,9 +55,6 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         if ranks.main:
             record.mark_done()
         row = record.read("result")
-        if ranks.main and row.get("paths.data") not in (None, config.paths.data):
-            message = f"paths.data was {row['paths.data']} in that run: data of another folder are not looked at."
-            warnings.warn(message, stacklevel=2)
         print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
         if ranks.main and config.export is not None and not Path(config.export).expanduser().exists():
             _export_finished(config, record, row)

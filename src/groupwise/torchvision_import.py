@@ -40,7 +40,7 @@ def import_torchvision() -> ModuleType:
     return importlib.import_module("torchvision")
 
 
-def mend_torchvision() -> None:
+def import_torchvision_first() -> None:
     """Import torchvision where there is one, before transformers or peft do, which then find it in working order."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision"):
         import_torchvision()

@@ -108,8 +108,3 @@ def test_a_choice_keeps_order_and_is_part_of_a_larger_one(labelled, paired):
     assert few.source == "made here; 10 of 100 training examples kept (seed 0)"
     assert keep(paired, 10).train == [paired.train[labelled.train.texts.index(texts)] for texts in few.train.texts]
     assert keep(labelled, 10) != keep(labelled, 10, seed=1)
-
-
-def test_a_limit_below_one_is_refused(labelled):
-    with pytest.raises(UserError, match=r"data.train_limit=0 leaves no example"):
-        keep(labelled, 0)

@@ -40,13 +40,6 @@ def test_offline_the_message_names_the_two_layouts(tmp_path):
     assert all(layout in message for layout in LAYOUTS)
 
 
-def test_without_leave_nothing_is_downloaded_or_written(tmp_path):
-    message = refused(load_cifar10, tmp_path / "new", download=False)
-    assert "downloading is switched off" in message
-    assert all(layout in message for layout in LAYOUTS)
-    assert not (tmp_path / "new").exists()
-
-
 class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *_) -> None:
         """Say nothing of a request."""

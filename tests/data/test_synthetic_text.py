@@ -6,7 +6,6 @@ import pytest
 
 from groupwise.data.glue import GLUE
 from groupwise.data.synthetic_text import synthetic_labelled, synthetic_paired
-from groupwise.errors import UserError
 
 SHA256 = {
     "sst2": "5d8014be698d6032a5b69a9670fc355f134c9d55903435ebb81eca9e9a52efe9",
@@ -54,9 +53,3 @@ def test_pairs_are_many_and_no_source_is_in_two_sets(task):
     assert len(set(asked)) == 200 and not set(asked) & set(rows)
     assert {len(set(request.references)) for request in (*data.valid, *data.test)} == {PAIRED[task]}
     assert all(text == text.strip() != "" for pair in data.train for text in pair)
-
-
-@pytest.mark.parametrize("make", [synthetic_labelled, synthetic_paired])
-def test_an_unknown_task_is_told(make):
-    with pytest.raises(UserError, match=r"task=cola .*choose one of"):
-        make("cola")

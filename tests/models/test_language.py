@@ -124,15 +124,6 @@ def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
         assert torch.equal(model.get_parameter(name), value.float()), name
 
 
-@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
-def test_sizes_that_no_text_can_pass(folders, tokenizer, tmp_path, key):
-    target = copy(folders["roberta"], tmp_path)
-    file = target / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), key: -1}))
-    with pytest.raises(UserError, match=f"{key}=-1: give a model|no configuration that transformers can read"):
-        load_classifier(ModelConfig(source=str(target)), CLASSES, tokenizer)
-
-
 # -- tying, dropout, positions ----------------------------------------------------------------------------------------
 
 
@@ -224,8 +215,8 @@ def test_a_tokeniser_that_is_not_the_models(folders, tokenizer, tmp_path):
     class Other:
         pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
 
-        def __init__(self, size, end=2):
-            self.size, self.eos_token_id = size, end
+        def __init__(self, size):
+            self.size = size
 
         def __len__(self):
             return self.size
@@ -233,8 +224,6 @@ def test_a_tokeniser_that_is_not_the_models(folders, tokenizer, tmp_path):
     settings = ModelConfig(source=str(folders["gpt2"]))
     with pytest.raises(UserError, match=r"The tokeniser has 61 tokens, but model\.source=.* embeds only 60"):
         load_causal(settings, Other(61))
-    with pytest.raises(UserError, match=r"ends a text with token 7, but .* with token 2"):
-        load_causal(settings, Other(60, end=7))
     load_causal(settings, Other(40))  # rows to spare, as in RoBERTa's embedding
 
 
@@ -245,8 +234,6 @@ def test_keys_that_only_fresh_weights_have(folders, tokenizer):
     load_causal(ModelConfig(source=source, shape={"n_layer": layers}), tokenizer)
     with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 is not that of"):
         load_causal(ModelConfig(source=source, shape={"n_layer": 7}), tokenizer)
-    with pytest.raises(UserError, match=r"is a gpt2, not a roberta"):
-        load_causal(ModelConfig(source=source, architecture="roberta"), tokenizer)
     load_causal(ModelConfig(source=source, architecture="gpt2"), tokenizer)
 
 
@@ -257,7 +244,7 @@ def test_folders_without_a_model(folders, tokenizer, tmp_path):
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
 
-    refused(tmp_path, "has no config.json: give a folder written by save_pretrained")
+    refused(tmp_path, "no configuration that transformers can read")
     target = copy(folders["gpt2"], tmp_path)
     (target / "model.safetensors").write_bytes(b"not weights at all")
     refused(target, "cannot be loaded")

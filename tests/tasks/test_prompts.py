@@ -38,12 +38,6 @@ def test_no_source_twice():
     assert sorted(source for source, _ in shown) == [source for source, _ in TRAIN[:6]]
 
 
-@pytest.mark.parametrize("number", [-1, 3])
-def test_another_set_is_refused(number):
-    with pytest.raises(UserError, match=rf"eval.prompt_set={number} is not one of the 3"):
-        demonstrations(TRAIN, 1, number, anything)
-
-
 def test_a_prompt_is_examples_and_then_the_source():
     source = "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
     shown = [(source.replace("Hi", "Hello"), "A greets B."), ("Say it\nTL;DR", "Said.")]
@@ -53,8 +47,3 @@ def test_a_prompt_is_examples_and_then_the_source():
         "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
     )
     assert in_context_prompt([], source) == source
-
-
-def test_fewer_than_no_shots_are_refused():
-    with pytest.raises(UserError, match=r"eval\.shots=-1 is negative"):
-        demonstrations(TRAIN, -1, 0, anything)

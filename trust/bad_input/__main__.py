@@ -76,9 +76,9 @@ def warm(cache: Path) -> None:
     sys.dont_write_bytecode = True
     cache.mkdir(parents=True, exist_ok=True)
     prepare()
-    from groupwise.torchvision_import import mend_torchvision
+    from groupwise.torchvision_import import import_torchvision_first
 
-    mend_torchvision()
+    import_torchvision_first()
     import datasets  # noqa: F401
     import dp_accounting  # noqa: F401
     import peft  # noqa: F401

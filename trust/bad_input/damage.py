@@ -1,7 +1,6 @@
 """Damages a file: cut, flipped bits, something else under its name, or odd content in its own format."""
 
 import gzip
-import io
 import json
 import lzma
 import os
@@ -12,8 +11,6 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 BOMB = 6 << 30
 """Bytes that a small file unpacks to: more than an attempt may take."""
@@ -171,78 +168,17 @@ def yaml_text(draw: random.Random, path: Path) -> None:
     path.write_text(head + draw.choice(YAMLS))
 
 
-# -- arrays and weights ------------------------------------------------------------------------------------------------
-
-DTYPES = ("f4", "i1", ">i8", "c16", "?", "U", "S3", "M8[s]", "O")
-ARRAYS: tuple[Callable[[np.ndarray], Any], ...] = (
-    *(lambda x, kind=kind: x.astype(kind) for kind in DTYPES),  # type: ignore[misc]
-    lambda x: x.astype(np.float64) * np.nan,
-    lambda x: x.astype(np.uint64) + np.uint64(2**63),
-    lambda x: np.array([TouchesAFile()], dtype=object),
-    lambda x: np.zeros(len(x), dtype=[("a", "u1"), ("b", "f4")]),
-    lambda x: x[:0],
-    lambda x: x[:-1],
-    lambda x: x[None],
-    lambda x: x.ravel()[0],
-    lambda x: x.ravel(),
-    lambda x: x.T,
-    lambda x: x - 1,
-    lambda x: x + 250,
-    lambda x: x[..., :0],
-    lambda x: x[:, :7] if x.ndim > 1 else x * 0 + 9,
-    lambda x: np.repeat(x, 2, axis=0),
-)
-
-
-def arrays(draw: random.Random, path: Path) -> None:
-    """An odd array, one lost, or an archive whose members are not what they say."""
-    if draw.random() < 0.3:
-        member = draw.choice(("x_train.npy", "y_train.npy", "x_train", "../../../x_train.npy", "/tmp/groupwise-escape"))
-        replace_member(path, member, draw.choice(MEMBERS))
-        return
-    content = dict(np.load(path))
-    key = draw.choice(list(content))
-    content[key] = draw.choice(ARRAYS)(content[key])
-    if draw.random() < 0.1:
-        del content[key]
-    np.savez(path, **content)
-
-
-def npy_head(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
-    """The head of an .npy file that claims a shape."""
-    out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": descr, "fortran_order": False, "shape": shape})
-    return out.getvalue()
-
-
-MEMBERS = (
-    npy_head((10**12, 32, 32, 3)),
-    npy_head((2**62, 2**62)),
-    npy_head((40, 8, 8, 3), "|O") + MALICE,
-    npy_head((40, 8, 8, 3)),
-    MALICE,
-    b"\x93NUMPY\x09\x00" + bytes(20),
-    b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535,
-    b"\x93NUMPY\x01\x00\x40\x00" + b"__import__('os').system('touch here')".ljust(64),
-    b"no array",
-    b"",
-)
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 def replace_member(path: Path, member: str, content: bytes) -> None:
-    """Put another file into a zip, in the place of one or beside all; b"" of x_train.npy becomes one that is huge."""
+    """Put another file into a zip, in the place of one or beside all."""
     with zipfile.ZipFile(path) as old:
         kept = {name: old.read(name) for name in old.namelist() if name != member}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
         for name, sound in kept.items():
             new.writestr(name, sound)
-        if content or member != "x_train.npy":
-            new.writestr(member, content)
-            return
-        with new.open(member, "w", force_zip64=True) as file:
-            file.write(npy_head((BOMB >> 8, 8, 8, 3)))
-            for _ in range(BOMB >> 24):
-                file.write(bytes(1 << 24))
+        new.writestr(member, content)
 
 
 def tensors(draw: random.Random, path: Path) -> None:
@@ -317,11 +253,10 @@ def picture(draw: random.Random, path: Path) -> None:
 
 
 FORMATS: dict[str, Callable[[random.Random, Path], None]] = {
-    **dict.fromkeys((".tsv", ".csv", ".txt", ".bpe", ".hash"), text),
+    **dict.fromkeys((".tsv", ".csv", ".txt", ".hash"), text),
     **dict.fromkeys((".gz", ".xz"), packed),
     ".json": json_text,
     **dict.fromkeys((".yaml", ".md"), yaml_text),
-    ".npz": arrays,
     ".pt": tensors,
     ".safetensors": safetensors,
     ".parquet": parquet,

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trust.bad_input.attempt import Attempt, words
 from trust.bad_input.damage import MALICE, damage
 from trust.faults.process import complete
@@ -121,16 +119,6 @@ def hub(folder: Path) -> None:
     (folder / "hub" / "README.md").write_text(README)
 
 
-def npz(folder: Path) -> None:
-    """Small images."""
-    draw = np.random.default_rng(0)
-    arrays: dict[str, Any] = {}
-    for part, count in (("train", 40), ("test", 20)):
-        arrays[f"x_{part}"] = draw.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
-        arrays[f"y_{part}"] = np.arange(count) % 10
-    np.savez(folder / "cifar10.npz", **arrays)
-
-
 def batches(folder: Path) -> None:
     """CIFAR-10's own folder with pickles that are not the published ones: none may be unpickled."""
     home = folder / "cifar-10-batches-py"
@@ -151,7 +139,7 @@ def mosaics(folder: Path) -> None:
 
 
 def make_templates(folder: Path) -> None:
-    """An exported model (`gpt2`) and its vocabulary in GPT-2's own files, a run's weights, and a stopped run.
+    """An exported model (`gpt2`), a run's weights, and a stopped run.
 
     Raises:
         RuntimeError: a run that must succeed did not.
@@ -161,11 +149,6 @@ def make_templates(folder: Path) -> None:
         process = complete(folder / name, *given, before=_stop_at_the_third_step if code else None, small=())
         if process.code != code:
             raise RuntimeError(f"{' '.join(given)} ended with {process.code}:\n{process.errors}")
-    vocabulary = json.loads((folder / "gpt2" / "tokenizer.json").read_text())["model"]
-    (folder / "bpe").mkdir()
-    (folder / "bpe" / "encoder.json").write_text(json.dumps(vocabulary["vocab"]))
-    merges = "".join(f"{a} {b}\n" for a, b in vocabulary["merges"])
-    (folder / "bpe" / "vocab.bpe").write_text(f"#version: 0.2\n{merges}")
     (folder / "gpt2" / "evil.py").write_text("open('UNPICKLED', 'w')\n")  # what CODE asks for
 
 
@@ -209,14 +192,12 @@ def kinds(templates: Path) -> list[Kind]:
              (*FILES, *WRITES, "task=samsum"), ("samsum/*",)),
         Kind("DART json", texts(same(dart, json.dumps(DART))), (*FILES, *WRITES, "task=dart"), ("dart/*",)),
         Kind("parquet", hub, (*FILES, "task=sst2", "data.hub=hub"), ("hub/a.parquet", "hub/README.md")),
-        *[Kind("npz", npz, (*images, f"paths.data={where}"), ("cifar10.npz",)) for where in (".", "cifar10.npz", ".")],
         Kind("CIFAR batches", batches, (*images, "paths.data=."), ("cifar-10-batches-py/*",)),
         Kind("mosaics", mosaics, (*images, "paths.data=."), ("cifar10/*",)),
         *[Kind("model folder", copied(templates / "gpt2", "m"),
                (*TEXT, *WRITES, "task=samsum", "model=hub", "model.source=m", "model.trains=all"), (file,))
           for file in ("m/config.json", "m/generation_config.json", "m/model.safetensors")],
         Kind("tokeniser", copied(templates / "gpt2", "t"), (*MODEL, "model.tokenizer=t"), ("t/tokenizer*.json",)),
-        Kind("tokeniser, original", copied(templates / "bpe", "t"), (*MODEL, "model.tokenizer=t"), ("t/*",)),
         *[Kind("weights", copied(weights, "model.pt"),
                (*IMAGE, "train.steps=1", "seed=1", "model.weights=model.pt"), ("model.pt",))] * 2,
         *[Kind("stopped run", copied(templates / "stopped", "results"), (*STOPPED, *resume), stopped)

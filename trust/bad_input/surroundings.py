@@ -23,7 +23,6 @@ FOLDERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("out", "a file", (*E2E, "export=out")),
     ("out", "a file", (*E2E, "export=out/deeper")),
     ("out", "-> out", (*E2E, "export=out")),
-    ("data/cifar10.npz", "a file", DATA),
     ("data", "a file", DATA),
     ("data", "-> data", DATA),
     ("resumed/config.yaml", "seed: 1\n", ("resume=resumed",)),

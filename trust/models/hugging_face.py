@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 from trust.models.architecture import Architecture, Batch, Size, Subject, classified, in_eval, next_tokens
 from trust.models.libraries import LISTED, settings
 
@@ -14,7 +14,7 @@ FAMILY = "transformers"
 
 def configure(size: Size, kind: str, **own: Any) -> Any:
     """A small configuration; its dropouts are the size's, and whole layers are never dropped. None leaves a key out."""
-    mend_torchvision()  # transformers imports it, and where it is broken only this import mends it
+    import_torchvision_first()  # transformers imports it, and where it is broken only this import mends it
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # of kernels that are not installed, of tokens outside a small vocabulary
@@ -138,7 +138,7 @@ def adapted(name: str, own: dict[str, Any]) -> Architecture:
     """A line of the list: the model below, the configuration's class in peft, and what it is given."""
 
     def make(size: Size) -> Subject:
-        mend_torchvision()
+        import_torchvision_first()
         import peft
 
         given = settings(size, own)

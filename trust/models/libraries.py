@@ -12,7 +12,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from groupwise.torchvision_import import import_torchvision, mend_torchvision
+from groupwise.torchvision_import import import_torchvision, import_torchvision_first
 from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, in_eval
 
 LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("libraries.yaml").read_text())
@@ -49,7 +49,7 @@ def timm(name: str, own: dict[str, Any]) -> Architecture:
     given = {key: value for key, value in own.items() if key not in ("image", "mixes")}
 
     def make(size: Size) -> Subject:
-        mend_torchvision()  # timm imports it
+        import_torchvision_first()  # timm imports it
         known = inspect.signature(get_class(given["_target_"])).parameters
         rates = {rate: size.dropout for rate in ("drop_rate", "drop_path_rate") if rate in known or "kwargs" in known}
         network = instantiate(given, num_classes=3, **rates, _convert_="all")
@@ -78,7 +78,7 @@ def diffusers(name: str, own: dict[str, Any]) -> Architecture:
     given = {key: value for key, value in own.items() if key not in ("inputs", "target")}
 
     def make(size: Size) -> Subject:
-        mend_torchvision()  # diffusers imports transformers
+        import_torchvision_first()  # diffusers imports transformers
         importlib.import_module("diffusers").logging.set_verbosity_error()  # of a cast by `to`
         network = instantiate(given, _convert_="all")
         for module in network.modules():

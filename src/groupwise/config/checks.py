@@ -225,11 +225,6 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         yield (f"clip.gamma=0 with clip.rule={clip.rule} divides by a zero norm: give a small number such as 0.01.")
     if clip.policy == "adaptive":
         yield from _adaptive(config)
-    if clip.grouping != "none" and config.model.norm == "batch":
-        yield (
-            "model.norm=batch mixes the examples of a batch, so no example's gradient can be clipped alone: "
-            "use model.norm=group."
-        )
 
 
 def _adaptive(config: RunConfig) -> Iterator[str]:

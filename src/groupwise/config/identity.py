@@ -64,7 +64,9 @@ The schema no longer has some of them, but records of older runs do.
 
 GONE = {
     "data.corpus": None,
+    "eval.generate.no_repeat_ngram": 0,
     "model.block_order": "deepmind",
+    "model.norm": "group",
     "pipeline.balance": "parameters",
     "pipeline.schedule": "1f1b",
     "clip.count_at": "raw",

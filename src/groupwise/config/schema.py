@@ -55,7 +55,7 @@ class ModelConfig:
     shape: dict[str, Any] = field(default_factory=dict)
     """Text: arguments of that type's configuration, such as {n_layer: 2}."""
     tokenizer: str | None = None
-    """Text: a folder or a name on the hub, or a folder with GPT-2's encoder.json and vocab.bpe; null takes `source`."""
+    """Text: a folder or a name on the hub; null takes `source`."""
     trains: str = one_of("all", "all", "attention", "bias", "embeddings", "lora")
     """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) |
     lora (adapters and head)."""
@@ -76,8 +76,6 @@ class ModelConfig:
     """Layers, 6n + 4."""
     width: int = number(4, POSITIVE, most=1_000)
     """Channels, as a multiple of 16, 32, 64."""
-    norm: str = one_of("group", "group", "batch")
-    """batch mixes examples, so it is refused with clipping."""
     norm_groups: int = number(16, POSITIVE)
     weight_standardization: bool = True
 
@@ -236,8 +234,6 @@ class GenerateConfig:
     beams: int = number(4, POSITIVE)
     max_new_tokens: int = number(100, POSITIVE)
     length_penalty: float = 1.0
-    no_repeat_ngram: int = number(0, NOT_NEGATIVE)
-    """No sequence of this many tokens twice; 0 allows it."""
     batch_size: int = number(16, POSITIVE)
     limit: int | None = number(None, NOT_NEGATIVE)
     """Generate for the first inputs only; 0 for none; null for all."""

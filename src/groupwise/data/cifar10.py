@@ -22,7 +22,7 @@ MOSAIC_TILE = 32
 NUM_CLASSES = 10
 
 
-def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
+def load_cifar10(root: Path) -> ImageData:
     """Load CIFAR-10 (50,000 and 10,000 images of 3×32×32) from the first layout found under `root`.
 
     Looked for in this order, and the first found must be whole:
@@ -31,14 +31,12 @@ def load_cifar10(root: Path, *, download: bool = True) -> ImageData:
       3. a download by torchvision, which makes the standard folder.
 
     Raises:
-        UserError: nothing is found and nothing may or can be downloaded, or what is found is broken.
+        UserError: nothing is found and nothing can be downloaded, or what is found is broken.
     """
     if (root / BATCHES_FOLDER).is_dir():
         return read_batches(root)
     if any((root / MOSAIC_FOLDER / name).is_file() for name in (*MOSAIC_TRAIN, MOSAIC_TEST)):
         return read_mosaics(root)
-    if not download:
-        raise UserError(_not_found(root, "and downloading is switched off"))
     _download(root)
     return read_batches(root)
 
@@ -51,15 +49,11 @@ def _download(root: Path) -> None:
         with lock(root / ".cifar10-download.lock", wait=True) or nullcontext():
             datasets.CIFAR10(root, download=True)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
-        raise UserError(_not_found(root, f"and could not be downloaded ({reason(error)})")) from error
-
-
-def _not_found(root: Path, why: str) -> str:
-    return (
-        f"CIFAR-10 was not found under {root} {why}; put there the standard folder {BATCHES_FOLDER}/, or mosaics "
-        f"{MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to {MOSAIC_TRAIN[-1]} and {MOSAIC_FOLDER}/{MOSAIC_TEST}; or give "
-        "paths.data=FOLDER with one of them."
-    )
+        raise UserError(
+            f"CIFAR-10 was not found under {root} and could not be downloaded ({reason(error)}); put there the "
+            f"standard folder {BATCHES_FOLDER}/, or mosaics {MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to {MOSAIC_TRAIN[-1]} "
+            f"and {MOSAIC_FOLDER}/{MOSAIC_TEST}; or give paths.data=FOLDER with one of them."
+        ) from error
 
 
 def read_batches(root: Path) -> ImageData:
@@ -112,23 +106,16 @@ def _read_mosaic(path: Path) -> np.ndarray:
     """Cut one mosaic into its images (10000, 32, 32, 3)."""
     from PIL import Image
 
-    side = MOSAIC_GRID * MOSAIC_TILE
     try:
         with Image.open(path) as picture:
-            if picture.size != (side, side):
-                raise UserError(
-                    f"{path} has {picture.size[0]}×{picture.size[1]} pixels, but a mosaic has "
-                    f"{side}×{side}; replace it."
-                )
             pixels = np.asarray(picture.convert("RGB"))
-    except UserError:
-        raise
+        tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3)
     except Exception as error:  # Pillow and its decoders may raise anything on broken bytes
         raise UserError(
-            f"{path} is not a readable picture ({reason(error)}); it may be truncated, so replace it."
+            f"{path} is not a readable picture of 3200×3200 pixels ({reason(error)}); it may be "
+            "truncated, so replace it."
         ) from error
-    tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3).transpose(0, 2, 1, 3, 4)
-    return tiles.reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
+    return tiles.transpose(0, 2, 1, 3, 4).reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 
 
 def _image_data(arrays: dict[str, np.ndarray], files: list[Path], root: Path, layout: str) -> ImageData:

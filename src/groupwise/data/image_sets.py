@@ -42,20 +42,19 @@ def load_digits() -> ImageData:
     )
 
 
-def load_images(name: str, root: Path, download: bool = True, image_size: int | None = None) -> ImageData:
+def load_images(name: str, root: Path, image_size: int | None = None) -> ImageData:
     """Load a data set by name, scaled down to `image_size` if that is given.
 
     Args:
         name: "cifar10" (two layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
-        root: folder of the data; the digits ignore it.
-        download: fetch CIFAR-10 into `root` if it is missing.
+        root: folder of the data, into which CIFAR-10 is downloaded if it is missing; the digits ignore it.
         image_size: average blocks of pixels down to this height and width; None keeps the images.
 
     Raises:
         UserError: an unknown name, missing or broken data, or a size that does not divide the images'.
     """
     if name == "cifar10":
-        data = load_cifar10(Path(root), download=download)
+        data = load_cifar10(Path(root))
     elif name == "digits":
         data = load_digits()
     else:

@@ -121,13 +121,8 @@ def keep(data: Data, limit: int, seed: int = 0) -> Data:
     """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; a smaller limit is a subset.
 
     The choice depends on the rows' numbers, never on their content.
-
-    Raises:
-        UserError: a limit below 1.
     """
     count = len(data.train)
-    if limit < 1:
-        raise UserError(f"data.train_limit={limit} leaves no example: give at least 1, or null for all.")
     if limit >= count:
         return data
     chosen = sorted(_order(count, seed)[:limit])
@@ -159,7 +154,7 @@ def read_text(path: Path, advice: str) -> str:
     Raises:
         UserError: no such file, or no UTF-8.
     """
-    if not is_file(path):  # reading a pipe could block, and a device may never end
+    if not path.is_file():  # reading a pipe could block, and a device may never end
         raise UserError(f"{path} is missing; {advice}.")
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -167,14 +162,6 @@ def read_text(path: Path, advice: str) -> str:
         raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert or replace the file.") from error
     except (OSError, MemoryError) as error:
         raise UserError(f"{path} cannot be read ({reason(error)}); make it readable.") from error
-
-
-def is_file(path: Path) -> bool:
-    """Whether it is a regular file; False for invalid names and circular links too."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
@@ -188,13 +175,7 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
         json.dumps(rows, ensure_ascii=False).encode()
     except UserError:
         raise
-    except UnicodeEncodeError as error:
-        raise UserError(f"{path} holds a lone surrogate (\\ud800 to \\udfff); fix or replace it.") from error
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path} is not JSON (line {error.lineno}: {error.msg}); it may be truncated, so replace it."
-        ) from error
-    except (ValueError, RecursionError, MemoryError) as error:  # numbers of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError, MemoryError) as error:  # lone surrogates and thousands of brackets too
         raise UserError(f"{path} is not readable JSON ({reason(error)}); replace it.") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path} does not hold a list of objects, as the published file does; replace it.")

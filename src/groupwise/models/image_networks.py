@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 
-NORMS = ("group", "batch")
-
 
 def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
     """Choose the groups of a GroupNorm: `norm_groups`, but never so many that a group is a single channel.
@@ -33,13 +31,8 @@ def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
     return max(count for count in range(1, bound + 1) if channels % count == 0)
 
 
-def make_norm(norm: str, channels: int, norm_groups: int, *, stem: bool = False) -> nn.Module:
-    """Make the normalisation of (B, channels, H, W): "group" for private training, "batch" for the baseline.
-
-    "batch" mixes the examples of a batch: it is the non-private baseline, and the clipping engine refuses it.
-    """
-    if norm == "batch":
-        return nn.BatchNorm2d(channels)
+def make_norm(channels: int, norm_groups: int, *, stem: bool = False) -> nn.Module:
+    """Make the normalisation of (B, channels, H, W)."""
     return nn.GroupNorm(group_count(channels, norm_groups, stem=stem), channels)
 
 
@@ -68,7 +61,6 @@ class PreactivationBlock(nn.Module):
         stride: int,
         *,
         project: bool,
-        norm: str,
         norm_groups: int,
         weight_standardization: bool,
         stem: bool,
@@ -76,11 +68,11 @@ class PreactivationBlock(nn.Module):
         super().__init__()
         self.shortcut_norm = self.shortcut_conv = None
         if project:
-            self.shortcut_norm = make_norm(norm, in_channels, norm_groups, stem=stem)
+            self.shortcut_norm = make_norm(in_channels, norm_groups, stem=stem)
             self.shortcut_conv = preactivation_conv(in_channels, out_channels, 1, stride, weight_standardization)
-        self.norm1 = make_norm(norm, in_channels, norm_groups, stem=stem)
+        self.norm1 = make_norm(in_channels, norm_groups, stem=stem)
         self.conv1 = preactivation_conv(in_channels, out_channels, 3, stride, weight_standardization)
-        self.norm2 = make_norm(norm, out_channels, norm_groups)
+        self.norm2 = make_norm(out_channels, norm_groups)
         self.conv2 = preactivation_conv(out_channels, out_channels, 3, 1, weight_standardization)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,13 +101,11 @@ class WideResNet(nn.Module):
         width: int,
         num_classes: int,
         in_channels: int,
-        norm: str,
         norm_groups: int,
         weight_standardization: bool,
     ) -> None:
         super().__init__()
         common: dict[str, Any] = {
-            "norm": norm,
             "norm_groups": norm_groups,
             "weight_standardization": weight_standardization,
         }
@@ -130,7 +120,7 @@ class WideResNet(nn.Module):
                 )
                 channels = stage_channels
         self.blocks = nn.Sequential(*blocks)
-        self.final_norm = make_norm(norm, channels, norm_groups)
+        self.final_norm = make_norm(channels, norm_groups)
         self.classifier = nn.Linear(channels, num_classes)
         _init_classifier(self.classifier)
 
@@ -153,7 +143,6 @@ def wide_resnet(
     width: int = 4,
     num_classes: int = 10,
     in_channels: int = 3,
-    norm: str = "group",
     norm_groups: int = 16,
     weight_standardization: bool = True,
 ) -> WideResNet:
@@ -164,27 +153,19 @@ def wide_resnet(
         width: factor on the stages' 16, 32 and 64 channels.
         num_classes: length of the logits.
         in_channels: channels of the images.
-        norm: "group", or "batch" for the non-private baseline.
         norm_groups: groups of each GroupNorm, less where channels are few; see `group_count`.
         weight_standardization: standardise the filters of every convolution.
 
     Raises:
-        UserError: an argument is out of its range; the message says which and what it may be.
+        UserError: another depth.
     """
-    if norm not in NORMS:
-        raise UserError(f"norm={norm!r} is unknown; choose one of {', '.join(NORMS)}.")
     if depth < 10 or (depth - 4) % 6:
         raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
-    counts = {"width": width, "num_classes": num_classes, "in_channels": in_channels, "norm_groups": norm_groups}
-    for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"{name}={value} was given, but it is a count; use a whole number of at least 1.")
     return WideResNet(
         depth=depth,
         width=width,
         num_classes=num_classes,
         in_channels=in_channels,
-        norm=norm,
         norm_groups=norm_groups,
         weight_standardization=weight_standardization,
     )

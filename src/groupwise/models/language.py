@@ -11,15 +11,11 @@ from torch import Tensor, nn
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 Kind = Literal["SequenceClassification", "CausalLM"]
 LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
 UNLIMITED = sys.maxsize
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts in configurations."""
-WITHOUT_EXPERTS = ("lora", "attention")
-"""Choices of `model.trains` that freeze the experts."""
 
 
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
@@ -31,7 +27,7 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
     Raises:
         UserError: as `make_config`; weights that cannot be read, are not safetensors, or lack more than the head.
     """
-    mend_torchvision()  # before transformers, whose import would fail
+    import_torchvision_first()  # before transformers, whose import would fail
     config = make_config(settings, tokenizer)
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: label for label, name in enumerate(classes)}
@@ -46,7 +42,7 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: as `load_classifier`; an encoder, which sees future tokens.
     """
-    mend_torchvision()
+    import_torchvision_first()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
 
 
@@ -111,7 +107,6 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     def among(mapping: str) -> bool:
         return type(config) in getattr(transformers, mapping)
 
-    _check_parts(settings, config, kind)
     masked = among("MODEL_FOR_MASKED_LM_MAPPING")
     encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
     if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
@@ -119,36 +114,6 @@ def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
     if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
         raise UserError(
             f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."
-        )
-
-
-def _check_parts(settings: ModelConfig, config: Any, kind: Kind) -> None:
-    """Refuse configurations that cannot be trained here, before any weight is read."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
-
-    text = config.get_text_config()
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else type(quantised).__name__
-        raise UserError(
-            f"{named(settings)} is quantised ({method}): give the original model; with model.trains=lora "
-            "model.frozen_dtype=bfloat16 its frozen weights take two bytes each."
-        )
-    if kind == "CausalLM" and type(config) in CAUSAL:
-        seeing = str(getattr(CAUSAL[type(config)], "__name__", "")).endswith("ForConditionalGeneration")
-    else:
-        seeing = hasattr(config, "vision_config") or hasattr(config, "audio_config")
-    if seeing and not config.is_encoder_decoder:
-        raise UserError(
-            f"{named(settings)} ({config.model_type}) is multimodal, and its other parts would get no gradient from "
-            "text: give a text-only model, such as gemma3_text."
-        )
-    numbers = {key: getattr(text, key, None) for key in EXPERTS}
-    experts = [f"{key}={found}" for key, found in numbers.items() if isinstance(found, int) and found > 1]
-    if experts and settings.trains not in WITHOUT_EXPERTS:
-        raise UserError(
-            f"{named(settings)} ({config.model_type}) is a mixture of experts ({experts[0]}), whose tokens the data "
-            f"choose, so that no example's gradient is known: train what is no expert, model.trains="
-            f"{' or '.join(WITHOUT_EXPERTS)}, or give a dense model."
         )
 
 

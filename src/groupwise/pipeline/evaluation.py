@@ -20,10 +20,10 @@ from groupwise.config.schema import GenerateConfig
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.text_generation import TextGeneration
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 from groupwise.training.task import Microbatch, Split, eval_mode
 
-mend_torchvision()  # before transformers, whose import would fail
+import_torchvision_first()  # before transformers, whose import would fail
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel  # noqa: E402
 from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
@@ -117,7 +117,7 @@ def generate_on_stages(
     ends: Sequence[int] = (),
 ) -> list[str]:
     """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it, get them."""
-    return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device, progress=link.stage.first)
+    return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):

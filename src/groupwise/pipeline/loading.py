@@ -21,7 +21,7 @@ from groupwise.models.trainable import choose_trainable
 from groupwise.pipeline.model_parts import check_known
 from groupwise.pipeline.split import Ranges, cut
 from groupwise.pipeline.stage import Stage
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 
 def load_stage(
@@ -79,7 +79,7 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: see `load_stage`.
     """
-    mend_torchvision()  # before transformers, whose import would fail
+    import_torchvision_first()  # before transformers, whose import would fail
     import transformers
     from accelerate import init_empty_weights
 

@@ -13,7 +13,7 @@ from groupwise.config.schema import LoraConfig
 from groupwise.errors import UserError, did_you_mean
 from groupwise.models.language import untie
 from groupwise.models.trainable import add_adapters
-from groupwise.torchvision_import import mend_torchvision
+from groupwise.torchvision_import import import_torchvision_first
 
 
 def _opt(width: int) -> dict[str, int]:
@@ -41,7 +41,7 @@ def configuration(name: str) -> Any:
     Raises:
         UserError: neither; a folder that transformers cannot read.
     """
-    mend_torchvision()
+    import_torchvision_first()
     from transformers import AutoConfig
 
     if name in SHAPES:
@@ -85,7 +85,7 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
     Raises:
         UserError: no causal language model.
     """
-    mend_torchvision()
+    import_torchvision_first()
     from transformers import AutoModelForCausalLM
 
     chosen = getattr(torch, dtype) if rank else torch.float32

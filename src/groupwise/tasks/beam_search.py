@@ -1,6 +1,5 @@
 """Beam search over many prompts, by transformers' `generate`."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -8,16 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
 from groupwise.models.language import position_limit
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.task import eval_mode
-
-FEW_BATCHES = 3
-"""Up to this many batches there is no progress bar."""
 
 
 def generate(
@@ -29,7 +24,6 @@ def generate(
     *,
     device: torch.device,
     single_line: bool = True,
-    progress: bool = True,
 ) -> list[str]:
     """Generate a text for each prompt: the best beam up to an end token, stripped.
 
@@ -42,13 +36,12 @@ def generate(
         model: a causal language model of transformers, with or without peft's adapters, or a stand-in for one.
         tokenizer: its tokeniser; the end token also pads where there is no pad token.
         prompts: token ids, at least one each.
-        settings: beams, max_new_tokens, length_penalty, no_repeat_ngram (which also counts the prompt's n-grams), and
-            batch_size, in prompts, which is halved when memory runs out; `limit` is left to the caller.
+        settings: beams, max_new_tokens, length_penalty, and batch_size, in prompts, which is halved when memory runs
+            out; `limit` is left to the caller.
         ends: tokens that end a text; by default the tokeniser's end token alone.
         device: where the model is.
         single_line: a text ends at its first line break; so do the beams, so that later tokens do not affect which one
             is chosen.
-        progress: show a bar on stderr if that is a terminal.
 
     Raises:
         UserError: a prompt is empty, or leaves no room for a token; the tokeniser has no end token; the model is not a
@@ -69,9 +62,7 @@ def generate(
 
     def write(size: int) -> list[str]:
         texts = [""] * len(prompts)
-        batches = _batches(lengths, positions, settings, size)
-        shown = progress and len(batches) > FEW_BATCHES
-        for batch in tqdm(batches, "generate", unit="batch", disable=None if shown else True, file=sys.stderr):
+        for batch in _batches(lengths, positions, settings, size):
             some = [prompts[i] for i in batch]
             new = _search(generator, tokenizer, some, positions, settings, list(ends), breaks, device)
             for index, tokens in zip(batch, new.tolist(), strict=True):
@@ -83,17 +74,15 @@ def generate(
 
 
 def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size: int) -> list[list[int]]:
-    """Indices of prompts in batches of at most `size`, the longest first."""
+    """Indices of prompts in batches of at most `size`, the longest first; those of a batch have the same room after
+    them."""
 
-    def alike(index: int) -> tuple[int, int]:
-        """The key by which prompts share a batch: the room after them and, where n-grams may not repeat, their length,
-        as padding would count as n-grams."""
-        room = min(settings.max_new_tokens, positions - lengths[index])
-        return room, lengths[index] if settings.no_repeat_ngram else 0
+    def room(index: int) -> int:
+        return min(settings.max_new_tokens, positions - lengths[index])
 
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     batches = []
-    for _, group in groupby(order, alike):
+    for _, group in groupby(order, room):
         same = list(group)
         batches += [same[start : start + size] for start in range(0, len(same), size)]
     return batches
@@ -122,7 +111,6 @@ def _search(
         max_new_tokens=min(settings.max_new_tokens, positions - width),
         num_beams=settings.beams,
         do_sample=False,
-        no_repeat_ngram_size=settings.no_repeat_ngram,
         eos_token_id=ends or end,
         pad_token_id=pad,
         **searching,

@@ -169,7 +169,6 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
         width=settings.width,
         num_classes=data.num_classes,
         in_channels=data.channels,
-        norm=settings.norm,
         norm_groups=settings.norm_groups,
         weight_standardization=settings.weight_standardization,
     )
@@ -200,8 +199,6 @@ def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
     """
     if limit is None or limit >= len(labels):
         return torch.arange(len(labels))
-    if limit < 1:
-        raise UserError(f"data.train_limit={limit} leaves no example: give at least 1, or null for all.")
     one_hot = F.one_hot(labels)
     rank = (one_hot.cumsum(0) * one_hot).sum(1)  # 1 for the first of its class, 2 for the second, ...
     return torch.argsort(rank, stable=True)[:limit].sort().values

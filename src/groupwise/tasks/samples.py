@@ -286,14 +286,8 @@ def demonstrations(
         fits: whether a demonstration is short enough in the prompt; the others are skipped.
 
     Raises:
-        UserError: another prompt set; shots below 0; too few examples that fit for three sets.
+        UserError: too few examples that fit for three sets.
     """
-    if not 0 <= prompt_set < PROMPT_SETS:
-        raise UserError(
-            f"eval.prompt_set={prompt_set} is not one of the {PROMPT_SETS} sets of prompts: give 0, 1 or 2."
-        )
-    if shots < 0:
-        raise UserError(f"eval.shots={shots} is negative: give 0 or more examples to show in the prompt.")
     keys = random.Random(0)
     order = sorted(range(len(train)), key=[keys.random() for _ in train].__getitem__)
     chosen: list[tuple[str, str]] = []

@@ -1,9 +1,7 @@
 """Classifies text: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +99,7 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     check_length(config.data.max_length, specials + 1 + pairs, model)
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
-    task = TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
-    task.check_adapters()
-    return task
+    return TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
 
 
 def _load(config: RunConfig) -> LabelledText:
@@ -113,24 +109,8 @@ def _load(config: RunConfig) -> LabelledText:
     return choose_data(config, read, synthetic_labelled)
 
 
-_ENCODED: dict[bytes, Examples] = {}
-"""The last texts that this process tokenised, for the next cells of a sweep, which have the same texts."""
-REMEMBERED = 4
-
-
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
     """Tokenise sentences or pairs with the model's special tokens; if a pair is too long, its longer side is cut."""
-    asked = (part.texts, part.labels, tokenizer.backend_tokenizer.to_str(), max_length)
-    key = sha256(pickle.dumps(asked)).digest()
-    if key not in _ENCODED:
-        made = _encode(part, tokenizer, max_length)
-        while len(_ENCODED) >= REMEMBERED:
-            del _ENCODED[next(iter(_ENCODED))]
-        _ENCODED[key] = made
-    return _ENCODED[key]
-
-
-def _encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
     tokens: list[np.ndarray] = []
     types: list[np.ndarray] = []
     cut = 0

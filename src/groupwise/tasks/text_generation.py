@@ -138,7 +138,7 @@ class TextGeneration(TextTask):
         length; an input that is still too long is truncated as in training.
 
         Raises:
-            UserError: another prompt set, or too few training examples that are short enough.
+            UserError: too few training examples that are short enough.
         """
         share = self._context // (shots + 1)
         shown = demonstrations(self._data.train, shots, prompt_set, lambda text: self._encoder.count(text) <= share)
@@ -270,10 +270,7 @@ def make_text_generation(
         raise UserError(
             f"eval.generate.max_new_tokens={new} leaves no room for a source in the model's {most} positions: lower it."
         )
-    task = TextGeneration(config, model, tokenizer, data, encoder)
-    if build is None:
-        task.check_adapters()
-    return task
+    return TextGeneration(config, model, tokenizer, data, encoder)
 
 
 def _load(config: RunConfig) -> PairedText:

@@ -20,7 +20,6 @@ from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.published import provenance_of
-from groupwise.models.trainable import check_adapters
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.model_card import write_model_card
@@ -54,7 +53,6 @@ class TextTask(Task):
         self.precision = autocast(config.train.precision, self.device)
         network = MeanPooled(model) if config.model.pool == "mean" else model
         self._network = torch.compile(network) if config.train.compile else network
-        self._adapts = config.model.trains == "lora"
 
     def describe_data(self) -> dict[str, Any]:
         """Source, SHA-256 of the files, counts, lengths and how many examples were cut."""
@@ -63,11 +61,6 @@ class TextTask(Task):
     def order(self, examples: np.ndarray) -> np.ndarray:
         """Longest first, so that microbatches need little padding; equal lengths keep their order."""
         return examples[longest_first(self._lengths[examples])]
-
-    def check_adapters(self) -> None:
-        """Raises `UserError` if the model's output, on random tokens, does not depend on an adapter."""
-        if self._adapts:
-            check_adapters(self.model, lambda rows: self.logits(self.model, self.inputs(rows, self.device)))
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
         """A transformers folder in float32, or the adapters alone where only adapters train."""
@@ -200,8 +193,7 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _without_bars():
-            model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)  # type: ignore[operator]
         _forget_last_call(tokenizer)
         tokenizer.save_pretrained(folder)
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
@@ -220,19 +212,6 @@ def _forget_last_call(tokenizer: Any) -> None:
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _base(model: Any) -> str:
