@@ -14,7 +14,7 @@ from groupwise.pipeline.runner import StageRunner
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.pipeline.trainer import PipelineTrainer, StageSums
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, NoiseSource, make_plan
-from groupwise.tasks.samples import Rows, Samples
+from groupwise.tasks.samples import Samples
 from groupwise.tasks.text_generation import TextFeed
 from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
@@ -52,7 +52,7 @@ class Texts:
         self.starts = np.array([random.integers(1, len(row)) for row in self.rows])
 
     def feed(self) -> TextFeed:
-        return TextFeed(Samples(Rows.of(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
+        return TextFeed(Samples(list(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
 
 
 def make_model(case: Case) -> nn.Module:

@@ -22,5 +22,5 @@ def test_a_text_begins_and_ends_as_the_tokeniser_has_it(folders, family):
         assert made.tokenizer.decode(row[start:]).lstrip() == f"{target}{made.tokenizer.eos_token}"
         assert made._encoder.prompts([source], 300) == [row[:start].tolist()]
         short = make_task(settings(folder_of(folders, family), task, data={"max_length": 60}), CPU)._samples["train"]
-        assert short.tokens.lengths.max() == 60 and short.cut > 0
+        assert short.lengths.max() == 60 and short.cut > 0
         assert all(short.tokens[i][0] == row[0] for i in range(len(short))) or family == "qwen2"

@@ -37,10 +37,10 @@ def test_a_stage_makes_of_them_what_the_task_makes_of_the_examples(text):
 def test_all_microbatches_of_texts_have_one_shape_that_the_longest_decides(text):
     feed, tokens = text.feed("train", CPU), text._samples["train"]
     examples = feed.order(np.arange(len(feed)))
-    assert (np.diff(tokens.tokens.lengths[examples]) <= 0).all()
+    assert (np.diff(tokens.lengths[examples]) <= 0).all()
     for chosen in (examples, examples[-6:]):
         microbatches = feed.microbatches(chosen, size=4)
-        longest, targets = int(tokens.tokens.lengths[chosen].max()), int(tokens.target_lengths[chosen].max())
+        longest, targets = int(tokens.lengths[chosen].max()), int(tokens.target_lengths[chosen].max())
         length = min(-(-longest // 8) * 8, 100)
         for microbatch in microbatches:
             shapes = {name: tuple(value.shape) for name, value in microbatch.kwargs.items()}

@@ -125,7 +125,7 @@ def test_long_texts_are_cut_and_counted():
     assert made.tokens[1].tolist() == [*long[:5], tokenizer.sep_token_id]
     pair = encode(Labelled([(texts[0][0], texts[1][0])], [0]), tokenizer, 10)
     assert pair.tokens[0].tolist()[: len(short)] == short, "the longer side is cut"
-    assert pair.tokens.lengths.tolist() == [10]
+    assert pair.lengths.tolist() == [10]
 
 
 def test_what_the_record_says(sst2):

@@ -1,7 +1,9 @@
 """Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from groupwise.data.text_examples import Labelled, LabelledText, Texts, read_text, sha256_of_examples, sha256_of_files
@@ -19,7 +21,7 @@ class GlueTask:
         classes: the classes' names, by label.
         spelled: the classes' spelling in the label column, by label.
         valid: validation files by name.
-        hub_texts: `texts` on the hub, where the label's column is "label".
+        hub_texts: `texts` on the hub, where the label's column is "label"; empty if they have the same names.
         hub_valid: validation splits on the hub, by name.
         unlabelled: the entry of the label column where annotators did not agree; such rows are dropped and counted.
         broken_rows: the published training file has rows with too few columns, which are dropped and counted. Other
@@ -31,9 +33,9 @@ class GlueTask:
     label: str
     classes: tuple[str, ...]
     spelled: tuple[str, ...]
-    valid: dict[str, str]
-    hub_texts: tuple[str, ...]
-    hub_valid: dict[str, str]
+    valid: Mapping[str, str] = MappingProxyType({"": "dev.tsv"})
+    hub_texts: tuple[str, ...] = ()
+    hub_valid: Mapping[str, str] = MappingProxyType({"": "validation"})
     unlabelled: str | None = None
     broken_rows: bool = False
 
@@ -45,9 +47,6 @@ GLUE = {
         label="label",
         classes=("negative", "positive"),
         spelled=("0", "1"),
-        valid={"": "dev.tsv"},
-        hub_texts=("sentence",),
-        hub_valid={"": "validation"},
     ),
     "qnli": GlueTask(
         folder="QNLI",
@@ -55,9 +54,6 @@ GLUE = {
         label="label",
         classes=("entailment", "not_entailment"),
         spelled=("entailment", "not_entailment"),
-        valid={"": "dev.tsv"},
-        hub_texts=("question", "sentence"),
-        hub_valid={"": "validation"},
     ),
     "qqp": GlueTask(
         folder="QQP",
@@ -65,9 +61,6 @@ GLUE = {
         label="is_duplicate",
         classes=("not_duplicate", "duplicate"),
         spelled=("0", "1"),
-        valid={"": "dev.tsv"},
-        hub_texts=("question1", "question2"),
-        hub_valid={"": "validation"},
         broken_rows=True,
     ),
     "mnli": GlueTask(
@@ -215,6 +208,6 @@ def _examples(part: Any, task: GlueTask) -> Labelled:
     names = tuple(part.features["label"].names)
     if names != task.classes:
         raise ValueError(f"its classes are {', '.join(names)}, not {', '.join(task.classes)}")
-    rows = zip(*(part[column] for column in task.hub_texts), strict=True)
+    rows = zip(*(part[column] for column in task.hub_texts or task.texts), strict=True)
     texts: list[Texts] = [(first.strip(), second[0].strip() if second else None) for first, *second in rows]
     return Labelled(texts, list(part["label"]))

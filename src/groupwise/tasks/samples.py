@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,32 +68,6 @@ def _tokens(tokenizer: Any, text: str) -> list[int]:
 
 IGNORED = -100
 """The label of a position that predicts nothing."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """n rows of whole numbers, one after the other: `values` (sum of lengths,) int32, `starts` (n + 1,) int64."""
-
-    values: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> Rows:
-        """From lists or arrays."""
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=starts[1:])
-        return cls(np.concatenate([np.zeros(0, dtype=np.int32), *(np.asarray(row, np.int32) for row in rows)]), starts)
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self.values[self.starts[index] : self.starts[index + 1]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(n,) int64."""
-        return np.diff(self.starts)
 
 
 def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
@@ -182,17 +157,22 @@ CHUNK = 4096
 class Samples:
     """n sequences of source and target; the targets begin at `starts` (n,); `cut` sequences were truncated."""
 
-    tokens: Rows
+    tokens: list[np.ndarray]
     starts: np.ndarray
     cut: int
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, (n,)."""
+        return np.array([len(row) for row in self.tokens])
+
     @property
     def target_lengths(self) -> np.ndarray:
         """Tokens of each target, the end of text among them, (n,)."""
-        return self.tokens.lengths - self.starts
+        return self.lengths - self.starts
 
 
 class PairEncoder:
@@ -236,7 +216,7 @@ class PairEncoder:
             rows.append(np.array([*begin, *source, *ending, *target], dtype=np.int32))
             starts.append(len(begin) + len(source) + len(ending))
             cut += whole > self._most
-        return Samples(Rows.of(rows), np.array(starts, dtype=np.int64), cut)
+        return Samples(rows, np.array(starts, dtype=np.int64), cut)
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
         """Encode sources alone as prompts, as in training, in at most `most` tokens."""

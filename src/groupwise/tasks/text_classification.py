@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from groupwise.data.synthetic_text import synthetic_labelled
 from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
-from groupwise.tasks.samples import CHUNK, Rows
+from groupwise.tasks.samples import CHUNK
 from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
 from groupwise.training.task import Split, to_device
 
@@ -25,13 +26,18 @@ from groupwise.training.task import Split, to_device
 class Examples:
     """n texts as tokens, with token types if the tokeniser makes them, and labels (n,); `cut` were truncated."""
 
-    tokens: Rows
-    types: Rows | None
+    tokens: list[np.ndarray]
+    types: list[np.ndarray]
     labels: np.ndarray
     cut: int
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each text, (n,)."""
+        return np.array([len(row) for row in self.tokens])
 
 
 class TextClassification(TextTask):
@@ -46,7 +52,7 @@ class TextClassification(TextTask):
         valid: dict[str, Examples],
         description: dict[str, Any],
     ) -> None:
-        super().__init__(config, model, tokenizer, train.tokens.lengths, description)
+        super().__init__(config, model, tokenizer, train.lengths, description)
         self._train, self._valid = train, valid
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
@@ -71,7 +77,7 @@ class TextClassification(TextTask):
     def _evaluate(self, part: Examples, batch_size: int, limit: int | None) -> tuple[float, float]:
         correct, total, count = 0, 0.0, min(limit or len(part), len(part))
         with self.evaluating():
-            for rows in batches_by_length(part.tokens.lengths[:count], batch_size):
+            for rows in batches_by_length(part.lengths[:count], batch_size):
                 losses, logits = self._losses(self.model, self._read(part, rows))
                 correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
                 total += float(losses.double().sum())
@@ -79,7 +85,7 @@ class TextClassification(TextTask):
 
     def _read(self, part: Examples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         tokens = [part.tokens[i] for i in rows]
-        types = None if part.types is None else [part.types[i] for i in rows]
+        types = [part.types[i] for i in rows] if part.types else None
         labels = to_device(part.labels[np.asarray(rows)], self.device)
         return self.inputs(tokens, self.device, types, self.even_length(tokens) if even else 0) | {"labels": labels}
 
@@ -126,7 +132,7 @@ def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
         cut += len(long)
         tokens += [np.array(row, dtype=np.int32) for row in made["input_ids"]]
         types += [np.array(row, dtype=np.int32) for row in made.get("token_type_ids", [])]
-    return Examples(Rows.of(tokens), Rows.of(types) if types else None, np.array(part.labels, dtype=np.int64), cut)
+    return Examples(tokens, types, np.array(part.labels, dtype=np.int64), cut)
 
 
 def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
@@ -138,7 +144,7 @@ def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options
 
 
 def _describe(config: RunConfig, data: LabelledText, train: Examples, valid: dict[str, Examples]) -> dict[str, Any]:
-    found = describe(config, data.source, data.sha256, train.tokens.lengths, train.cut)
+    found = describe(config, data.source, data.sha256, train.lengths, train.cut)
     for name, part in valid.items():
         ending = f"_{name}" if name else ""
         found |= {f"valid_examples{ending}": len(part), f"cut_examples_valid{ending}": part.cut}

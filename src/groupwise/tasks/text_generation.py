@@ -70,8 +70,8 @@ class TextGeneration(TextTask):
             "valid": encoder.pairs(_pairs(data.valid)),
             "test": encoder.pairs(_pairs(data.test)),
         }
-        train = self._samples["train"].tokens
-        super().__init__(config, model, tokenizer, train.lengths, _describe(config, data, self._samples))
+        lengths = self._samples["train"].lengths
+        super().__init__(config, model, tokenizer, lengths, _describe(config, data, self._samples))
         self._task, self._token_loss, self._generate = config.task, config.train.token_loss, config.eval.generate
         self._data, self._encoder, self._max_length = data, encoder, config.data.max_length
         self._context = position_limit(model) - self._generate.max_new_tokens  # tokens that a prompt may have
@@ -101,7 +101,7 @@ class TextGeneration(TextTask):
         {"rouge1", "rouge2", "rougeL"} for SAMSum.
         """
         samples = self._samples[split]
-        batches = list(batches_by_length(samples.tokens.lengths[: limit or None], batch_size))
+        batches = list(batches_by_length(samples.lengths[: limit or None], batch_size))
         found = []
         with self.evaluating():
             for rows in batches:
@@ -212,13 +212,13 @@ class TextFeed:
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """Longest first."""
-        return examples[longest_first(self._samples.tokens.lengths[examples])]
+        return examples[longest_first(self._samples.lengths[examples])]
 
     def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
         """See `Feed`; positions and labels (b, P) are those of `predictions`."""
         if not len(examples):
             return []
-        length = rounded(int(self._samples.tokens.lengths[examples].max()), self._most)
+        length = rounded(int(self._samples.lengths[examples].max()), self._most)
         places = rounded(int(self._samples.target_lengths[examples].max()), self._most)
         filled = fill(examples, size, least)
         return [self._microbatch(rows, absent, length, places) for rows, absent in filled]
@@ -298,7 +298,7 @@ def _scores(task: str, texts: Sequence[str], references: Sequence[Sequence[str]]
 
 
 def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]) -> dict[str, Any]:
-    found = describe(config, data.source, data.sha256, samples["train"].tokens.lengths, samples["train"].cut)
+    found = describe(config, data.source, data.sha256, samples["train"].lengths, samples["train"].cut)
     inputs: dict[Split, int] = {"valid": len(data.valid), "test": len(data.test)}
     for split, count in inputs.items():
         part = samples[split]
