@@ -112,7 +112,7 @@ def test_a_mistake_in_any_process_is_the_mistake_of_the_run(capfd):
 
 
 def test_a_bug_shows_its_own_traceback_and_not_what_followed_from_it(tmp_path, capfd):
-    with pytest.raises(ProcessFailed, match=r"stage 1 failed with exit code 1.*same command resumes"):
+    with pytest.raises(ProcessFailed, match=r"stage 1 failed, so all were stopped.*same command resumes"):
         spawn(config_of(2, folder=tmp_path), breaks)
     told = capfd.readouterr().err
     assert "RuntimeError: a bug" in told and "closed by a peer" not in told
@@ -153,9 +153,10 @@ def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
     script.write_text(code)
     attacker = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
     until(lambda: sum(1 for file in (tmp_path / "out").iterdir() if file.read_text()) == 2, "both processes")
+    started = [int(file.read_text().split()[3]) for file in (tmp_path / "out").iterdir()]
     os.kill(attacker, signal.SIGKILL)
     os.waitpid(attacker, 0)
-    until(lambda: gone(tmp_path / "out"), "the end of both")
+    until(lambda: all(ended(number) for number in started), "the end of both")
 
 
 # --- places ---

@@ -1,9 +1,8 @@
 """Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from groupwise.data.text_examples import Labelled, LabelledText, Texts, read_text, sha256_of_examples, sha256_of_files
@@ -33,9 +32,9 @@ class GlueTask:
     label: str
     classes: tuple[str, ...]
     spelled: tuple[str, ...]
-    valid: Mapping[str, str] = MappingProxyType({"": "dev.tsv"})
+    valid: Mapping[str, str] = field(default_factory=lambda: {"": "dev.tsv"})
     hub_texts: tuple[str, ...] = ()
-    hub_valid: Mapping[str, str] = MappingProxyType({"": "validation"})
+    hub_valid: Mapping[str, str] = field(default_factory=lambda: {"": "validation"})
     unlabelled: str | None = None
     broken_rows: bool = False
 
