@@ -153,9 +153,9 @@ def check(
 
 
 def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Built:
-    from groupwise.models import wide_resnet
+    from groupwise.models import WideResNet
 
-    model = wide_resnet(
+    model = WideResNet(
         depth=10 if tiny else 16,
         width=1 if tiny else 4,
         weight_standardization=weight_standardization,

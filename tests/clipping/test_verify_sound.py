@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer, verify
 from groupwise.config.schema import LoraConfig
-from groupwise.models import wide_resnet
+from groupwise.models import WideResNet
 from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, PADDING, Case, make_case
 
 Losses = Callable[[Sequence[int]], Tensor]
@@ -104,7 +104,7 @@ def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
 
 
 def on_images() -> tuple[nn.Module, Losses]:
-    model, x, y = wide_resnet(depth=10, width=1, norm_groups=4), torch.randn(8, 3, 8, 8), torch.arange(8)
+    model, x, y = WideResNet(depth=10, width=1, norm_groups=4), torch.randn(8, 3, 8, 8), torch.arange(8)
     return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
 
 

@@ -236,7 +236,7 @@ from benchmarks.emulated.step import RATES, EmulatedNoise
 from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.data.images import normalize
-from groupwise.models import wide_resnet
+from groupwise.models import WideResNet
 from groupwise.privacy import make_plan
 from groupwise.tasks.image_classification import ImageClassification
 from groupwise.training.from_config import autocast, make_optimizer, make_thresholds
@@ -250,7 +250,7 @@ torch.cuda.is_current_stream_capturing = lambda: True  # nor asked where they st
 torch.cuda.default_generators = (None,)
 
 def make_task(place):
-    model = wide_resnet(depth=10, width=1, weight_standardization=True).to(memory_format=last)
+    model = WideResNet(depth=10, width=1, weight_standardization=True).to(memory_format=last)
     split = torch.empty(200, 3, 32, 32, dtype=torch.uint8), torch.empty(200, dtype=torch.int64)
     if place == "cpu":
         split[0].random_(), split[1].random_(10)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.models import wide_resnet
+from groupwise.models import WideResNet
 from groupwise.models.image_networks import PreactivationBlock
 
 OPTIONS = {"norm_groups": 4, "weight_standardization": True}
@@ -53,24 +53,24 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def test_wrn16_4_has_the_papers_2_8_million_parameters():
-    assert parameter_count(wide_resnet()) == 2_753_818
+    assert parameter_count(WideResNet()) == 2_753_818
 
 
 @pytest.mark.parametrize(("size", "in_channels"), [((8, 8), 1), ((9, 11), 1), ((16, 16), 3), ((32, 32), 3)])
 def test_any_image_size_and_channels(size, in_channels):
-    model = wide_resnet(depth=10, width=1, num_classes=7, in_channels=in_channels)
+    model = WideResNet(depth=10, width=1, num_classes=7, in_channels=in_channels)
     assert model(torch.randn(2, in_channels, *size)).shape == (2, 7)
 
 
 def test_wrn16_4_normalises_in_16_groups_everywhere():
-    norms = [module for module in wide_resnet().modules() if isinstance(module, nn.GroupNorm)]
+    norms = [module for module in WideResNet().modules() if isinstance(module, nn.GroupNorm)]
     assert {module.num_groups for module in norms} == {16}
     assert len(norms) == 16
 
 
 def test_too_many_groups_do_not_erase_the_image():
     torch.manual_seed(0)
-    model = wide_resnet(depth=10, width=1, norm_groups=1024)
+    model = WideResNet(depth=10, width=1, norm_groups=1024)
     assert model(torch.randn(8, 3, 16, 16)).std(dim=0).min() > 1e-3
 
 
@@ -83,5 +83,5 @@ def test_too_many_groups_do_not_erase_the_image():
 )
 def test_bad_arguments_are_told_in_one_sentence(arguments, words):
     with pytest.raises(UserError, match=words) as caught:
-        wide_resnet(**arguments)
+        WideResNet(**arguments)
     assert "\n" not in str(caught.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from groupwise.errors import UserError
-from groupwise.models.image_networks import wide_resnet
+from groupwise.models.image_networks import WideResNet
 from groupwise.pipeline.split import cut
 from groupwise.run import start_from
 from groupwise.torchvision_import import import_torchvision
@@ -15,7 +15,7 @@ BLOCKS = 3
 
 def made(seed):
     torch.manual_seed(seed)
-    return wide_resnet(
+    return WideResNet(
         depth=10, width=1, num_classes=3, in_channels=1, norm_groups=4,
         weight_standardization=True,
     )  # fmt: skip

@@ -56,9 +56,9 @@ class ModelConfig:
     """Text: arguments of that type's configuration, such as {n_layer: 2}."""
     tokenizer: str | None = None
     """Text: a folder or a name on the hub; null takes `source`."""
-    trains: str = one_of("all", "all", "attention", "bias", "embeddings", "lora")
-    """Text: all | attention (self-attention and head) | bias (biases and head) | embeddings (of tokens, and head) |
-    lora (adapters and head)."""
+    trains: str = one_of("all", "all", "attention", "bias", "lora")
+    """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters
+    and head)."""
     pool: str = one_of("first", "first", "mean")
     """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
     lora: LoraConfig = field(default_factory=LoraConfig)

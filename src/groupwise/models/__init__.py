@@ -1,5 +1,5 @@
 """Makes the networks to train, with names and weights as their libraries have them."""
 
-from groupwise.models.image_networks import WideResNet, scatter_cnn, wide_resnet
+from groupwise.models.image_networks import WideResNet, scatter_cnn
 
-__all__ = ["WideResNet", "scatter_cnn", "wide_resnet"]
+__all__ = ["WideResNet", "scatter_cnn"]

@@ -91,20 +91,34 @@ STEM_CHANNELS = 16
 class WideResNet(nn.Module):
     """A wide residual network: images (B, in_channels, H, W), H and W at least 8, to logits (B, num_classes).
 
-    Build it with `wide_resnet`. `blocks` holds the residual blocks in order: the groups of block clipping.
+    Its weights are fresh, from torch's global generator. `blocks` holds the residual blocks in order: the groups of
+    block clipping.
+
+    Args:
+        depth: 6n + 4 with n >= 1 blocks in each of three stages (10, 16, 22, ...).
+        width: factor on the stages' 16, 32 and 64 channels.
+        num_classes: length of the logits.
+        in_channels: channels of the images.
+        norm_groups: groups of each GroupNorm, less where channels are few; see `group_count`.
+        weight_standardization: standardise the filters of every convolution.
+
+    Raises:
+        UserError: another depth.
     """
 
     def __init__(
         self,
         *,
-        depth: int,
-        width: int,
-        num_classes: int,
-        in_channels: int,
-        norm_groups: int,
-        weight_standardization: bool,
+        depth: int = 16,
+        width: int = 4,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        norm_groups: int = 16,
+        weight_standardization: bool = True,
     ) -> None:
         super().__init__()
+        if depth < 10 or (depth - 4) % 6:
+            raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
         common: dict[str, Any] = {
             "norm_groups": norm_groups,
             "weight_standardization": weight_standardization,
@@ -135,40 +149,6 @@ def _init_classifier(classifier: nn.Linear) -> None:
     std = classifier.in_features**-0.5 / 0.8796  # 0.8796: what the cut leaves of the standard deviation
     nn.init.trunc_normal_(classifier.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(classifier.bias)
-
-
-def wide_resnet(
-    *,
-    depth: int = 16,
-    width: int = 4,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    norm_groups: int = 16,
-    weight_standardization: bool = True,
-) -> WideResNet:
-    """Build a wide residual network WRN-depth-width with fresh weights from torch's global generator.
-
-    Args:
-        depth: 6n + 4 with n >= 1 blocks in each of three stages (10, 16, 22, ...).
-        width: factor on the stages' 16, 32 and 64 channels.
-        num_classes: length of the logits.
-        in_channels: channels of the images.
-        norm_groups: groups of each GroupNorm, less where channels are few; see `group_count`.
-        weight_standardization: standardise the filters of every convolution.
-
-    Raises:
-        UserError: another depth.
-    """
-    if depth < 10 or (depth - 4) % 6:
-        raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
-    return WideResNet(
-        depth=depth,
-        width=width,
-        num_classes=num_classes,
-        in_channels=in_channels,
-        norm_groups=norm_groups,
-        weight_standardization=weight_standardization,
-    )
 
 
 HIDDEN = 64

@@ -23,7 +23,6 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     * attention: every parameter inside a self-attention module (appendix A.2), and the head. For RoBERTa that is
       `attention.self` and `attention.output` with its LayerNorm; for GPT-2 `attn`, not the LayerNorm before it.
     * bias: every parameter called bias, and the head.
-    * embeddings: the token embedding, and the head.
     * lora: low-rank adapters beside frozen layers, and the head.
 
     The head is what a classifier adds to the pretrained model (`is_head`). A language model has none: its output layer
@@ -43,9 +42,6 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
             )
         case "bias":
             _train_only(model, lambda name: name.rpartition(".")[2] == "bias", "bias")
-        case "embeddings":
-            tokens: Any = model.get_input_embeddings()  # type: ignore[operator]
-            _train_only(model, lambda name: model.get_parameter(name) is tokens.weight, "token embedding")
         case "lora":
             model = add_adapters(model, settings.lora)
     for parameter in model.parameters():

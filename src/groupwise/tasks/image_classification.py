@@ -14,7 +14,7 @@ from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
 from groupwise.data.images import augment
 from groupwise.errors import UserError
-from groupwise.models import scatter_cnn, wide_resnet
+from groupwise.models import WideResNet, scatter_cnn
 from groupwise.models.efficientnet import SOURCE, lite0_head
 from groupwise.models.image_features import FEATURES_OF
 from groupwise.models.published import provenance_of
@@ -164,7 +164,7 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
         return scatter_cnn(data.num_classes, data.channels, data.image_size, settings.norm_groups)
     if settings.name == "lite0_head":
         return lite0_head(data.num_classes)
-    return wide_resnet(
+    return WideResNet(
         depth=settings.depth,
         width=settings.width,
         num_classes=data.num_classes,
