@@ -187,7 +187,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sst2 adaptive_block": (*SST2, "clip=adaptive_block", "noise=equal_budget"),
     "sst2 adaptive_layer": (*SST2, "clip=adaptive_layer"),
     "e2e flat": (*TEXTS, "task=e2e", "clip=flat"),
-    "e2e adaptive_layer": (*TEXTS, "task=e2e", "clip=adaptive_layer", "train.ema=0.9"),
+    "e2e adaptive_layer": (*TEXTS, "task=e2e", "clip=adaptive_layer"),
     "samsum LoRA adaptive_layer": (*TEXTS, "task=samsum", "clip=adaptive_layer"),
     "samsum pipeline per_device": (*TEXTS, "task=samsum_pipeline", "clip=per_device"),
 }

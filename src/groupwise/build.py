@@ -27,7 +27,7 @@ from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_o
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
 from groupwise.training.ranks import Alone, Ranks
-from groupwise.training.step import Trainer, WeightAverage
+from groupwise.training.step import Trainer
 from groupwise.training.task import Microbatch, Task
 
 
@@ -78,8 +78,7 @@ def build_trainer(
         from groupwise.pipeline.trainer import PipelineTrainer
 
         return PipelineTrainer(task=task, private=private, schedule=schedule)
-    average = WeightAverage(task.model.parameters(), config.train.ema) if config.train.ema else None
-    return Trainer(task=task, private=private, schedule=schedule, average=average)
+    return Trainer(task=task, private=private, schedule=schedule)
 
 
 def _task_sums(

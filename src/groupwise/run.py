@@ -113,7 +113,7 @@ def _run(
         return _explain(trainer)
     if state is not None and file is not None:
         trainer.load_state_dict(state)
-        state = {name: state[name] for name in state.keys() - {"model", "optimizer", "average"}}  # the trainer's now
+        state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer's now
         print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
     ranks.barrier()  # all are sound
     if ranks.main:

@@ -263,7 +263,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             )
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
-    keys = ("model.rematerialize", "train.compile", "train.ema", "eval.shots", "explain", "export")
+    keys = ("model.rematerialize", "train.compile", "eval.shots", "explain", "export")
     yield from _not_for(several, config, *keys)
 
 
@@ -288,7 +288,7 @@ def _parallel(config: RunConfig) -> Iterator[str]:
         return
     yield from _not_for(f"parallel.ranks={config.parallel.ranks}", config, "eval.shots", "explain")
     if sharded:
-        yield from _not_for("parallel.kind=fsdp", config, "train.compile", "export", "train.ema")
+        yield from _not_for("parallel.kind=fsdp", config, "train.compile", "export")
     if sharded and clip.grouping not in ("none", "layer") and clip.norms != "ghost":
         yield (
             f"parallel.kind=fsdp shards parameters layer by layer, and clip.grouping={clip.grouping} needs all at "

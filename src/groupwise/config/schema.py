@@ -209,8 +209,6 @@ class TrainConfig:
     """tf32: in the forward pass, on a GPU; bfloat16: by autocast. Norms, sums and noise are float32 in all."""
     deterministic: bool = False
     """On a GPU: only deterministic algorithms, which are slower. On a CPU they always are."""
-    ema: float = number(0.0, BELOW_ONE)
-    """Evaluate and save an exponential moving average of the weights, with this decay (0.9999 in De et al., 2022)."""
     compile: bool = False
     cuda_graph: bool = False
     """On a GPU: record a microbatch as a CUDA graph, once for each shape; for small microbatches."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from groupwise.clipping.precision import kept_precisions
-from groupwise.errors import UserError
 
 PLACES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 
@@ -38,35 +37,21 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
 
     Args:
         deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and one
-            order of sums in cuBLAS, for which the environment is set, before the first product at best. Slower.
-
-    Raises:
-        UserError: an operation that has no deterministic algorithm.
+            order of sums in cuBLAS, for which the environment is set, before the first product at best. Slower; torch
+            raises RuntimeError at an operation that has no deterministic algorithm.
     """
-    if device.type == "cpu" and not deterministic:
+    if device.type == "cpu":  # where sums have one order
         yield
         return
     matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    before = (
-        *(matmul.allow_bf16_reduced_precision_reduction, cudnn.deterministic, cudnn.benchmark),
-        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-    )
+    before = matmul.allow_bf16_reduced_precision_reduction, torch.are_deterministic_algorithms_enabled()
     matmul.allow_bf16_reduced_precision_reduction = False
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS adds up in one order
-        cudnn.deterministic, cudnn.benchmark = True, False
         torch.use_deterministic_algorithms(True)
     try:
         with products(tf32=False):
             yield
-    except RuntimeError as error:
-        if not deterministic or "deterministic" not in str(error):
-            raise
-        raise UserError(
-            f"train.deterministic=true was given, and an operation of this run cannot be repeated to the bit "
-            f"({str(error).splitlines()[0][:120]}): leave it out."
-        ) from error
     finally:
-        matmul.allow_bf16_reduced_precision_reduction, cudnn.deterministic, cudnn.benchmark = before[:3]
-        torch.use_deterministic_algorithms(before[3], warn_only=before[4])
+        matmul.allow_bf16_reduced_precision_reduction = before[0]
+        torch.use_deterministic_algorithms(before[1])
