@@ -93,7 +93,7 @@ def _run(
     earlier = earlier_runs_of(config)
     if plan.noise_multiplier > 0:
         if earlier:
-            print(folded(f"  {sentence(counted(earlier, config.task, described))}"))
+            print(folded(f"  {sentence(counted(earlier))}"))
         if config.data.train_limit or config.data.holdout:
             print(folded(f"  Neighbouring data sets differ by {neighbours_of(config)}."))
         if config.data.public:

@@ -199,20 +199,6 @@ def test_a_folder_inside_somebody_elses_checkout_is_not_that_checkout(tmp_path: 
     assert git_state(tmp_path / "inner")["sha"] is None
 
 
-def test_the_sums_of_all_files_that_stay_are_those_of_sha256sum(config: RunConfig) -> None:
-    record = begun(config)
-    record.write_outputs({"test": [{"output": "ü"}]})
-    for name in ("wandb/run/log", "checkpoint-3/stage-0.pt", "checkpoint.pt", ".privacy.json.x.partial"):
-        (record.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (record.folder / name).write_text("passes")
-    record.finish({}, plan=PLAN, system=SYSTEM)
-    names = [line.split("  ", 1)[1] for line in (record.folder / "SHA256SUMS").read_text().splitlines()]
-    left = {path.relative_to(record.folder).as_posix() for path in record.folder.rglob("*") if path.is_file()}
-    assert names == sorted(left - {"SHA256SUMS", "DONE", ".lock", "wandb/run/log"})
-    assert {"config.yaml", "result.json", "outputs-test.jsonl"} <= set(names)
-    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=record.folder, check=True)
-
-
 def test_nothing_that_may_hold_the_key_is_left_before_done_is_written(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,14 +229,14 @@ def test_a_run_that_was_killed_just_before_done_is_done(config: RunConfig) -> No
     assert (folder / "DONE").read_text() == when
 
 
-def test_sums_beside_a_checkpoint_are_no_end(config: RunConfig) -> None:
+def test_a_result_beside_a_checkpoint_is_no_end(config: RunConfig) -> None:
     folder = finished(config).folder
     (folder / "DONE").unlink()
     save_checkpoint(folder / "checkpoint.pt", {"step": 1})
     record = RunRecord.open(config)
     assert not record.finished and record.resumable
     record.begin()
-    assert not (folder / "SHA256SUMS").exists()
+    assert not (folder / "result.json").exists()
 
 
 def test_the_checkpoint_before_the_last_is_enough_and_takes_its_place(config: RunConfig) -> None:

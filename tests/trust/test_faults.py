@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.training.record import write_sums
 from trust.faults import __main__ as faults
 from trust.faults.folders import both_altered, checkpoint_altered, data_altered, many
 from trust.faults.kill import stopped
@@ -65,20 +64,17 @@ def _change_weights(folder: Path) -> None:
     model = torch.load(folder / "model.pt")
     model["stem.weight"][0, 0, 0, 0] += 1e-6
     torch.save(model, folder / "model.pt")
-    write_sums(folder)
 
 
 def _lose_a_line(folder: Path) -> None:
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[1:]))
-    write_sums(folder)
 
 
 def _change_a_threshold(folder: Path) -> None:
     privacy = json.loads((folder / "privacy.json").read_text())
     privacy["thresholds"]["stem"] *= 1 + 1e-12
     (folder / "privacy.json").write_text(json.dumps(privacy))
-    write_sums(folder)
 
 
 HARM = {
@@ -86,7 +82,6 @@ HARM = {
     "weights": _change_weights,
     "metrics": _lose_a_line,
     "thresholds": _change_a_threshold,
-    "sums": lambda folder: (folder / "config.hash").write_text("another"),
     "key": lambda folder: (folder / "checkpoint-previous.pt").write_text("key"),
     "litter": lambda folder: (folder / ".checkpoint.pt.x.partial").write_text("key"),
     "DONE": lambda folder: (folder / "DONE").unlink(),

@@ -17,7 +17,7 @@ MODES = (
     ("clip=adaptive_block", "optim.schedule=cosine"),
     ("clip=adaptive_flat", "eval.every=1", "train.keep=[1]"),
 )
-ENDS = ("model.pt", "system.json", "result.json", "SHA256SUMS")
+ENDS = ("model.pt", "system.json", "result.json")
 """Files that are written after the last step, in this order."""
 
 Moment = Callable[[Path], Callable[[], bool]]

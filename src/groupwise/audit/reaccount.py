@@ -103,7 +103,7 @@ def private(record: Record) -> str:
     public = config["debug.noise_seed"] is not None or config.get("data.public", False)
     secret = plan["noise_multiplier"] > 0.0 and not public
     same(record["seeds"], {"noise_seed": config["debug.noise_seed"], "noise_is_secret": secret}, "seeds.json")
-    before = counted(privacy.get("earlier", []), config["task"], record["data"])
+    before = counted(privacy.get("earlier", []))
     epsilon, delta = total(before, plan["epsilon"], plan["delta"])
     if before:
         same(privacy["total"], {"epsilon": epsilon, "delta": delta}, "the total of the runs together")

@@ -61,11 +61,6 @@ def make_thresholds(
     even = _even(clip, plan.num_groups)
     if clip.policy == "fixed":
         return FixedThresholds([even] * groups)
-    if plan.noise_multiplier > 0 and not plan.count_noise_multiplier > 0:
-        raise UserError(
-            "clip.policy=adaptive releases counts, for which the plan has no noise: make one with a quantile_budget "
-            "above 0, or use fixed thresholds."
-        )
     start = even if clip.initial_threshold is None else clip.initial_threshold
     return AdaptiveThresholds(
         [start] * groups,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -26,7 +25,6 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.rows import HELD_OUT, row_of_data
 from groupwise.training.checkpoint import forget_checkpoints, previous
-from groupwise.training.earlier_runs import exported
 from groupwise.training.provenance import environment, git_state
 
 
@@ -68,8 +66,8 @@ class RunRecord:
     @property
     def finished(self) -> bool:
         """Whether this run is done and is not to be overwritten."""
-        ended = (self.folder / "DONE").is_file() or ((self.folder / SUMS).is_file() and not self._checkpoints())
-        return ended and not self.config.overwrite
+        written = (self.folder / "result.json").is_file() and not self._checkpoints()
+        return (written or (self.folder / "DONE").is_file()) and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
@@ -116,7 +114,7 @@ class RunRecord:
             self._clear()
         if resumed_from == previous(self.checkpoint):
             os.replace(resumed_from, self.checkpoint)
-        (self.folder / SUMS).unlink(missing_ok=True)
+        (self.folder / "result.json").unlink(missing_ok=True)
         for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
             left.unlink()
         write_text(self.folder / "config.yaml", save_config(self.config))
@@ -180,7 +178,7 @@ class RunRecord:
     def finish(
         self, metrics: Mapping[str, Any], *, plan: Mapping[str, Any], system: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write system.json, result.json and `SHA256SUMS`, remove the checkpoints, then DONE; returns the flat row.
+        """Write system.json and result.json, remove the checkpoints, then DONE; returns the flat row.
 
         ``metrics`` are the final ones (what is no private release is named ``nonprivate/...``), ``plan`` is
         ``PrivacyPlan.to_dict()`` with whatever else the row should say of the privacy, ``system`` holds
@@ -196,7 +194,6 @@ class RunRecord:
         row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
         row |= {key: value for key, value in found.items() if key not in row} | dict(metrics)
         self.write("result", row)
-        write_sums(self.folder)
         self.mark_done()
         self.close()
         return row
@@ -223,7 +220,7 @@ class RunRecord:
 
     def _state(self) -> list[tuple[str, int]]:
         """Checkpoints and marks of the end with their times, which another process would change."""
-        ends = [path for path in (self.folder / "DONE", self.folder / SUMS) if path.is_file()]
+        ends = [path for path in (self.folder / "DONE", self.folder / "result.json") if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
     def _clear(self) -> None:
@@ -278,7 +275,7 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
             "private": privacy["private"],
             "neighbours_differ_by": neighbours_of(record.config),
             **privacy["plan"],
-            **({"earlier": exported(privacy["earlier"])} if privacy.get("earlier") else {}),
+            **({"earlier": privacy["earlier"]} if privacy.get("earlier") else {}),
             **({"total": privacy["total"]} if "total" in privacy else {}),
         },
     }
@@ -290,19 +287,3 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
 
 def _altered(path: Path) -> str:
     return f"{path} is not as a run left it: bring it back, or start afresh with overwrite=true."
-
-
-SUMS = "SHA256SUMS"
-UNSUMMED = (SUMS, "DONE", ".lock", "wandb", "tensorboard", "mlflow")
-"""At the top of the folder, beside checkpoints and what a killed write left: not summed."""
-
-
-def write_sums(folder: Path) -> None:
-    """Write the SHA-256 sums of all files in `folder` that stay, sorted by name."""
-    lines = []
-    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()):
-        passing = name.startswith("checkpoint") or name.endswith(".partial")
-        if not passing and name.partition("/")[0] not in UNSUMMED:
-            with open(folder / name, "rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
-    write_text(folder / SUMS, "".join(lines))

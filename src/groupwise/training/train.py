@@ -127,7 +127,7 @@ def _begin(
     replayed = record.replayed(start) if state else 0
     data, plan = trainer.task.describe_data(), trainer.private.plan
     record.write_data(data)
-    before = counted(earlier, record.config.task, data)
+    before = counted(earlier)
     epsilon, delta = total(before, plan.epsilon, plan.delta)
     privacy = {
         "plan": plan.to_dict(),
@@ -185,14 +185,10 @@ def _close(
     plan, main = trainer.private.plan, trainer.private.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(trainer.private.executed)
-    if report.executed_steps != plan.steps:
+    if report.executed_steps != plan.steps or report.epsilon > plan.epsilon * (1 + 1e-6):
         raise UserError(
-            f"The run released {report.executed_steps} steps where its plan has {plan.steps}: do not use it; start "
-            "afresh with overwrite=true."
-        )
-    if report.epsilon > plan.epsilon * (1 + 1e-6):
-        raise UserError(
-            f"The run spent epsilon {report.epsilon:.4f}, more than its target {plan.epsilon:.4f}: do not use it."
+            f"The run released {report.executed_steps} steps of {plan.steps} and spent epsilon {report.epsilon:.4f} of "
+            f"{plan.epsilon:.4f}: do not use it."
         )
     if main:
         spent = {**report.to_dict(), "guaranteed": privacy["private"]}
