@@ -110,10 +110,10 @@ def test_of_a_loader_its_dataset_and_how_it_reads_are_taken_with_a_warning(worke
         given = Use(data=loader)
     assert told[0].filename == __file__.replace("test_private_harmless", "private_use"), "where make_private was called"
     assert torch.equal(given.train().weights, Use().train().weights)
-    assert seen and given.private._sums.loading.num_workers == workers
+    assert seen and given.private._sums.num_workers == workers
     with pytest.warns(UserWarning, match="data is a DataLoader"):
         own = Use(data=loader, num_workers=0, collate_fn=torch.utils.data.default_collate)
-    assert own.private._sums.loading.num_workers == 0 and torch.equal(own.train().weights, given.weights)
+    assert own.private._sums.num_workers == 0 and torch.equal(own.train().weights, given.weights)
 
 
 def test_what_is_refused_releases_nothing():
@@ -217,21 +217,6 @@ def test_a_state_brings_the_way_of_its_noise_along():
 def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():
     model = network()
     assert Use(model, clip=flat(model), norms="ghost", policy="fixed").train().private.executed == 3
-
-
-def test_a_schedule_of_fixed_thresholds_takes_the_noise_along_and_resumes():
-    use = Use(clip="fixed_layer", threshold=1.0)
-    before = use.private.core.step().noise_norm
-    use.private.set_threshold(3.0)
-    again = Use(clip="fixed_layer", threshold=1.0)
-    again.private.load_state_dict(copy.deepcopy(use.private.state_dict()))
-    assert use.private.core.step().noise_norm == pytest.approx(3.0 * before)
-    assert again.train(1).private.thresholds == use.private.thresholds
-    assert torch.equal(again.weights, use.weights)
-    with pytest.raises(UserError, match="is for fixed thresholds"):
-        Use().private.set_threshold(2.0)
-    with pytest.raises(UserError, match="finite numbers above 0"):
-        use.private.set_threshold(0.0)
 
 
 def test_a_step_that_fails_before_its_noise_leaves_no_sums_in_the_gradients():

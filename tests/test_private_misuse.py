@@ -277,8 +277,6 @@ REFUSED: dict[str, Misuse] = {
     "a parameter added later": (added_later, "0.extra. was added, taken out, replaced, .* after clipping began"),
     "a parameter replaced later": (replaced_later, "0.weight. was added, taken out, replaced"),
     "anything after `detach`": (closed, "detached"),
-    "an `order` that leaves examples out": (lambda: Use(order=lambda drawn: drawn[:-1]).train(), "other examples than"),
-    "an `order` of floats": (lambda: Use(order=lambda drawn: drawn.astype(float)).train(), "type float64"),
 }
 
 

@@ -15,11 +15,9 @@ def _on_two(rank, world, sigma):
     with torch.no_grad():
         for parameter in task.model.parameters():
             parameter.add_(rank)  # the second becomes the first
-    source, order = NoiseSource.from_seed(SEED + rank), np.random.default_rng(rank).permutation
-    microbatch = 7 - rank  # each in an order and in microbatches of its own
-    private = start(
-        task, ranks=Ranks(), noise_multiplier=sigma, noise_source=source, order=order, microbatch=microbatch
-    )
+    source = NoiseSource.from_seed(SEED + rank)
+    microbatch = 7 - rank  # each in microbatches of its own
+    private = start(task, ranks=Ranks(), noise_multiplier=sigma, noise_source=source, microbatch=microbatch)
     steps = list(private.steps())
     return weights(task.model), private.core.thresholds.clip_thresholds, [step.nonprivate["loss"] for step in steps]
 

@@ -54,41 +54,21 @@ class PrivacyArguments:
         return {name: value for name, value in given.items() if name != "secure_noise"}
 
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
-"""Those that were tried; they read noised gradients alone, after the backward pass."""
-
-REFUSED: dict[str, str] = {
-    "fp16": "scales the loss, and with it the gradients before they are clipped: use bf16=True, or float32",
-    "deepspeed": "has an engine of its own that sums gradients before the noise: leave it out",
-    "fsdp": "puts parameters into shards: leave it out, or use parallel.kind=fsdp of run.py",
-    "parallelism_config": "splits examples or layers over processes: leave it out",
-    "n_gpu": "wraps the model in DataParallel, which sums gradients before the noise: show one device alone "
-    "(CUDA_VISIBLE_DEVICES=0)",
-    "world_size": "wraps the model in DistributedDataParallel, which averages gradients before the noise: start one "
-    "process, or use make_private(ranks=...) in a loop of your own",
-    "torch_compile": "was never tried around clipping by the Trainer: leave it out",
-    "use_liger_kernel": "joins layers that have to be clipped: leave it out",
-    "neftune_noise_alpha": "scales its noise by the padded length, which depends on the other examples of a batch: "
-    "leave it out",
-    "auto_find_batch_size": "begins the training again with another batch size, each time at the price of another "
-    "epsilon: set per_device_train_batch_size",
-    "dataloader_drop_last": "has nothing to drop, since every step draws each example by itself: leave it out",
-    "include_num_input_tokens_seen": "shows the lengths of the examples that were drawn: leave it out",
-    "enable_jit_checkpoint": "may save between the noise and the count of a step: use save_steps",
-    "optim": f"was never tried after private steps: choose one of {', '.join(OPTIMIZERS)}, or give "
-    "optimizers=(yours, None)",
-    "train_sampling_strategy": "is not how Poisson batches are drawn: leave it out, or group_by_length to put the "
-    "longest of a batch first",
-}
-"""Name -> why it is refused, and what to do."""
-ALLOWED: dict[str, tuple[Any, ...]] = {
+OFF: tuple[Any, ...] = (None, False, 0, "", {}, [])
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("fp16", "deepspeed", "fsdp", "parallelism_config"), OFF),  # these sum or scale before the noise
     "n_gpu": (0, 1),
     "world_size": (1,),
-    "include_num_input_tokens_seen": (False, "no"),
-    "optim": OPTIMIZERS,
-    "train_sampling_strategy": ("random", "group_by_length"),
+    **dict.fromkeys(("torch_compile", "use_liger_kernel"), OFF),  # never tried, or joins layers that are clipped
+    "neftune_noise_alpha": OFF,  # scaled by the padded length, which depends on other examples
+    "auto_find_batch_size": OFF,  # trains again, for another epsilon
+    "dataloader_drop_last": OFF,
+    "include_num_input_tokens_seen": (False, "no"),  # shows the lengths of the examples that were drawn
+    "enable_jit_checkpoint": OFF,  # may save between the noise and the count of a step
+    "optim": ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
+    "train_sampling_strategy": ("random",),
 }
-"""Name -> the values that are not refused; of all others None, False, 0 and what is empty."""
+"""Values of `TrainingArguments` that are known to be private, of names whose other values are refused."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -97,10 +77,11 @@ def check_arguments(args: TrainingArguments) -> None:
     Raises:
         UserError: naming the argument.
     """
-    for name, why in REFUSED.items():
+    for name, values in SUPPORTED.items():
         value = getattr(args, name)
-        if (value not in ALLOWED[name]) if name in ALLOWED else value:
-            raise UserError(f"{name}={value} {why}.")
+        if value not in values:
+            instead = "leave it out" if values is OFF else f"give one of {', '.join(map(str, values))}"
+            raise UserError(f"{name}={value} breaks the guarantee, or was never tried with it: {instead}.")
     if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # nobody asked for the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0: each example's gradient is clipped before the noise, "

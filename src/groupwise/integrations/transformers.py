@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,11 +78,6 @@ class PrivateTrainer(Trainer):
                 "losses(model, inputs), one loss for each."
             )
         super().__init__(model, args, **others)
-        if losses is not None and self.args.label_smoothing_factor:
-            raise UserError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} does not reach the losses that were given: "
-                "smooth in losses(model, inputs), and leave it out."
-            )
         if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
             raise UserError(
                 "eval_dataset is the training set, whose losses without noise would stand in the log, and choose the "
@@ -101,9 +96,6 @@ class PrivateTrainer(Trainer):
             length_of(self.train_dataset)
         loader = super().get_train_dataloader()
         self._data, self._collate = loader.dataset, loader.collate_fn
-        self._lengths = None
-        if self.args.train_sampling_strategy == "group_by_length":
-            self._lengths = np.array(loader.batch_sampler.sampler.lengths)  # type: ignore[union-attr]
         size, accumulated = length_of(self._data), self.args.gradient_accumulation_steps
         turns = math.ceil(size / self._batch_size()) * accumulated
         return DataLoader(range(size), batch_sampler=[[]] * turns, collate_fn=dict)  # type: ignore[arg-type]
@@ -141,15 +133,11 @@ class PrivateTrainer(Trainer):
             collate_fn=self._collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            order=self._longest_first,
             noise_source=self._noise_source or NoiseSource.fresh(self.privacy.secure_noise),
             **self.privacy.settings(),
         )
         if not self._resuming:
             resume.keep_key(self._folder, self.private.core.noise)
-
-    def _longest_first(self, drawn: np.ndarray) -> np.ndarray:
-        return drawn if self._lengths is None else drawn[np.argsort(-self._lengths[drawn], kind="stable")]
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -230,13 +218,6 @@ class PrivateTrainer(Trainer):
         path = self._folder / "README.md"
         write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n\n{privacy_section(said)}")
 
-    def hyperparameter_search(self, *args: Any, **others: Any) -> NoReturn:
-        """Refuse: every trial is a release."""
-        raise UserError(
-            "hyperparameter_search trains once for each trial, and their epsilons add up unaccounted: train one "
-            "PrivateTrainer for each setting, and add up what you look at."
-        )
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -247,9 +228,8 @@ class PrivateTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.private is None:
             return
-        saved = resume.read(Path(checkpoint), self._settings())
         super()._load_optimizer_and_scheduler(checkpoint)
-        resume.load(Path(checkpoint), saved, self.private, self.state.global_step)
+        resume.load(Path(checkpoint), self.private, self._settings())
 
     def _settings(self) -> dict[str, str]:
         assert self.private is not None

@@ -1,10 +1,10 @@
-"""Checks the arguments of `make_private` that need no other: their types, the model, the optimiser, unknown names."""
+"""Checks the arguments of `make_private` that need no other: the model, the optimiser, unknown names."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from groupwise.config.keys import OURS
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
-from groupwise.training.ranks import Alone, Ranks
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules that are in a private training."""
@@ -33,32 +32,14 @@ INSTEAD = {
 """Names that are no arguments -> what to do."""
 
 
-def check_kinds(model: Any, optimizer: Any, losses: Any, microbatch: int | None) -> None:
-    """Refuse what is easily given in the place of something else; other types get Python's own errors.
-
-    Raises:
-        UserError: naming the first, and what was expected.
-    """
-    if not (isinstance(model, nn.Module) and isinstance(optimizer, Optimizer)):
-        raise UserError(
-            f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}: give a torch.nn.Module, "
-            "and an optimizer of torch.optim over its parameters."
-        )
-    if isinstance(losses, nn.Module) or not callable(losses):
-        raise UserError(
-            f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
-            "where batch is what the collate function makes, and return one loss per example."
-        )
-    if microbatch is not None and (microbatch < 1 or microbatch != int(microbatch)):
-        raise UserError(f"microbatch={microbatch} is out of range: give a whole number of at least 1.")
-
-
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser that moves anything else than the model's trainable parameters, or not all of them.
+    """Refuse a wrapped optimiser, or one that moves other parameters than the model's trainable ones, or not all.
 
     Raises:
         UserError: naming a parameter.
     """
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's and Lightning's step by themselves
+        raise UserError(f"The optimizer is wrapped in {type(optimizer).__name__}: give optimizer.optimizer.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in moved:
@@ -85,48 +66,22 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
     First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
     would miss ``model`` and ``data``.
     """
-    arguments = inspect.signature(make).parameters
+    known = {*inspect.signature(make).parameters} | {field.name for field in fields(ClipConfig)}
+    known -= {"name", "grouping", "mapping"}
 
     @wraps(make)
     def call(*values: Given.args, **named: Given.kwargs) -> T:
-        check_settings([name for name in named if name not in arguments], arguments)
+        answers = []
+        for name in named:
+            if name not in known:
+                ours = OURS.get(name, name)
+                hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, sorted(known))
+                answers.append(f"{name!r}{hint}")
+        if answers:
+            raise UserError(f"make_private knows no setting {'; nor '.join(answers)}.")
         return make(*values, **named)
 
     return call
-
-
-def check_settings(given: Iterable[str], arguments: Iterable[str]) -> None:
-    """Refuse settings that are no fields of `ClipConfig`.
-
-    Args:
-        given: names of settings.
-        arguments: of `make_private`, which may have been meant.
-
-    Raises:
-        UserError: naming all of them, and what was probably meant.
-    """
-    known = {field.name for field in fields(ClipConfig)} - {"name", "threshold", "grouping", "mapping"}
-    answers = []
-    for name in given:
-        if name not in known:
-            ours = OURS.get(name, name)
-            hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, (*arguments, *known))
-            answers.append(f"{name!r}{hint}")
-    if answers:
-        raise UserError(f"make_private knows no setting {'; nor '.join(answers)}.")
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser that a private step cannot use, with a `UserError`."""
-    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        raise UserError(
-            f"The optimizer is wrapped in {type(optimizer).__name__}, which may step by itself: give the one inside, "
-            "optimizer.optimizer."
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError("LBFGS evaluates the losses several times a step, and each would be a release: use another.")
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UserError("SparseAdam takes sparse gradients alone, and clipped ones are dense: use Adam.")
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
@@ -139,12 +94,8 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
-    """Refuse a model that is in stages, or in a private training already, with a `UserError`."""
-    if ranks.stages > 1:
-        raise UserError(
-            f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
-        )
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is in a private training already, with a `UserError`."""
     if any(module in PRIVATE_MODULES for module in model.modules()):
         raise UserError(
             "The model, or a part of it, is in a private training already, and a second would noise it twice: "

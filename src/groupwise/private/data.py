@@ -1,71 +1,50 @@
 """Checks the data that `make_private` is given, and how they are to be read."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
 
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, secret_randomness
-from groupwise.private.checksum import digest
 from groupwise.training.microbatches import examples_to_trace
+from groupwise.training.plain import PLAIN
 
 
 def length_of(data: Any) -> int:
     """The number of examples, N.
 
     Raises:
-        UserError: a table, columns of examples, or anything without a length and numbered examples.
+        UserError: anything without a length and numbered examples.
     """
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
             "a dataset with __len__ and __getitem__."
         )
-    if hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
-        raise UserError(
-            f"data is a {type(data).__name__}, whose data[0] is no example: give torch.utils.data.TensorDataset(x, y) "
-            "of its columns, or a list of examples."
-        )
-    few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
-    rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
-    if len(rows) == 1 and max(rows) > len(data):
-        raise UserError(
-            f"data is a {type(data).__name__} of {len(data)} columns of {max(rows)} rows, not of examples: give "
-            "torch.utils.data.TensorDataset(x, y), whose examples are the rows."
-        )
     return len(data)
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How examples become a batch, as in ``torch.utils.data.DataLoader``."""
-
-    collate_fn: Callable[[list[Any]], Any] = default_collate
-    num_workers: int = 0
-    pin_memory: bool = False
-
-
-def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, Loading]:
+def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The dataset, and how it is read: as given, else as the DataLoader does.
 
     Args:
         data: a dataset, or a DataLoader, whose sampler and batch size are not used.
-        given: fields of `Loading`, None for those that were not given.
+        given: arguments of a DataLoader, None for those that were not given.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
-        return data, Loading(**asked)
+        return data, asked
     warn(
         "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
         "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing)."
     )
-    return data.dataset, Loading(**{name: getattr(data, name) for name in given} | asked)
+    return data.dataset, {name: getattr(data, name) for name in given} | asked
 
 
 SAMPLE = 12
@@ -101,6 +80,25 @@ def _numel(leaf: Any) -> int:
     if isinstance(leaf, Tensor | np.ndarray):
         return int(np.prod(leaf.shape))
     return len(leaf) if isinstance(leaf, str | bytes) else 1
+
+
+def digest(item: Any) -> str:
+    """SHA-256 of an example: of tensors and arrays by dtype, shape and bytes, of numbers and texts.
+
+    A value of another kind counts as its type.
+    """
+    leaves, spec = tree_flatten(item)
+    found = sha256(repr(spec).encode())
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            whole = leaf.detach().cpu().contiguous()
+            found.update(f"{whole.dtype} {tuple(whole.shape)}\n".encode())
+            found.update(whole.flatten().view(torch.uint8).numpy().data)
+        elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+            found.update(f"{leaf.dtype} {leaf.shape}\n".encode() + leaf.tobytes())
+        else:
+            found.update(f"{leaf!r}\n".encode() if isinstance(leaf, PLAIN) else f"{type(leaf).__name__}\n".encode())
+    return found.hexdigest()
 
 
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:

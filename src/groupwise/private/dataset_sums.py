@@ -13,9 +13,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from groupwise.clipping.unchanged import Generators
-from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
-from groupwise.private.data import Loading
 from groupwise.training.graphs import Graphs
 from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import LossesOf, PrivateStep
@@ -25,9 +23,6 @@ from groupwise.training.task import to_device
 Place = tuple[int, int, Sequence[int]]
 """A microbatch: its step, where it begins in this process's share of the batch, and its examples."""
 
-Order = Callable[[np.ndarray], np.ndarray]
-"""Indices of the examples of a batch, (n,) -> the same indices in the order in which they are put into microbatches."""
-
 
 class DatasetSums(Microbatches):
     """Clipped sums of batches that are drawn from a dataset.
@@ -36,9 +31,8 @@ class DatasetSums(Microbatches):
         model: what `losses` gets.
         data: the dataset, with `len` and `[]`.
         losses: (model, batch) -> one loss for each of the batch's examples, (b,).
-        loading: how examples become a batch.
-        order: sorts the examples of this process's share before it is cut into microbatches; None leaves them.
         size, graphs: as `Microbatches` has them.
+        collate_fn, num_workers, pin_memory: how examples become a batch, as in ``torch.utils.data.DataLoader``.
     """
 
     def __init__(
@@ -46,15 +40,18 @@ class DatasetSums(Microbatches):
         model: nn.Module,
         data: Any,
         losses: Callable[[nn.Module, Any], Tensor],
-        loading: Loading,
-        order: Order | None,
         size: int,
         graphs: Graphs | None = None,
+        *,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(size, graphs)
-        self.data, self.losses, self.loading, self.order = data, losses, loading, order
+        self.data, self.losses = data, losses
+        self.collate_fn, self.num_workers, self.pin_memory = collate_fn, num_workers, pin_memory
         self._model = model
-        self._at_once = _rows_of(data) if loading.collate_fn is default_collate else None
+        self._at_once = _rows_of(data) if collate_fn is default_collate else None
         """Gives the batch of rows of tensors, which need not be read one by one."""
         self._batches: Iterator[Any] | None = None
         """Of the worker processes, which read ahead."""
@@ -62,21 +59,8 @@ class DatasetSums(Microbatches):
         """The step of the last microbatch."""
 
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """This process's examples, in order. They are divided first, as `order` may differ between processes.
-
-        Raises:
-            UserError: the order has other examples than were drawn, or no integers.
-        """
-        share = ranks.share(drawn)
-        if self.order is None:
-            return share
-        ordered = np.asarray(self.order(share))
-        if (ordered.size and ordered.dtype.kind not in "iu") or not np.array_equal(np.sort(ordered), share):
-            raise UserError(
-                f"order gave other examples than were drawn, or numbers of type {ordered.dtype}, which no account of "
-                "epsilon covers: return the integers that it is given, each once."
-            )
-        return ordered
+        """See `Microbatches`."""
+        return ranks.share(drawn)
 
     def losses_of(self, rows: Sequence[int], now: bool = False) -> LossesOf:
         """A function of some of these examples that returns their losses.
@@ -94,7 +78,7 @@ class DatasetSums(Microbatches):
             items()
 
         def losses_of(some: Sequence[int]) -> Tensor:
-            return self.losses(self._model, self.loading.collate_fn([_own(items()[int(row)]) for row in some]))
+            return self.losses(self._model, self.collate_fn([_own(items()[int(row)]) for row in some]))
 
         return losses_of
 
@@ -132,7 +116,7 @@ class DatasetSums(Microbatches):
         if self._at_once is not None:
             return self._pinned(self._at_once(rows))
         reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
-        if not self.loading.num_workers:
+        if not self.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
         if self._batches is None or (start == 0 and self._step == step):  # the step begins again
             loader = DataLoader(
@@ -140,8 +124,8 @@ class DatasetSums(Microbatches):
                 batch_size=None,
                 sampler=self._places(private, step),
                 collate_fn=_identity,
-                num_workers=self.loading.num_workers,
-                pin_memory=self.loading.pin_memory,
+                num_workers=self.num_workers,
+                pin_memory=self.pin_memory,
                 generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
             )
             self._batches = iter(loader)
@@ -149,7 +133,7 @@ class DatasetSums(Microbatches):
         return next(self._batches)
 
     def _pinned(self, batch: Any) -> Any:
-        if not (self.loading.pin_memory and torch.cuda.is_available()):
+        if not (self.pin_memory and torch.cuda.is_available()):
             return batch
         return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
 
@@ -160,7 +144,7 @@ class DatasetSums(Microbatches):
                 yield step, start, rows.tolist()
 
     def _read(self, rows: Sequence[int]) -> Any:
-        return self.loading.collate_fn(self._items(rows))
+        return self.collate_fn(self._items(rows))
 
     def _items(self, rows: Sequence[int]) -> list[Any]:
         if hasattr(self.data, "__getitems__"):

@@ -17,14 +17,12 @@ from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
 from groupwise.private.arguments import (
     check_fresh,
-    check_kinds,
     check_model,
-    check_optimizer,
     check_parameters,
     knows_names,
 )
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
-from groupwise.private.dataset_sums import DatasetSums, Order
+from groupwise.private.dataset_sums import DatasetSums
 from groupwise.private.private import Private
 from groupwise.private.settings import resolve_clip, resolve_plan
 from groupwise.training.from_config import make_engine, make_thresholds
@@ -32,7 +30,6 @@ from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.guards import optimizers_blocked
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
-from groupwise.training.plain import plain
 from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
 from groupwise.training.ranks import Alone, Ranks
 
@@ -55,7 +52,6 @@ def make_private(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int | None = None,
     pin_memory: bool | None = None,
-    order: Order | None = None,
     clip: str | ClipConfig | Partition = "adaptive_layer",
     threshold: float = 1.0,
     noise: str = "global",
@@ -86,8 +82,6 @@ def make_private(
         batch_size: B, the expected number of examples that a step draws.
         microbatch: examples at once, at most; by default as many as fit into memory. Halved where memory runs out.
         collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
-        order: a function from the indices of this process's examples of a batch, (n,), to the same indices in the order
-            in which they fill the microbatches: the longest texts first, say. By default in the order of their indices.
         clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
             whole configuration.
         threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
@@ -106,26 +100,15 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
-    check_kinds(model, optimizer, losses, microbatch)
-    check_optimizer(optimizer)
     ranks = ranks or Alone()
-    check_model(model, ranks)
+    check_model(model)
     check_parameters(model, optimizer)
     check_fresh(optimizer)
-    for group in optimizer.param_groups:
-        group.update(plain(group))  # a learning rate of numpy's, which files do not keep
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
-    dataset, loading = unpack_loader(data, given)
+    dataset, reading = unpack_loader(data, given)
     dataset_size = length_of(dataset)
-    if dataset_size < 2:
-        raise UserError(f"data has {('no', 'one')[dataset_size]} example, and two are needed: give more.")
-    if not model.training:
-        warn(
-            "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
-            "fixed: call model.train() first if that is not meant."
-        )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:
@@ -149,7 +132,7 @@ def make_private(
         if cuda_graph and sharded:
             raise UserError("cuda_graph=True is not for parameters in shards: leave it out.")
         graphs = Graphs(recorder_of(device), model) if cuda_graph else None
-        sums = DatasetSums(model, dataset, losses, loading, order, microbatch or 1, graphs)
+        sums = DatasetSums(model, dataset, losses, microbatch or 1, graphs, **reading)
         with secret_randomness(source.child("trace"), 0, device=device), optimizers_blocked(trainable):
             rows = choose_examples(dataset, dataset_size)
             check_items(dataset, rows)

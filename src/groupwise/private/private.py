@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from groupwise.errors import UserError, reason
-from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
+from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.private.arguments import PRIVATE_MODULES, PRIVATE_OPTIMIZERS, check_parameters
-from groupwise.private.checksum import check_state, with_checksum
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
@@ -51,25 +51,6 @@ class Step:
     def epsilon(self) -> float:
         """ε of the steps up to and including this one, at the plan's δ; computed when read, which can take seconds."""
         return self.plan.spent_epsilon(self.number)
-
-
-class Steps:
-    """The next steps of a private training, as an iterable that takes them; on a terminal with a line of progress."""
-
-    def __init__(self, private: "Private", count: int) -> None:
-        self._private, self._end = private, private.executed + count
-
-    def __len__(self) -> int:
-        return max(self._end - self._private.executed, 0)
-
-    def __iter__(self) -> Iterator[Step]:
-        private = self._private
-        with private._progress(self._end) as bar:
-            while private.executed < self._end:
-                step = private.step()
-                if bar is not None:
-                    bar.update(step.number, step.nonprivate["batch_size"])
-                yield step
 
 
 class Private:
@@ -145,21 +126,6 @@ class Private:
         """C_k that will clip the next batch, by the group's name; released with noise, so they may be published."""
         return self.core.named_thresholds()
 
-    def set_threshold(self, threshold: float) -> None:
-        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups; the noise follows, and ε stays.
-
-        Like a learning rate, it may depend on the step number, but not on the data.
-
-        Raises:
-            UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
-        """
-        self._check_open()
-        thresholds = self.core.thresholds
-        if self.core.running or type(thresholds) is not FixedThresholds:
-            raise UserError("set_threshold is for fixed thresholds, between steps: make_private(clip='fixed_layer').")
-        groups = len(thresholds.clip_thresholds)
-        thresholds.load_state_dict({"thresholds": torch.full((groups,), threshold / groups**0.5, dtype=torch.float64)})
-
     def statement(self) -> str:
         """The plan in words, and what was spent."""
         secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
@@ -169,13 +135,21 @@ class Private:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def steps(self, count: int | None = None) -> Steps:
+    def steps(self, count: int | None = None) -> Iterator[Step]:
         """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
+
+        On a terminal a line shows the progress.
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
         left = self.plan.steps - self.executed
-        return Steps(self, left if count is None else min(count, left))
+        end = self.executed + (left if count is None else min(count, left))
+        with self._progress(end) as bar:
+            while self.executed < end:
+                step = self.step()
+                if bar is not None:
+                    bar.update(step.number, step.nonprivate["batch_size"])
+                yield step
 
     def step(self) -> Step:
         """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.
@@ -291,19 +265,20 @@ class Private:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
 
-        As with any module's state dict, its tensors are the live ones, which later steps change: save it at once, or
-        ``copy.deepcopy`` it; ``load_state_dict`` refuses one that has changed since. With shards every process must
-        call this, and gets whole tensors on the CPU.
+        Its tensors are copies, which later steps do not change. With shards every process must call this, and gets
+        whole tensors on the CPU.
         """
+        return tree_map_only(Tensor, torch.clone, self._state())
+
+    def _state(self) -> dict[str, Any]:
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
-        state = self.core.state_dict() | {"processes": self._processes, "clip": self._settings}
-        return with_checksum(state)
+        return self.core.state_dict() | {"processes": self._processes, "clip": self._settings}
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` atomically to a file that its owner alone may read; replicas write a single file."""
-        state = self.state_dict()
+        state = self._state()
         if self.core.ranks.main:
             save_checkpoint(path, state)
 
@@ -315,7 +290,7 @@ class Private:
         """Resume, bit for bit, from where `state_dict` was taken; only before the first step. Sets the microbatch too.
 
         Raises:
-            UserError: after a step; a state of another plan, of something else, altered, or whose tensors trained on.
+            UserError: after a step; a state of another plan, or of something else.
         """
         self._check_open()
         if self.executed:
@@ -337,7 +312,6 @@ class Private:
                 f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
                 "batch otherwise, and its noise would meet other gradients. Start as many, or call make_private again."
             )
-        check_state(state, self.plan.steps)
         try:
             noise = NoiseSource.from_state(state)
             _check_optimizers(state["optimizer"], self.core.optimizer)

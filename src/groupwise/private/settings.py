@@ -1,15 +1,13 @@
 """Turns the settings of `make_private` into a configuration of clipping and a privacy plan."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
-from groupwise.clipping import Group, Partition
+from groupwise.clipping import Partition
 from groupwise.config.checks import validate_clipping, why_unused
 from groupwise.config.schema import ClipConfig, RunConfig
-from groupwise.errors import UserError, did_you_mean, warn
+from groupwise.errors import UserError, did_you_mean
 from groupwise.privacy import PrivacyPlan
 from groupwise.training.from_config import plan_of
 from groupwise.training.plain import plain
@@ -38,16 +36,9 @@ def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings:
     threshold, settings = plain(threshold), plain(settings)
     given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     if isinstance(clip, ClipConfig):
-        if given:
-            raise UserError("clip is a whole ClipConfig, so its settings are given twice: put them into it alone.")
         if clip.grouping == "none":
             raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
-        config = clip
-    elif not isinstance(clip, str | tuple | list) or not all(isinstance(group, str | Group) for group in clip):
-        raise UserError(
-            f"clip is a {type(clip).__name__}: give a mode's name, or a partition, such as "
-            "groupwise.clipping.by_mapping(model, mapping)."
-        )
+        config = replace(clip, **given)
     elif isinstance(clip, str) and clip not in MODES:
         raise UserError(
             f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
@@ -87,9 +78,6 @@ def resolve_plan(
     Raises:
         UserError: too few or too many of the arguments; values out of range; a plan for something else.
     """
-    for name, value in {**budget, **length}.items():
-        if not isinstance(value, Real | None):
-            raise UserError(f"{name}={value!r} is a {type(value).__name__}: give a number.")
     given = sum(value is not None for value in (*budget.values(), plan))
     if given != 1:
         raise UserError(f"{given} of epsilon, noise_multiplier and plan were given: give exactly one of the three.")
@@ -108,10 +96,6 @@ def resolve_plan(
         raise UserError(f"{how} given: give one, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
-    if batch_size < 1:
-        warn(f"batch_size={batch_size} is a number of examples, not a rate.")
-    if steps is None and not 0 < epochs < math.inf:
-        raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
     return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
 
 

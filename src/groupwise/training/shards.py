@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from groupwise.clipping import ClippingEngine, per_block
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Alone, Ranks
 
@@ -44,13 +44,7 @@ def shard(
     sum_gradients(model)
     if engine is None:
         return None
-    try:
-        sharded_engine = make_engine(model, clip, direct=True)
-    except UserError as error:
-        raise UserError(
-            f"parallel.kind=fsdp cannot clip this model: {reason(error)}; untie tied layers (model.untie=true for the "
-            "head of a language model), give clip=adaptive_layer, fixed_layer or ghost, or use parallel.kind=ddp."
-        ) from error
+    sharded_engine = make_engine(model, clip, direct=True)
     assert sharded_engine is not None
     sharded_engine.plan = engine.plan
     return sharded_engine
