@@ -154,10 +154,10 @@ def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_waits_for_the_device_is_refused_in_one_sentence():
+def test_what_waits_for_the_device_ends_with_torchs_error():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     scaled(trainer, lambda read: 1.0 + 0.0 * float(read["x"].sum()))
-    with pytest.raises(UserError, match=r"inside of a microbatch.*capturing.*leave cuda_graph out\.$"):
+    with pytest.raises(RuntimeError, match="capturing"):
         state(recorded(trainer))
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from groupwise.clipping import ClippingEngine
-from groupwise.errors import UserError, reason
-from groupwise.training.memory import is_oom
+from groupwise.errors import UserError
 from groupwise.training.plain import PLAIN
 
 if TYPE_CHECKING:
@@ -184,18 +183,7 @@ class Graphs:
         def work() -> None:
             made[:] = [add()]
 
-        try:
-            launch = self._recorder.record(work)
-        except RuntimeError as error:
-            if is_oom(error):
-                raise
-            first: BaseException = error
-            while first.__context__ is not None:  # the end of a recording fails too, and says less
-                first = first.__context__
-            raise UserError(
-                "cuda_graph: this model, or what its inputs go through, waits for the GPU or copies to it inside of a "
-                f"microbatch, which cannot be recorded ({reason(first)}): leave cuda_graph out."
-            ) from error
+        launch = self._recorder.record(work)  # torch raises RuntimeError where the model waits for the GPU
         return made[0], launch
 
 
