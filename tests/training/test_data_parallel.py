@@ -120,7 +120,7 @@ RESUMED = {
 }
 REFUSED = {
     "tied": (TiedTask, ADAPTIVE_LAYER, "untie"),
-    "flat": (PointsTask, FLAT, "clip=adaptive_layer, fixed_layer or ghost"),
+    "flat": (PointsTask, FLAT, "use one group a layer, or flat with norms='ghost'"),
 }
 
 

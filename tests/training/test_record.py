@@ -154,17 +154,6 @@ def test_other_data_on_resume_are_refused(config: RunConfig) -> None:
         record.write_data({"sha256": {"images": "cd"}})
 
 
-def test_an_unwritable_results_folder_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"paths\.results"):
-        RunRecord.open(RunConfig(paths=PathsConfig(results=str(tmp_path / "file" / "results"))))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write everywhere
-    with pytest.raises(UserError, match="no permission"):
-        RunRecord.open(RunConfig(paths=PathsConfig(results=str(tmp_path / "results"))))
-
-
 def test_a_disk_that_refuses_later_is_a_users_mistake_too(config: RunConfig) -> None:
     record = RunRecord.open(config)
     Path(config.paths.results).write_text("a file has come in the way")

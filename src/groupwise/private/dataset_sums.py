@@ -17,7 +17,6 @@ from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.training.graphs import Graphs
 from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import LossesOf, PrivateStep
-from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import to_device
 
 Place = tuple[int, int, Sequence[int]]
@@ -57,10 +56,6 @@ class DatasetSums(Microbatches):
         """Of the worker processes, which read ahead."""
         self._step = -1
         """The step of the last microbatch."""
-
-    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
-        """See `Microbatches`."""
-        return ranks.share(drawn)
 
     def losses_of(self, rows: Sequence[int], now: bool = False) -> LossesOf:
         """A function of some of these examples that returns their losses.

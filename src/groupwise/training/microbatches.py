@@ -36,9 +36,9 @@ class Microbatches(ABC):
         """See `groupwise.training.private_step.BatchSums`."""
         return self.graphs is not None
 
-    @abstractmethod
     def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
         """This process's examples of a batch, (n,), in the order in which they share microbatches."""
+        return ranks.share(drawn)
 
     @abstractmethod
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise.atomic import lock, remove, why_unwritable, write_json, write_text
+from groupwise.atomic import lock, remove, write_json, write_text
 from groupwise.config.identity import (
     config_hash,
     differences,
@@ -43,7 +43,7 @@ class RunRecord:
         """The record of ``config``, or that in the folder ``config.resume``.
 
         Writes nothing. Raises `UserError` when that is no run or was made with another configuration (naming the keys
-        that differ), or when nothing can be written there.
+        that differ).
         """
         if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
@@ -56,11 +56,6 @@ class RunRecord:
                     f"resume={config.resume} was made with another configuration: {'; '.join(differing)}. "
                     "Give the same values, or leave resume out."
                 )
-        if why := why_unwritable(folder):
-            raise UserError(
-                f"the results folder {folder} cannot be written ({why}): fix that and run the same command again, or "
-                "give another folder with paths.results=<folder>."
-            )
         return cls(folder, config)
 
     @property
