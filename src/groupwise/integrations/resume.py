@@ -63,7 +63,7 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
 
 def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
     """Write ``privacy.pt`` into a checkpoint's folder, where weights and optimiser are."""
-    state = private.state_dict()
+    state = private._state()  # without copies of the weights
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
     save_checkpoint(folder / STATE, {**kept, "settings": settings, "of_key": private.core.noise.derive("checkpoint")})
 

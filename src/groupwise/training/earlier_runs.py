@@ -49,7 +49,7 @@ def total(runs: Sequence[Entry], epsilon: float, delta: float) -> tuple[float, f
 def _entries(folder: Path) -> list[Entry]:
     """Of the record in a folder: its run, and the earlier ones that it names; [] without a record."""
     try:
-        if (folder / "result.json").is_file():
+        if (folder / "config.yaml").is_file() and (folder / "result.json").is_file():
             config, privacy, data = (_read(folder / f"{name}.json") for name in ("result", "privacy", "data"))
             run, plan = config["hash"], privacy["plan"]
         else:
