@@ -209,6 +209,7 @@ def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
         assert shown["batch_size"] == len(private.core.sampler.indices(number)) and shown["nonfinite"] == 0
         assert shown["loss"] > 0 and shown["clipped"].keys() == private.thresholds.keys()
         assert all(0 <= share <= 1 for share in shown["clipped"].values())
+        assert shown["examples_per_second"] > 0
         assert "loss" not in repr(step), "what is printed may be shown"
 
 

@@ -80,10 +80,17 @@ def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
     assert type(state["extra"]["best"]) is np.float64, "what is written is the caller's, and stays as it is"
 
 
-def test_what_only_code_reads_is_not_read(path: Path) -> None:
-    save_checkpoint(path, {"step": Path("x")})
-    with pytest.raises(UserError, match=r"could run code: if you wrote it yourself, read it with torch\.load"):
-        load_checkpoint(path)
+@pytest.mark.parametrize(
+    "value",
+    [np.arange(3), np.longdouble(1), Path("x"), lambda: 0, slice(1), frozenset({1}), torch.nn.Linear(1, 1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> None:
+    save_checkpoint(path, {"step": 1})
+    with pytest.raises(UserError, match=r"cannot hold this state \(.+\), which is not read back") as caught:
+        save_checkpoint(path, {"step": 2, "scheduler": {"order": [0, value]}}, keep=previous(path))
+    assert "\n" not in str(caught.value)
+    assert load_checkpoint(path) == {"step": 1} and list(path.parent.iterdir()) == [path]
 
 
 def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:

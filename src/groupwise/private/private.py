@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,8 @@ class Step:
         plan: of the training.
         nonprivate: straight from the data, without noise, over all processes: "loss", the mean over the examples that
             were drawn (NaN without any), "batch_size", how many they are, "clipped", the share of them that was
-            clipped, by the group's name, and "nonfinite", how many were left out.
+            clipped, by the group's name, "nonfinite", how many were left out, and "examples_per_second", which tells
+            how many they are.
     """
 
     number: int
@@ -160,11 +162,12 @@ class Private:
         """
         self._check_open()
         self._check_data()
-        core = self.core
+        began, core = time.monotonic(), self.core
         for module, training in self._modes.items():
             if module.training != training:
                 module.training = training
         released = core.step()
+        seconds = max(time.monotonic() - began, 1e-9)
         parts = core.ranks.gather((released.loss, released.nonfinite))
         drawn = max(released.drawn, 1)
         shown = {
@@ -172,6 +175,7 @@ class Private:
             "batch_size": released.drawn,
             "clipped": dict(zip(self._names, ((released.drawn - released.counts) / drawn).tolist(), strict=True)),
             "nonfinite": sum(nonfinite for _, nonfinite in parts),
+            "examples_per_second": released.drawn / seconds,
         }
         return Step(core.executed, self.plan, shown)
 

@@ -6,13 +6,15 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from groupwise.atomic import remove, write_atomically
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 from groupwise.training.plain import plain
 from groupwise.training.ranks import Alone, Ranks
 
@@ -27,11 +29,12 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path
 
     Only the owner may read the file: it holds the key of the noise, and whoever has the key can take the
     noise off what a run releases. What was there goes to ``keep``. Numpy's scalars are written as Python's numbers.
-    Raises `UserError` when the disk refuses, and leaves the previous checkpoint as it was.
+    Raises `UserError` when the disk refuses, or for what `load_checkpoint` would not read, and leaves the previous
+    checkpoint as it was.
     """
     path, state = Path(path), plain(state)
     try:
-        write_atomically(path, lambda file: torch.save(state, file), None if keep is None else Path(keep))
+        write_atomically(path, lambda file: _write(state, path, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
             f"the checkpoint {path} cannot be written ({error}): make room, or give another folder."
@@ -100,3 +103,18 @@ def forget_checkpoints(folder: Path) -> None:
     """Remove all checkpoints of a run's folder, and what a killed write left: they hold the key of the noise."""
     for entry in (*folder.glob("checkpoint*"), *folder.glob(".*.partial")):
         remove(entry)
+
+
+def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
+    """Write the state; refuse what is not read back without running code."""
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        refused = reason(error)
+    if refused:
+        raise UserError(
+            f"the checkpoint {path} cannot hold this state ({refused}), which is not read back without running code: "
+            "make it tensors, numbers, texts, and lists and dicts of these."
+        )
