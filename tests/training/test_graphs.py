@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,39 @@ def test_what_waits_for_the_device_ends_with_torchs_error():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     scaled(trainer, lambda read: 1.0 + 0.0 * float(read["x"].sum()))
     with pytest.raises(RuntimeError, match="capturing"):
+        state(recorded(trainer))
+
+
+OWN = np.random.default_rng(0)
+CALLS = iter(range(1, 1000))
+STEPS_OF_THEIR_OWN = {"generator": lambda task: float(OWN.random()), "counter": lambda task: float(next(CALLS) ** 3)}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("own", STEPS_OF_THEIR_OWN.values(), ids=STEPS_OF_THEIR_OWN)
+def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
+    scaled(trainer, lambda _: 1.0 + own(trainer.task))
+    with pytest.raises(UserError, match="at launch 1 of a graph the losses are not"):
+        state(recorded(trainer))
+
+
+def by_a_tensor_of_its_own(task, rows):
+    task.weight = torch.tensor(1.0 + int(rows[0]))
+
+
+def by_a_number_of_its_own(task, rows):
+    task.weight = 1.0 + int(rows[0])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("change", [by_a_tensor_of_its_own, by_a_number_of_its_own])
+def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(change):
+    trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3))
+    read, task = trainer.task.read, trainer.task
+    task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
+    scaled(trainer, lambda _: task.weight)
+    with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Put it into the batch"):
         state(recorded(trainer))
 
 

@@ -7,7 +7,9 @@ values on the device, which a step reads once, after its last microbatch. Thresh
 dropout's seed are read from memory at each launch, so one graph serves all steps. Few batches drawn are equally large:
 so microbatches are filled up to one of few sizes (`Microbatches.split`), with rows whose losses are multiplied by 0.
 
-What a model works out on the host stands still, as does a tensor that is neither an input, a parameter nor a buffer.
+What a model works out on the host would stand still, as would a tensor that is neither an input, a parameter nor a
+buffer. At the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass on the same
+inputs and masks, and other losses are refused.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from groupwise.clipping import ClippingEngine
+from groupwise.clipping.unchanged import kept_buffers
 from groupwise.errors import UserError
 from groupwise.training.plain import PLAIN
 
@@ -74,6 +77,7 @@ class Recorded:
     launch: Callable[[], None]
     losses: Tensor
     squared_norms: dict[int, Tensor]
+    launches: int = 0
 
 
 class Graphs:
@@ -130,10 +134,7 @@ class Graphs:
         if key is None:
             return add(leaves)
         if (known := self._recorded.get(key)) is not None:
-            for held, leaf in zip(known.inputs, leaves, strict=True):
-                if isinstance(leaf, Tensor):
-                    held.copy_(leaf)
-            known.launch()
+            self._launch(known, leaves, lambda: losses(batch) * present)
             if engine is not None:
                 engine.squared_norms = known.squared_norms
                 engine.repeated(len(rows))
@@ -152,6 +153,26 @@ class Graphs:
         self._recorded.clear()
         self._seen.clear()
         self._recorder.forget()
+
+    def _launch(self, known: Recorded, leaves: list[Any], losses: Callable[[], Tensor]) -> None:
+        """Launch a graph on these inputs; after 1, 2, 4, 8, … launches compare its losses with an eager forward pass.
+
+        Raises:
+            UserError: they differ, on the same inputs and masks.
+        """
+        for held, leaf in zip(known.inputs, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                held.copy_(leaf)
+        known.launches += 1
+        power_of_two = known.launches & (known.launches - 1) == 0
+        expected = self._eager(losses) if power_of_two else None
+        known.launch()
+        if expected is not None and not torch.allclose(known.losses, expected, rtol=0.05, atol=1e-3, equal_nan=True):
+            raise UserError(
+                f"cuda_graph: at launch {known.launches} of a graph the losses are not those that an eager pass "
+                "computes now: something other than the batch changed. Put it into the batch, or keep it in a buffer "
+                "that is changed in place, or leave cuda_graph out."
+            )
 
     def _key(self, leaves: list[Any], spec: TreeSpec, engine: ClippingEngine | None) -> tuple[Any, ...] | None:
         """What a graph is valid for: shapes, plain values, masked rows, modes, and the addresses of the model's
@@ -185,6 +206,16 @@ class Graphs:
 
         launch = self._recorder.record(work)  # torch raises RuntimeError where the model waits for the GPU
         return made[0], launch
+
+    def _eager(self, losses: Callable[[], Tensor]) -> Tensor:
+        """The losses (b,) by a forward pass past the engine that leaves generators and buffers as they were.
+
+        It is one with gradients, as attention without may draw other masks.
+        """
+        device = next(self._model.parameters()).device
+        drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with kept_buffers(self._model), drawn, torch.enable_grad():
+            return losses().detach()
 
 
 def recorder_of(device: torch.device) -> CudaRecorder:

@@ -177,6 +177,6 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_oom(error):
             raise
         raise UserError(
-            "Memory ran out: use a smaller model, or lower train.microbatch, eval.batch_size or "
+            "Memory ran out outside of a training step: use a smaller model, or lower eval.batch_size or "
             "eval.generate.batch_size, with resume=<the run's folder> where it has a checkpoint."
         ) from error

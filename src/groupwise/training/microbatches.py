@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.errors import UserError
 from groupwise.training.graphs import Graphs
-from groupwise.training.memory import halve_on_oom
+from groupwise.training.memory import halve_on_oom, is_oom
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Alone, Ranks
 from groupwise.training.task import Task, to_device
@@ -72,11 +73,18 @@ class Microbatches(ABC):
 
         if engine is not None:
             engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
-        with nullcontext() if self.graphs is None else self.graphs.running():
-            loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
-            if engine is not None and engine.has_nonfinite:
-                engine.masks_rows = True
+        try:
+            with nullcontext() if self.graphs is None else self.graphs.running():
                 loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+                if engine is not None and engine.has_nonfinite:
+                    engine.masks_rows = True
+                    loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+        except (RuntimeError, MemoryError) as error:
+            if not is_oom(error):
+                raise
+            if self.size == 1:
+                raise UserError("One example does not fit into memory: use a smaller model.") from error
+            raise UserError(f"{self.size} examples do not fit into memory: use a smaller microbatch.") from error
         return loss
 
     def split(
