@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	gpu-kit pretrained status view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
+	gpu-kit pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-ci
 
 status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and when they will end
 	$(BIN)/python -m groupwise.sweeps.status
+
+plot: $(STAMP) ## one run as a picture, loss, accuracy, epsilon and thresholds: make plot RUN=results/runs/0123456789ab
+	$(BIN)/python -m groupwise.analysis.run_plot $(RUN)
 
 view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a browser on this machine
 	$(BIN)/tensorboard --logdir results/runs

@@ -186,8 +186,9 @@ def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]
     return list(written)
 
 
-COMPANIONS = {"_curves": "collect", "_norms": "gradient_norms"}
-"""Of rows that belong to runs, by the suffix of their file: the module that makes them."""
+COMPANIONS = {"_curves": ("collect", ("step",)), "_norms": ("gradient_norms", ("epoch", "layer", "example"))}
+"""Of rows that belong to runs, by the suffix of their file: the module that makes them, and the columns that identify a
+row within its run."""
 
 
 def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -> Measured:
@@ -206,18 +207,23 @@ def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -
     return found[0]
 
 
-def read_companion(name: str, measured: Measured, folder: Path, suffix: str) -> pd.DataFrame:
+def read_companion(name: str, measured: Measured, folder: Path, suffix: str, numbers: Sequence[str]) -> pd.DataFrame:
     """Rows that belong to the runs of `measured`, several a run: `<name>_<scale><suffix>.csv`, suffix of `COMPANIONS`.
 
     Raises:
-        UserError: there is no such file, or a row is of a run that was not measured.
+        UserError: there is no such file, one of the `numbers` is not finite, a row is of a run that was not measured,
+            or two rows are of one place.
     """
-    path = folder / f"{name}_{measured.scale}{suffix}.csv"
+    path, (maker, place) = folder / f"{name}_{measured.scale}{suffix}.csv", COMPANIONS[suffix]
     if not path.is_file():
-        command = f"python -m groupwise.sweeps.{COMPANIONS[suffix]} {name} scale={measured.scale}"
+        command = f"python -m groupwise.sweeps.{maker} {name} scale={measured.scale}"
         raise UserError(f"There are no rows in {path}: make them with {command}.")
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
     refuse(path, frame, ~frame["hash"].isin(measured.rows["hash"]), "is of no run that was measured")
+    for column in numbers:
+        frame[column] = pd.to_numeric(frame[column], errors="coerce")
+        refuse(path, frame, ~np.isfinite(frame[column]), f"has no finite {column}")
+    refuse(path, frame, frame.duplicated(["hash", *place]), "is there twice")
     return frame.assign(scale=measured.scale)
 
 

@@ -40,7 +40,7 @@ class Kind:
 
     Attributes:
         draw: rows and other content -> figure.
-        numbers: the columns of the runs' own rows that it needs.
+        numbers: the columns that it needs.
         suffix: of the file of rows that belong to runs, a key of `COMPANIONS`; empty if the runs' own rows are drawn.
         paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
@@ -51,15 +51,16 @@ class Kind:
     paper: str = ""
 
 
+NORM = ("norm", "epoch")
 NLL, TEXTS = ("test/nll",), ("test/bleu", "test/rougeL")
 KINDS = {
     "adaptive_vs_fixed": Kind(draw_adaptive_vs_fixed, paper="adaptivity"),
     "target_quantile": Kind(draw_target_quantile),
     "quantile_budget": Kind(draw_quantile_budget),
-    "runtime_nll": Kind(partial(draw_against_time, metrics=NLL), suffix="_curves"),
-    "runtime_metrics": Kind(partial(draw_against_time, metrics=TEXTS), suffix="_curves"),
-    "gradnorm_cifar": Kind(draw_gradnorm_cifar, suffix="_norms"),
-    "gradnorm_sst2": Kind(draw_gradnorm_sst2, suffix="_norms"),
+    "runtime_nll": Kind(partial(draw_against_time, metrics=NLL), ("seconds", *NLL), "_curves"),
+    "runtime_metrics": Kind(partial(draw_against_time, metrics=TEXTS), ("seconds", *TEXTS), "_curves"),
+    "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
+    "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }
 """The figures that are made of cells; their sweeps have the titles."""
 SPEED = {
@@ -96,7 +97,7 @@ def make(name: str, folders: Folders) -> Drawn:
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
-        rows = read_companion(name, runs, folders.measured, kind.suffix)
+        rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
         figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)

@@ -35,7 +35,7 @@ def test_no_rows_name_the_command_that_makes_them(folders):
 
 @pytest.mark.parametrize(
     ("column", "value", "words"),
-    [("hash", "0" * 64, "no run that was measured")],
+    [("norm", "inf", "no finite norm"), ("hash", "0" * 64, "no run that was measured"), ("example", "5892", "twice")],
 )
 def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
     change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})
