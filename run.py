@@ -18,11 +18,12 @@ CONF = Path(__file__).resolve().parent / "conf"
 VENV = CONF.parent / ".venv"
 
 
-def train(config: RunConfig) -> None:
-    """Run one cell; torch is imported only now: help and mistakes answer at once."""
+def train(config: RunConfig) -> float | None:
+    """Run one cell, and return what a search goes by; torch is imported only now: help and mistakes answer at once."""
     from groupwise.processes.start import start
+    from groupwise.sweeps.best import search_metric
 
-    start(config)
+    return search_metric(start(config))
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.sweeps.best import candidates
+from groupwise.sweeps.best import candidates, search_metric
 
 ROWS = [
     ("clip=flat optim.learning_rate=1", ["90", "80"]),
@@ -32,3 +32,31 @@ def test_the_best_mean_of_each_mode_and_who_was_not_considered(rows):
 def test_a_loss_is_better_when_lower(rows):
     found = candidates(rows, "valid/loss")
     assert list(found["cell"][found["best"]]) == [ROWS[0][0], ROWS[4][0]]
+
+
+@pytest.mark.slow
+def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
+    checkout.write_sweep(
+        """
+        # @package _global_
+        defaults:
+          - override /hydra/sweeper: optuna
+        hydra:
+          sweeper:
+            direction: maximize
+            n_trials: 3
+            n_jobs: 1
+            sampler: {seed: 0}
+            params: {seed: 'range(0, 5)', scale: smoke}
+        """
+    )
+    done = checkout.command("run.py", "-m", "+sweep=table")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ran adaptive_layer") == 3
+    assert "best_value: 5" in (checkout.folder / "optimization_results.yaml").read_text()  # 50 + the seed
+
+
+def test_the_objective_is_the_headline():
+    assert search_metric({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
+    assert search_metric({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
+    assert search_metric({}) is None

@@ -12,8 +12,9 @@ from groupwise.sweeps.prepare import PlannedSweep
 AT_ONCE = 8
 
 
-def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path):
-    planned, ready = PlannedSweep("table", "mini", tmp_path / "results/sweeps/now-table", ()), Barrier(AT_ONCE)
+@pytest.mark.parametrize("cells", [(), None], ids=["our cells", "another sweeper's"])
+def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path, cells):
+    planned, ready = PlannedSweep("table", "mini", tmp_path / "results/sweeps/now-table", cells), Barrier(AT_ONCE)
 
     def begin(_):
         ready.wait()
@@ -23,7 +24,7 @@ def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path):
         folders = list(threads.map(begin, range(AT_ONCE)))
     names = ["now-table", *(f"now-table-{number}" for number in range(2, AT_ONCE + 1))]
     assert sorted(folder.name for folder in folders) == sorted(names)
-    assert all((folder / "cells.json").is_file() for folder in folders)
+    assert all((folder / "cells.json").is_file() == (cells is not None) for folder in folders)
 
 
 def test_a_folder_that_holds_no_sweep_yet_is_taken_as_it_is(tmp_path):

@@ -23,14 +23,14 @@ from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
-from groupwise.sweeps.folder import begin_sweep, report_sweep, run_cell
+from groupwise.sweeps.folder import CELLS, begin_sweep, report_sweep, run_cell
 from groupwise.sweeps.multirun import run_cells
 from groupwise.sweeps.prepare import compose_shared, plan_sweep
 from groupwise.sweeps.status import finished, lines_of, status
 
 SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
 """Hydra's flags that run no cells, or that Hydra refuses together with ``-m``."""
-Train = Callable[[RunConfig], None]
+Train = Callable[[RunConfig], Any]
 
 
 def launch(conf: Path, train: Train) -> int:
@@ -88,7 +88,8 @@ def launch(conf: Path, train: Train) -> int:
             _remove(folder)
         return MISTAKE
     if folder is not None:
-        print(*status(folder, each=True), sep="\n")
+        if (folder / CELLS).is_file():  # another sweeper than Hydra's own chooses its cells as it goes
+            print(*status(folder, each=True), sep="\n")
         return report_sweep(folder)
     for mistake in failed:
         report(mistake)
@@ -117,20 +118,26 @@ def _begin(given: Namespace, conf: Path) -> Path | None:
     """
     planned = plan_sweep(_with_folder(given), conf)
     if given.cfg:
+        if planned.cells is None:
+            raise UserError("hydra/sweeper chooses the cells while it runs, so there is no list: leave --cfg out.")
         print(*(f"{cell.run}{' (done)' * cell.done}  {cell.name}" for cell in planned.cells), sep="\n")
         print(f"cells: {len(planned.cells)}, done already: {sum(cell.done for cell in planned.cells)}")
         return None
-    if done := sum(cell.done for cell in planned.cells):
-        said = f"{done} of {len(planned.cells)} cells are done already (overwrite=true runs them again)"
-        print(said, file=sys.stderr)
-    if done == len(planned.cells):
-        print(*lines_of([finished(cell.name, cell.run) for cell in planned.cells]), sep="\n")
-        return None
+    if planned.cells is not None:
+        done = sum(cell.done for cell in planned.cells)
+        if done:
+            print(
+                f"{done} of {len(planned.cells)} cells are done already (overwrite=true runs them again)",
+                file=sys.stderr,
+            )
+        if done == len(planned.cells):
+            print(*lines_of([finished(cell.name, cell.run) for cell in planned.cells]), sep="\n")
+            return None
     return begin_sweep(planned)
 
 
 def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
-    """Pass the folder's cells to Hydra."""
+    """Pass the folder's cells to Hydra, or the unchanged command line to another sweeper, which chooses its own."""
     program, flags = sys.argv[0], sys.argv[1 + len(given.overrides) :]
     where = f"hydra.sweep.dir='{folder}'"
 
@@ -138,6 +145,9 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
         sys.argv[:] = [program, *words, where, *flags]
         main()
 
+    if not (folder / CELLS).is_file():
+        multirun(given.overrides)
+        return
     settings = compose_shared(_with_folder(given), conf).hydra
     shared = [*settings.overrides.hydra, *settings.overrides.task]  # for what their files say of Hydra
     shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already

@@ -1,6 +1,7 @@
 """Finds the best cell of a search by its mean over seeds."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise.errors import UserError
@@ -9,6 +10,11 @@ from groupwise.rows import Row
 HEADLINES = ("valid/accuracy", "valid/perplexity")
 """Metrics, of which a task has one; with `data.holdout` they are on a part of the training set, else on the paper's
 validation set."""
+
+
+def search_metric(row: Mapping[str, Any]) -> float | None:
+    """The headline metric of a result row; None if it has none."""
+    return next((float(row[name]) for name in HEADLINES if name in row), None)
 
 
 def lower_is_better(metric: str) -> bool:

@@ -10,16 +10,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from groupwise.atomic import write_json, write_text
 from groupwise.config.checks import validate
-from groupwise.config.compose import register
-from groupwise.config.identity import load_config, save_config
+from groupwise.config.compose import register, to_run_config
+from groupwise.config.identity import config_hash, load_config, save_config
 from groupwise.config.schema import RunConfig
 from groupwise.errors import ProcessFailed, UserError, exit_code, report
 from groupwise.sweeps import slurm
@@ -43,14 +44,15 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             except FileExistsError:  # of a sweep that began in the same second
                 number += 1
                 folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
-        for cell in planned.cells:
-            write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
-        listed = [
-            {"name": cell.name, "overrides": list(cell.overrides)}
-            | {"hash": cell.hash, "run": str(cell.run), "done_before": cell.done}
-            for cell in planned.cells
-        ]
-        write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
+        if planned.cells is not None:
+            for cell in planned.cells:
+                write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
+            listed = [
+                {"name": cell.name, "overrides": list(cell.overrides)}
+                | {"hash": cell.hash, "run": str(cell.run), "done_before": cell.done}
+                for cell in planned.cells
+            ]
+            write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
     except OSError as error:
         raise UserError(
             f"the sweep's folder {folder} cannot be written ({error.strerror}): give another with paths.results=FOLDER."
@@ -76,8 +78,18 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """12 digits of the hash -> cell."""
-    return {cell["hash"][:12]: cell for cell in read_cells(folder)}
+    """12 digits of the hash -> cell; empty where another sweeper chooses the cells."""
+    return {cell["hash"][:12]: cell for cell in read_cells(folder)} if (folder / CELLS).is_file() else {}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a cell failed."""
+
+    cell: str
+    kind: str
+    """The exception's name; a UserError is a mistake, all others are bugs."""
+    file: Path
 
 
 def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path | None) -> None:
@@ -91,15 +103,18 @@ def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path
     write_text(folder / "failed" / f"{key}.txt", "\n".join(lines) + "\n")
 
 
-def failures(folder: Path) -> dict[str, Path]:
-    """12 digits of the hash -> the file of its failure, for cells that have not succeeded since, in their order."""
-    files = {key: folder / "failed" / f"{key}.txt" for key in _cells(folder)}
-    return {key: file for key, file in files.items() if file.is_file()}
+def failures(folder: Path) -> list[Failure]:
+    """The failures of cells that have not succeeded since, in the order of the cells."""
+    found = {}
+    for file in sorted((folder / "failed").glob("*.txt")):
+        first, second, *_ = [*file.read_text(encoding="utf-8").splitlines(), "", ""]
+        found[file.stem] = Failure(second.removeprefix("cell: "), first.split(":")[0], file)
+    return [found[key] for key in dict.fromkeys([*_cells(folder), *found]) if key in found]
 
 
 def unfinished(folder: Path) -> list[dict[str, Any]]:
     """The cells that are neither done nor failed: killed, or still running."""
-    failed = failures(folder)
+    failed = {failure.file.stem for failure in failures(folder)}
     return [cell for key, cell in _cells(folder).items() if key not in failed and not is_done(folder, cell)]
 
 
@@ -124,42 +139,53 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
         return 0  # nothing has run: the launcher could not even start
     if failed or lost:
-        print(f"{len(failed) + len(lost)} of {len(cells)} cells failed:", file=sys.stderr)
-    kinds = {key: file.read_text(encoding="utf-8").partition(":")[0] for key, file in failed.items()}
-    for key, file in failed.items():
-        print(f"  {cells[key]['name']}: {kinds[key]} ({file})", file=sys.stderr)
+        print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
+    for failure in failed:
+        name = cells.get(failure.file.stem, {}).get("name", failure.cell)
+        print(f"  {name}: {failure.kind} ({failure.file})", file=sys.stderr)
     for cell in lost:
         print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
-    return exit_code([*kinds.values(), *(type(crash).__name__ for _ in lost)])
+    return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
 
 
-def run_cell(composed: DictConfig, train: Callable[[RunConfig], None]) -> None:
-    """Train a cell; a failure is printed and kept in the sweep's folder."""
+def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
+    """Train a cell; a failure is printed and kept in the sweep's folder, and raised if another sweeper chose it."""
     register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
-    folder, key = Path(settings.sweep.dir), composed.cell
-    name = _cells(folder)[key]["name"]
+    folder = Path(settings.sweep.dir)
+    typed: Any = OmegaConf.to_container(settings.overrides.task)  # unresolved: what is in them may be the mistake
+    key, name, log = f"job-{settings.job.num}", " ".join(typed), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
-    launcher = settings.launcher._target_.rpartition(".")[2]
-    log = None if launcher == "BasicLauncher" else folder / "logs" / f"{key}.log"
-    if launcher == slurm.LAUNCHER:
-        slurm.link_log(folder / "logs" / f"{key}.log")
-        train = slurm.in_job(train, settings.launcher.signal_delay_s)
     try:
+        try:
+            config = to_run_config(composed) if composed.cell is None else load_config(cell_file(folder, composed.cell))
+            validate(config)
+        except UserError as error:  # the machine lacks something that the one that checked it had
+            report(error)
+            raise
+        key = config_hash(config)[:12]
+        name = _cells(folder).get(key, {}).get("name", name)
+        if config.overwrite and _begun_here(folder, Path(config.paths.results).expanduser() / "runs" / key):
+            config.overwrite = False
+        launcher = settings.launcher._target_.rpartition(".")[2]
+        if launcher != "BasicLauncher":
+            log = folder / "logs" / f"{key}.log"
+        if launcher == slurm.LAUNCHER:
+            slurm.link_log(folder / "logs" / f"{key}.log")
+            train = slurm.in_job(train, settings.launcher.signal_delay_s)
         with _to_file(log if launcher == "JoblibLauncher" else None, name):
             try:
-                config = load_config(cell_file(folder, key))
-                validate(config)  # this machine may lack something that the one that checked it had
-                if config.overwrite and _begun_here(folder, Path(config.paths.results).expanduser() / "runs" / key):
-                    config.overwrite = False
-                train(config)
+                value = train(config)
             except Exception as error:
                 report(error)
                 raise
     except Exception as error:
         write_failure(folder, key, name, error, log)
-        return
+        if composed.cell is None:
+            raise
+        return None
     (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)  # of an earlier try
+    return value
 
 
 def _begun_here(folder: Path, run: Path) -> bool:

@@ -55,7 +55,8 @@ class PlannedSweep:
     scale: str
     folder: Path
     """The folder of its record."""
-    cells: tuple[PlannedCell, ...]
+    cells: tuple[PlannedCell, ...] | None
+    """None if another sweeper chooses them while it runs."""
 
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
@@ -117,10 +118,10 @@ def _full_name(cell: Cell) -> str:
 
 def _cells(
     compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
-) -> tuple[PlannedCell, ...]:
+) -> tuple[PlannedCell, ...] | None:
     sweeper = whole.hydra.sweeper
     if not sweeper._target_.endswith("BasicSweeper"):
-        raise UserError("hydra/sweeper is another than Hydra's basic one, which a sweep is listed by: leave it out.")
+        return None
     if not whole.sweep.grids:
         return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
     cells = tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
@@ -161,7 +162,7 @@ def _of_command_line(
     values: dict[str, list[str]] = {}
     for item in items:
         if item.is_sweep_override() and not item.is_discrete_sweep():
-            raise UserError(f"{item.input_line} is not a finite list: list the values.")
+            raise UserError(f"{item.input_line} is not a finite list: list the values, or give hydra/sweeper=optuna.")
         several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
         values[item.get_key_element()] = [f"{item.get_key_element()}={value}" for value in several]
     for cell in map(list, product(*values.values())):
