@@ -202,7 +202,7 @@ def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
     task = Points()
     private = start(task)
     steps = list(private.steps())
-    assert [step.number for step in steps] == [1, 2, 3, 4] and list(private.steps()) == []
+    assert [step.number for step in steps] == [1, 2, 3, 4] and len(private.steps()) == 0
     assert steps[1].epsilon == private.plan.spent(2).epsilon
     for number, step in enumerate(steps):
         shown = step.nonprivate
@@ -216,7 +216,8 @@ def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_the_next_steps_are_taken_as_many_as_are_left(count):
     private = start(Points())
-    assert len(list(private.steps(count))) == min(count, STEPS) == private.executed
+    steps = private.steps(count)
+    assert len(steps) == min(count, STEPS) == len(list(steps)) == private.executed
     assert list(private.steps(0)) == [] and len(list(private.steps())) == STEPS - min(count, STEPS)
 
 

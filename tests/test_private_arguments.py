@@ -13,6 +13,7 @@ from groupwise import make_private
 from groupwise.clipping import per_layer
 from groupwise.config.schema import ClipConfig
 from groupwise.privacy import make_plan
+from groupwise.training.ranks import Alone
 from tests.private_use import BATCH, DATA, EXAMPLES, Misuse, Use, X, Y, cross_entropy, network, refuses
 
 
@@ -60,11 +61,16 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
+class Stages(Alone):
+    stages = 2
+
+
 ARGUMENTS: dict[str, Misuse] = {
     "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
     "neither epochs nor steps": (lambda: make(steps="none"), "neither of epochs and steps"),
     "both epochs and steps": (lambda: make(epochs=1), "both of epochs and steps"),
+    "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
     "a threshold out of range": (lambda: make(threshold=-1.0), "threshold=-1.0 must be greater"),
@@ -100,6 +106,8 @@ ARGUMENTS: dict[str, Misuse] = {
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
+    "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
+    "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
     "`make_private` twice on one model": (twice, "already"),

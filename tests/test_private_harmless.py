@@ -219,6 +219,21 @@ def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():
     assert Use(model, clip=flat(model), norms="ghost", policy="fixed").train().private.executed == 3
 
 
+def test_a_schedule_of_fixed_thresholds_takes_the_noise_along_and_resumes():
+    use = Use(clip="fixed_layer", threshold=1.0)
+    before = use.private.core.step().noise_norm
+    use.private.set_threshold(3.0)
+    again = Use(clip="fixed_layer", threshold=1.0)
+    again.private.load_state_dict(copy.deepcopy(use.private.state_dict()))
+    assert use.private.core.step().noise_norm == pytest.approx(3.0 * before)
+    assert again.train(1).private.thresholds == use.private.thresholds
+    assert torch.equal(again.weights, use.weights)
+    with pytest.raises(UserError, match="is for fixed thresholds"):
+        Use().private.set_threshold(2.0)
+    with pytest.raises(UserError, match="finite numbers above 0"):
+        use.private.set_threshold(0.0)
+
+
 def test_a_step_that_fails_before_its_noise_leaves_no_sums_in_the_gradients():
     calls = []
 

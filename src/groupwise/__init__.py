@@ -7,7 +7,7 @@ Train your own model (docs/loop.md, `help(groupwise.make_private)`)::
         return cross_entropy(model(inputs), labels, reduction="none")
 
     private = groupwise.make_private(model, optimizer, dataset, losses, epsilon=8, epochs=10, batch_size=512)
-    for step in private.steps():
+    for step in private.steps():  # len() of it is how many
         scheduler.step()
     print(private.statement())
 

@@ -10,7 +10,7 @@ from groupwise.audit.reaccount import verify
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import run
-from groupwise.training.earlier_runs import counted, earlier_runs
+from groupwise.training.earlier_runs import counted
 from tests.checked import checked_once
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,8 @@ def fix_model(model: nn.Module) -> list[str]:
         One sentence for each layer that was changed; none where the model was fine.
 
     Raises:
-        UserError: a subclass of BatchNorm, whose own forward would be lost; nothing has changed then.
+        UserError: a subclass of BatchNorm, whose own forward would be lost; ``model`` is the BatchNorm. Nothing has
+            changed then.
     """
     replaced = {
         module: _group_norm(name, module)
@@ -48,6 +49,8 @@ def fix_model(model: nn.Module) -> list[str]:
 def _group_norm(name: str, module: Any) -> tuple[nn.Module, str]:
     """The replacement of a BatchNorm, and a sentence about it."""
     kind = type(module).__name__
+    if not name:
+        raise UserError(f"The model is a {kind} itself, which cannot be replaced within it: give the model around it.")
     if type(module) not in BATCH_NORMS:
         raise UserError(
             f"Layer {name!r} ({kind}) is a BatchNorm of another class, whose own forward a standard layer would not "

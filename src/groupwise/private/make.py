@@ -100,8 +100,13 @@ def make_private(
     Raises:
         UserError: what cannot be clipped, accounted for or trained, in one sentence.
     """
+    if isinstance(losses, nn.Module):
+        raise UserError(
+            f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
+            "where batch is what the collate function makes, and return one loss per example."
+        )
     ranks = ranks or Alone()
-    check_model(model)
+    check_model(model, ranks)
     check_parameters(model, optimizer)
     check_fresh(optimizer)
     if noise not in ALLOCATIONS:
@@ -109,6 +114,11 @@ def make_private(
     given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
     dataset, reading = unpack_loader(data, given)
     dataset_size = length_of(dataset)
+    if not model.training:
+        warn(
+            "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
+            "fixed: call model.train() first if that is not meant."
+        )
     config = resolve_clip(clip, threshold, settings)
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:

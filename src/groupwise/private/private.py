@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from groupwise.errors import UserError, reason
-from groupwise.privacy import NoiseSource, PrivacyPlan
+from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.private.arguments import PRIVATE_MODULES, PRIVATE_OPTIMIZERS, check_parameters
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
@@ -51,6 +51,25 @@ class Step:
     def epsilon(self) -> float:
         """ε of the steps up to and including this one, at the plan's δ; computed when read, which can take seconds."""
         return self.plan.spent_epsilon(self.number)
+
+
+class Steps:
+    """The next steps of a private training, as an iterable that takes them; on a terminal with a line of progress."""
+
+    def __init__(self, private: "Private", count: int) -> None:
+        self._private, self._end = private, private.executed + count
+
+    def __len__(self) -> int:
+        return max(self._end - self._private.executed, 0)
+
+    def __iter__(self) -> Iterator[Step]:
+        private = self._private
+        with private._progress(self._end) as bar:
+            while private.executed < self._end:
+                step = private.step()
+                if bar is not None:
+                    bar.update(step.number, step.nonprivate["batch_size"])
+                yield step
 
 
 class Private:
@@ -126,6 +145,20 @@ class Private:
         """C_k that will clip the next batch, by the group's name; released with noise, so they may be published."""
         return self.core.named_thresholds()
 
+    def set_threshold(self, threshold: float) -> None:
+        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups; the noise follows, and ε stays.
+
+        Like a learning rate, it may depend on the step number, but not on the data.
+
+        Raises:
+            UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
+        """
+        thresholds = self.core.thresholds
+        if self.core.running or type(thresholds) is not FixedThresholds:
+            raise UserError("set_threshold is for fixed thresholds, between steps: make_private(clip='fixed_layer').")
+        groups = len(thresholds.clip_thresholds)
+        thresholds.load_state_dict({"thresholds": torch.full((groups,), threshold / groups**0.5, dtype=torch.float64)})
+
     def statement(self) -> str:
         """The plan in words, and what was spent."""
         secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
@@ -135,21 +168,13 @@ class Private:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def steps(self, count: int | None = None) -> Iterator[Step]:
+    def steps(self, count: int | None = None) -> Steps:
         """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
-
-        On a terminal a line shows the progress.
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
         left = self.plan.steps - self.executed
-        end = self.executed + (left if count is None else min(count, left))
-        with self._progress(end) as bar:
-            while self.executed < end:
-                step = self.step()
-                if bar is not None:
-                    bar.update(step.number, step.nonprivate["batch_size"])
-                yield step
+        return Steps(self, left if count is None else min(count, left))
 
     def step(self) -> Step:
         """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.

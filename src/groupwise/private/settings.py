@@ -1,5 +1,6 @@
 """Turns the settings of `make_private` into a configuration of clipping and a privacy plan."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from groupwise.clipping import Partition
 from groupwise.config.checks import validate_clipping, why_unused
 from groupwise.config.schema import ClipConfig, RunConfig
-from groupwise.errors import UserError, did_you_mean
+from groupwise.errors import UserError, did_you_mean, warn
 from groupwise.privacy import PrivacyPlan
 from groupwise.training.from_config import plan_of
 from groupwise.training.plain import plain
@@ -96,6 +97,10 @@ def resolve_plan(
         raise UserError(f"{how} given: give one, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
         raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
+    if batch_size < 1:
+        warn(f"batch_size={batch_size} is a number of examples, not a rate.")
+    if steps is None and not 0 < epochs < math.inf:
+        raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
     return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
 
 
