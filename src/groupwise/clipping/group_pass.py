@@ -5,6 +5,7 @@ forms the clip factors and with them the clipped sums, together with groups that
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,17 @@ class GroupPass:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
         return ()
 
+    def add_weighted(self, call: LayerCall, factors: Factors) -> None:
+        """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
+        rule: Any = call.rule
+        place, part = call.member.parameter_indices[0], call.member.rows[0]
+        known = None if place is None else self.sums[place]
+        if known is not None and rule.indexed:
+            indices, rows = rule.weighted_rows(*without_dropped(call, factors), factors.values)
+            (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
+        else:
+            self.add(call.member, weighted_sum(call, factors))
+
     def end(self) -> None:
         """Add its sums to the parameters' gradients; it is over."""
         for parameter, total in zip(self.group.summed, self.sums, strict=True):
@@ -243,10 +255,11 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
     """Factors from the norms, and with them the sums that are due."""
     joined: dict[int, list[tuple[GroupPass, ClippedLayer, RowTerms, Factors]]] = {}
     for each, factors in zip(passes, clip_factors_of([each.group for each in passes], squares), strict=True):
+        each.due.sort(key=lambda due: isinstance(due[1], LayerCall) and due[1].rule.indexed)  # after other uses
         while each.due:  # what a layer kept is freed as soon as its sum is made
             member, due = each.due.pop(0)
             if isinstance(due, LayerCall):
-                each.add(member, weighted_sum(due, factors))
+                each.add_weighted(due, factors)
             elif due.joined is None:
                 each.add(member, add_up([(factors, due.gradients)]))
             else:

@@ -42,6 +42,8 @@ class LayerRule(ABC):
     """Whether the layer works on the last axis alone, so that all others may come in any order and number."""
     stacks: ClassVar[bool] = False
     """Whether it has `rows`, so that several calls can become one."""
+    indexed: ClassVar[bool] = False
+    """Whether sums are numbers in few rows of the parameter, and it has `weighted_rows`."""
 
     def __init__(self, module: nn.Module, methods: NormMethods | None = None) -> None:
         self.module = module

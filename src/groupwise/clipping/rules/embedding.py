@@ -21,6 +21,7 @@ class EmbeddingRule(LayerRule):
     autocast: ClassVar = "keep"
     features_last: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
+    indexed: ClassVar[bool] = True
     module: nn.Embedding
 
     @classmethod
@@ -55,6 +56,11 @@ class EmbeddingRule(LayerRule):
         places = slots + torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
         return inflate_norms(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
+
+    def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum as indices (B·T,) and what is added there, factor_i times output gradients, (B·T, d)."""
+        indices, g = self.rows(saved, g)
+        return indices.flatten(), scale_rows(g, factors).flatten(0, 1)
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         indices, g = self.rows(saved, g)
