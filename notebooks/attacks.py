@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import groupwise
-from groupwise.audit import two_worlds_gaussian_epsilon
+from groupwise.audit import two_worlds_epsilon
 from groupwise.training import private_step
 
 # %% [markdown]
@@ -71,7 +71,7 @@ def play(with_alice, rows=1):
 def show(title, rows=1):
     """Play both worlds, draw what was released, and say what the attacker can prove."""
     (without, claimed), (having, _) = play(False, rows), play(True, rows)
-    proven = two_worlds_gaussian_epsilon(without, having, DELTA)
+    proven = two_worlds_epsilon(without, having, DELTA)
     _, axes = plt.subplots(figsize=(7, 2.4), layout="constrained")
     axes.hist([without, having], bins=40, label=["without Alice", "with Alice"], color=["#999999", "#d55e00"])
     verdict = "REFUTED" if proven > claimed else "not refuted"

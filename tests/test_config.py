@@ -225,7 +225,7 @@ REFUSED = [
     ("eval.shots=4", "nothing to clip"),
     ("eval.shots=-1 clip=none", "zero or more"),
     ("eval.prompt_set=3", "is more than 2"),
-    ("model.trains=heads", "attention, bias, embeddings, lora"),
+    ("model.trains=heads", "attention, bias, lora"),
     ("model.lora.rank=0", "greater than zero"),
     ("model.dropout=1", "[0, 1)"),
     ("data.holdout=1.2", "[0, 1)"),

@@ -116,7 +116,7 @@ def test_wheels_of_another_python_are_told_in_a_sentence(tmp_path: Path) -> None
     told = install(tmp_path, tmp_path / "packages")
     version = ".".join(map(str, sys.version_info[:2]))
     assert told is not None and told.startswith(f"the kit's wheels do not fit Python {version} here (ERROR")
-    assert told.endswith(f"make it anew with KIT=python={version}.")
+    assert told.endswith(f"make it again with KIT=python={version}.")
 
 
 def test_this_python_lacks_nothing() -> None:

@@ -96,7 +96,7 @@ def test_what_cannot_be_chosen(made):
 
 
 def test_an_adapter_of_the_head_is_refused(made):
-    with pytest.raises(UserError, match=r"out_proj"):
+    with pytest.raises(UserError, match=r"peft refuses model\.lora"):
         made("roberta", trains="lora", lora=LoraConfig(targets=["out_proj"]))
 
 
@@ -118,9 +118,6 @@ def test_an_unknown_target_is_refused(gpt2, target):
         add_adapters(gpt2, LoraConfig(targets=["c_attn", target]))
 
 
-def test_a_type_without_usual_targets_and_a_rank_of_nothing(gpt2):
+def test_a_rank_of_nothing_is_refused(gpt2):
     with pytest.raises(UserError, match=r"peft refuses model\.lora \(.*r.*0"):
         add_adapters(gpt2, LoraConfig(rank=0, targets=["c_attn"]))
-    gpt2.config.model_type = "homemade"
-    with pytest.raises(UserError, match=r"peft refuses model\.lora \(.*target_modules"):
-        add_adapters(gpt2, LoraConfig())

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.errors import UserError
 from groupwise.privacy import PrivacyPlan, make_plan
 from groupwise.training.from_config import make_optimizer, make_schedule, make_thresholds
 
@@ -31,12 +30,6 @@ def test_each_name_is_torchs_optimiser_over_the_trainable_parameters(name: str, 
 def plan(groups: int, budget: float, sigma: float = 1.0) -> PrivacyPlan:
     given = {"dataset_size": 100, "expected_batch_size": 10, "steps": 3, "delta": 1e-3, "accountant": "rdp"}
     return make_plan(**given, noise_multiplier=sigma, num_groups=groups, quantile_budget=budget)
-
-
-def test_counts_without_noise_are_released_by_no_plan_that_promises_privacy() -> None:
-    with pytest.raises(UserError, match="the plan has no noise"):
-        make_thresholds(ClipConfig(), plan(3, 0.0))
-    make_thresholds(ClipConfig(), plan(3, 0.0, sigma=0.0))
 
 
 def test_one_threshold_is_not_rescaled_to_what_it_was() -> None:

@@ -3,6 +3,7 @@
 import http.client
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -47,7 +48,10 @@ def _download(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         with lock(root / ".cifar10-download.lock", wait=True) or nullcontext():
-            datasets.CIFAR10(root, download=True)
+            if not (root / BATCHES_FOLDER).is_dir():
+                with TemporaryDirectory(dir=root) as unpacked:  # a folder that is there is whole
+                    datasets.CIFAR10(unpacked, download=True)
+                    (Path(unpacked) / BATCHES_FOLDER).rename(root / BATCHES_FOLDER)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
         raise UserError(
             f"CIFAR-10 was not found under {root} and could not be downloaded ({reason(error)}); put there the "
