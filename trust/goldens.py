@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import groupwise
+from benchmarks.results import hardware
 from groupwise.atomic import write_text
 from groupwise.config.compose import compose_run, register
 from groupwise.config.identity import config_hash
@@ -320,7 +321,7 @@ def compare(part: str, frozen: Mapping[str, Value], now: Values) -> tuple[str, l
 
 def machine() -> dict[str, str]:
     """What the bits of a run depend on beside the code."""
-    return {"torch": torch.__version__, "numpy": np.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    return {"torch": torch.__version__, "numpy": np.__version__, "cpu": hardware("cpu")}
 
 
 @command
