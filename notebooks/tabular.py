@@ -106,7 +106,7 @@ plt.show()
 # A smaller ε can come out ahead here: each number is the mean of three runs on 100 patients, so gaps of a few points are noise.
 #
 # Eighteen models were trained for this picture. If you *publish* the best of them, choosing it costs privacy too: see
-# [an accounted search](../docs/privacy.md#an-accounted-search).
+# [the best of several runs](../docs/privacy.md#the-best-of-several-runs).
 #
 # ## The check before training
 # A DataFrame, or columns in place of examples, is refused with a sentence that says what to give instead:

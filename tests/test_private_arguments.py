@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from groupwise import make_private
 from groupwise.clipping import per_layer
 from groupwise.config.schema import ClipConfig
+from groupwise.errors import UserError
 from groupwise.privacy import make_plan
 from groupwise.training.ranks import Alone
 from tests.private_use import BATCH, DATA, EXAMPLES, Misuse, Use, X, Y, cross_entropy, network, refuses
@@ -106,6 +107,7 @@ ARGUMENTS: dict[str, Misuse] = {
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
+    "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
     "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
     "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
@@ -127,3 +129,10 @@ def test_a_dict_of_numbered_examples_is_a_dataset():
 def test_a_number_of_workers_may_be_of_numpy():
     use = Use(num_workers=np.int64(0), microbatch=np.int32(7))
     assert torch.equal(use.train().weights, Use().train().weights)
+
+
+def test_a_table_is_answered_by_what_to_make_of_it():
+    import pandas as pd
+
+    with pytest.raises(UserError, match=r"data is a DataFrame, whose data\[0\] is no example"):
+        Use(data=pd.DataFrame({"a": [0.0, 1.0]}))

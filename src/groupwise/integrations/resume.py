@@ -54,7 +54,7 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
     if found is None or not all((Path(found) / name).exists() for name in (STATE, OPTIMIZER_NAME, TRAINER_STATE_NAME)):
         raise UserError(
             f"{found or folder} is no whole checkpoint of a private training with its optimiser: give one that "
-            "PrivateTrainer wrote without save_only_model, an earlier one where the last was cut off, or train anew."
+            "PrivateTrainer wrote without save_only_model, an earlier one if the last was cut off, or start over."
         )
     if (home := Path(found).absolute().parent).resolve() != folder.resolve():
         raise UserError(f"{found} lies outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")

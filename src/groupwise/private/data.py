@@ -20,12 +20,24 @@ def length_of(data: Any) -> int:
     """The number of examples, N.
 
     Raises:
-        UserError: anything without a length and numbered examples.
+        UserError: a table, columns of examples, or anything without a length and numbered examples.
     """
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
             "a dataset with __len__ and __getitem__."
+        )
+    if hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
+        raise UserError(
+            f"data is a {type(data).__name__}, whose data[0] is no example: give torch.utils.data.TensorDataset(x, y) "
+            "of its columns, or a list of examples."
+        )
+    few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
+    rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
+    if len(rows) == 1 and max(rows) > len(data):
+        raise UserError(
+            f"data is a {type(data).__name__} of {len(data)} columns of {max(rows)} rows, not of examples: give "
+            "torch.utils.data.TensorDataset(x, y), whose examples are the rows."
         )
     return len(data)
 
