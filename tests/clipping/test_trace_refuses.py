@@ -1,4 +1,4 @@
-"""Models in which it cannot be told whose rows are whose are refused by the trace, or by the check before training."""
+"""Models in which the rows of an example are not known are refused by the trace, or by the check before training."""
 
 from contextlib import nullcontext
 
@@ -136,7 +136,7 @@ def test_what_mixes_or_moves_rows_is_refused_by_name(name):
     model, x = make(), torch.randn(8, 3, 5)
     with attach(model, flat(model), 1.0) as engine:
         for rows in (range(8), [3, 1], [0, 1, 2, 3, 4]):
-            with pytest.raises(UserError, match=f"{says}.* cannot be told"):
+            with pytest.raises(UserError, match=f"{says}.* it is unknown"):
                 engine.trace(of_rows(model, x), rows)
 
 
@@ -144,7 +144,7 @@ def test_what_mixes_or_moves_rows_is_refused_by_name(name):
 def test_rows_that_move_by_what_examples_hold_are_seen_though_these_are_in_order(make):
     x = torch.rand(6, 5) + 0.5
     model, still = make(), x[sorted_rows(x[:, 0])]
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="cannot be told"):
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="it is unknown"):
         engine.trace(of_rows(model, still), range(6))
 
 
@@ -242,7 +242,7 @@ def test_one_example_alone_shows_nothing(rows):
 def test_as_many_tokens_as_examples_are_refused(rows):
     """The trace sees those of an example that it replaces; the check, the sums of all."""
     model, x = Two(one_for_each), torch.randn(8, 3, 5)
-    says = r"cannot be told|by a loop over single examples|among others"
+    says = r"it is unknown|by a loop over single examples|among others"
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
         engine.trace(of_rows(model, x), rows)
         verify(engine, of_rows(model, x), rows)

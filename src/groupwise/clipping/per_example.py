@@ -208,8 +208,8 @@ def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
     rows = rows.reshape(len(rows), *(1,) * (rank - rows.dim() + 1), *rows.shape[1:])
     if rows.shape[axis + 1] != 1:
         raise UserError(
-            f"{copies.origin.label} has {rows.shape[axis + 1]} rows where it meets a batch (in {name}), so it cannot "
-            "be told whose they are: freeze it, or give it one row."
+            f"{copies.origin.label} has {rows.shape[axis + 1]} rows where it meets a batch (in {name}), so it is "
+            "unknown which example each belongs to: freeze it, or give it one row."
         )
     rows = rows.movedim(0, axis + 1).squeeze(axis) if axis else rows.squeeze(1)
     if place.order is Order.TILED:

@@ -313,7 +313,7 @@ def _refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
     """Refuse the call of a layer or parameter, whose input has this shape."""
     raise MixedExamples(
         f"{label} (input {shape}) {what}",
-        "so it cannot be told which rows are an example's own, and no example's influence is bounded: compute each "
+        "so it is unknown which rows are an example's own, and no example's influence is bounded: compute each "
         "example's loss from that example alone, in the order of the batch, or freeze the layer.",
     )
 
