@@ -83,6 +83,15 @@ def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
     assert (runs.with_name("out") / "table_smoke.csv").read_bytes() == text
 
 
+def test_a_cell_that_another_sweep_has_run_takes_its_row(conf, cells, runs):
+    gather(conf, runs)
+    own = runs.with_name("out") / "table_smoke.csv"
+    own.rename(own.with_name("other_smoke.csv"))
+    (runs / cells[0].hash[:12] / "DONE").unlink()
+    assert gather(conf, runs) == [f"{own}: 4 of 4 cells"]
+    assert own.read_text() == own.with_name("other_smoke.csv").read_text()
+
+
 def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_path):
     other = conf_with(tmp_path, SWEEP.replace("clip: [flat, ghost]", "clip: flat, eval.curve: true"))
     lines = [

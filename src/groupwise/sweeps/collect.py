@@ -25,7 +25,7 @@ SAMPLES = 3
 def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
     """Write the rows of a sweep, curves for cells that evaluate them, and samples of texts.
 
-    A cell whose run is not in `runs` keeps its row.
+    A cell whose run is not in `runs` keeps its row, or takes that of the same run in another sweep's table.
 
     Args:
         what: a file of `sweeps/` or another one, as `table_cells` takes it. scale: of the cells.
@@ -44,6 +44,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     for kind, path in paths.items():
         for row in read_table(path):
             before[kind][row.get("cell", ""), row.get("seed", ""), row.get("hash", "")].append(row)
+    elsewhere = {row["hash"]: row for path in sorted(out.glob(f"*_{scale}.csv")) for row in read_table(path)}
     found: dict[str, list[Mapping[str, Any]]] = {kind: [] for kind in paths}
     missing: list[str] = []
     known = set()
@@ -59,6 +60,8 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
         elif run in before[""]:
             for kind, earlier in before.items():
                 found[kind] += earlier.get(run, ())
+        elif cell.hash in elsewhere and not cell.config.eval.curve:
+            found[""].append({**elsewhere[cell.hash], **first})
         else:
             missing.append(cell.name)
     if not found[""]:
