@@ -74,7 +74,8 @@ def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
     """The status of each cell of a table: the least favourable of its numbers'."""
     order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED)
     found: dict[str, tuple[str, str]] = {}
-    for line in table_lines(name, folders).to_dict("records"):
+    lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # of a number, the largest scale stands first
+    for line in lines.to_dict("records"):
         if line["cell"] and MINUS not in line["cell"]:
             status = REPRODUCED if line["status"] not in order else line["status"]
             kept = found.get(line["cell"])

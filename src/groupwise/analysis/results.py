@@ -93,8 +93,8 @@ def settings_of(cell: str) -> dict[str, str]:
 SCALES = {
     "paper": "the paper's cell",
     "lite": "real data, published weights (MiniLM-L3, 17 M; EfficientNet-Lite0, ImageNet): not the paper's",
-    "midi": "real data; images of 16 pixels on a network a quarter as wide, texts on a GPT-2 of a million parameters",
-    "mini": "real data, smaller and on a small network, a short training",
+    "midi": "real data; images of 16 pixels on WRN16-1, texts on a GPT-2 of a million parameters",
+    "mini": "real data; images of 8 pixels on WRN10-1, a RoBERTa of 68,000 or a GPT-2 of 2.6 million parameters",
     "demo": "embedded or generated data and a small network",
 }
 SHOWN = tuple(SCALES)
@@ -136,6 +136,10 @@ class Measured:
     def of(self, cell: str) -> pd.DataFrame:
         """The rows of one cell."""
         return self.rows[self.rows["cell"] == cell]
+
+    def has(self, cells: Sequence[str]) -> bool:
+        """Whether there are cells, and rows of each."""
+        return bool(cells) and all(len(self.of(cell)) for cell in cells)
 
     def flags_of(self, cell: str) -> list[str]:
         """Caveats about the rows of one cell, a sentence each: missing seeds, uncommitted changes."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from groupwise.analysis.results import (
@@ -24,12 +25,15 @@ from groupwise.sweeps.cells import Sweep, read_sweep
 
 
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
-    """One line for each number of the paper's table `name`, with what was measured at the largest scale that has rows.
+    """The lines of the paper's table `name`: each number, with what was measured.
+
+    Numbers whose rows begin alike are a block. They are compared with each other, so they are shown at the scale that
+    has most of them, and in lines of their own, which stand first, at the larger scales.
 
     Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``
     is how many seeds there should be; ``scale`` is empty where nothing was measured; ``status`` and ``why`` are of
     `compare`; ``hashes`` (12 digits, as run folders) and ``commits`` are joined by blanks; ``printed`` is the paper's
-    text; ``flags`` says what is odd about the rows.
+    text; ``run`` is the model and training of the rows; ``flags`` says what is odd about them.
 
     Raises:
         UserError: no such table or sweep, a line that does not select one cell of the sweep, or rows at fault.
@@ -39,10 +43,17 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     places = _places(paper, sweep, folders.paper / f"{name}.csv")
     scales = read_all(sweep, folders.measured, _wanted(paper, places))
     floors = read_floors(folders.measured)
-    lines = [
-        _line(number, cells, scales, sweep, floors)
-        for number, cells in zip(paper.to_dict("records"), places, strict=True)
-    ]
+    lines = []
+    for _, block in paper.assign(cells=places).groupby(paper["row"].str.split(" / ").str[0], sort=False):
+        numbers = block.to_dict("records")
+        counts = [sum(at.has(number["cells"]) for number in numbers) for at in scales]
+        main = int(np.argmax([*counts, 0]))
+        for at in scales[:main]:
+            lines += [_line(number, at, scales, sweep, floors) for number in numbers if at.has(number["cells"])]
+        for number in numbers:
+            source = next((at for at in scales[main:] if at.has(number["cells"])), None)
+            if source is not None or not any(at.has(number["cells"]) for at in scales[:main]):
+                lines.append(_line(number, source, scales, sweep, floors))
     return pd.DataFrame(lines)
 
 
@@ -69,9 +80,9 @@ def _wanted(paper: pd.DataFrame, places: Sequence[Sequence[str]]) -> dict[str, l
 
 
 def _line(
-    number: Mapping[Any, Any], cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, floors: Floors
+    number: Mapping[Any, Any], source: Measured | None, scales: Sequence[Measured], sweep: Sweep, floors: Floors
 ) -> dict[str, Any]:
-    source = next((at for at in scales if cells and all(len(at.of(cell)) for cell in cells)), None)
+    cells = number["cells"]
     values, used, flags, expected = pd.Series(dtype=float), pd.DataFrame(), [], None
     if source is not None:
         values, used = _values(source, cells, number["metric"])
@@ -108,8 +119,18 @@ def _line(
         "cell": MINUS.join(cells),
         "printed": number["printed"],
         "note": number["note"],
+        "run": "; ".join(dict.fromkeys(map(_run, used.to_dict("records")))),
         "flags": "; ".join(flags),
     }
+
+
+def _run(row: Mapping[Any, Any]) -> str:
+    """The model and the training of a row, "ours: WRN10-1, epochs 2, steps 195"; empty if the row lacks them."""
+    if not row.get("plan.steps"):
+        return ""
+    wide = row["model.name"] == "wide_resnet"
+    model = f"WRN{row['model.depth']}-{row['model.width']}" if wide else row["model.name"]
+    return f"ours: {model}, epochs {float(row['train.epochs']):g}, steps {int(row['plan.steps']):,}"
 
 
 def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:

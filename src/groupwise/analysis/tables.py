@@ -25,6 +25,7 @@ from groupwise.analysis.results import (
     read_measured,
     read_paper,
 )
+from groupwise.analysis.statistics import UNINFORMATIVE
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
@@ -49,7 +50,7 @@ TEX = str.maketrans(
 """LaTeX for characters that it reads otherwise, or may lack."""
 LEGEND = (
     "In each cell: the paper's number / ours, with standard deviations over seeds in brackets, our scale, and the "
-    "number of a remark."
+    "number of a remark; – where there is none. Two scales have rows of their own."
 )
 
 
@@ -58,13 +59,19 @@ def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     lines = lines.assign(remark=[_remark(line) for line in lines.to_dict("records")])
     remarks = list(lines["remark"].unique())
     lines["text"] = [f"{_both(line)} [{remarks.index(line['remark']) + 1}]" for line in lines.to_dict("records")]
+    scales = lines[lines["scale"] != ""].groupby("row")["scale"].agg(["nunique", "last"])
+    several = scales[scales["nunique"] > 1]["last"]
+    places = zip(lines["row"], lines["scale"], strict=True)
+    lines["row"] = [f"{row} ({scale or several[row]})" if row in several else row for row, scale in places]
     fullest = lines[lines["row"] == lines["row"].mode()[0]]  # literature has other columns, which come last
     columns = dict.fromkeys([*fullest["column"], *lines["column"]])
-    table = lines.pivot(index="row", columns="column", values="text").fillna("")
+    table = lines.pivot(index="row", columns="column", values="text").fillna("–")
     return table.loc[lines["row"].unique(), list(columns)].rename_axis(index=None, columns=None), remarks
 
 
 def _both(line: Mapping[Any, Any]) -> str:
+    if line["status"] == UNINFORMATIVE:
+        return f"{line['printed'] or '–'} / not learnt {line['scale']}"
     spread = "" if math.isnan(line["std"]) else f" ({line['std']:.2f})"
     scale = "" if line["scale"] in ("", PAPER) else f" {line['scale']}"
     return f"{line['printed'] or '–'} / {number(line['mean'])}{spread}{scale}"
@@ -73,7 +80,7 @@ def _both(line: Mapping[Any, Any]) -> str:
 def _remark(line: Mapping[Any, Any]) -> str:
     """A number's status, its seeds, and why it has that status."""
     seeds = f"{line['n']} of {line['expected']} seeds" if line["n"] else ""
-    return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], line["note"]))))
+    return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], line["run"], line["note"]))))
 
 
 def as_markdown(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:

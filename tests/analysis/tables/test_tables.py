@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -12,6 +13,7 @@ from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import ERRATA, anchor, errata_of, grid, main, notes
 from groupwise.errors import UserError
+from tests.analysis.tables.conftest import made_up
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,7 +63,11 @@ def test_rows_at_the_papers_scale_are_compared_and_come_first(world):
     world.write(
         rows[rows["cell"] != "clip=flat privacy.epsilon=3 task=cifar"].drop(index=6), "fixed_per_layer", "paper"
     )
-    lines = table_lines("fixed_per_layer", world.folders).set_index(["row", "column"])
+    lines = table_lines("fixed_per_layer", world.folders)
+    places, cifar = ["row", "column"], lines["row"].str.startswith("CIFAR-10")
+    assert lines[cifar]["scale"].tolist() == ["paper"] * 3 + ["mini"] * 4  # one cell is at mini alone
+    assert set(lines[~cifar]["scale"]) == {"paper"}
+    lines = lines.drop_duplicates(places).set_index(places)
     status = lines["status"]
     assert status["CIFAR-10 / WRN16-4 / Fixed per-layer", "ε=3"] == "incomplete"
     assert status["CIFAR-10 / WRN16-4 / Fixed per-layer", "ε=8"] == "reproduced"
@@ -158,7 +164,7 @@ def test_markdown_and_latex_have_every_number(world, tmp_path):
 def test_columns_that_literature_alone_has_come_last(world):
     table, _ = grid(table_lines("glue", world.folders))
     assert next(iter(table)) == "ε=3 / MNLI-m" and list(table)[-1] == "ε=8 / MNLI-(m/mm)"
-    assert table.loc["RoBERTa-base / Adaptive per-layer", "ε=8 / MNLI-(m/mm)"] == ""
+    assert table.loc["RoBERTa-base / Adaptive per-layer", "ε=8 / MNLI-(m/mm)"] == "–"
 
 
 def test_a_summary_of_few_numbers():
@@ -169,21 +175,51 @@ def test_a_summary_of_few_numbers():
     assert p_beyond(summarise([1.0, 2.0, 3.0]), 0.0, above=True) == pytest.approx(0.0742 / 2, abs=1e-4)
 
 
-def test_of_two_reduced_scales_the_larger_is_shown_where_it_has_all_of_a_numbers_cells(world):
+@pytest.fixture
+def two_scales(world) -> pd.DataFrame:
+    """The lines of adaptivity, with all cells at mini, and those without fixed thresholds per layer at midi too."""
     path = world.folders.sweeps / "adaptivity.yaml"
     content = yaml.safe_load(path.read_text())
     content["scales"]["midi"] = {"clip": {"fixed_layer": None}}
     path.write_text("# The title of adaptivity.\n" + yaml.safe_dump(content))
     world.write(world.rows("adaptivity"), "adaptivity")
-    rows = world.rows("adaptivity", "midi")
-    world.write(rows[~rows["cell"].str.contains("fixed_layer")], "adaptivity", "midi")
-    lines = table_lines("adaptivity", world.folders)
-    measured = lines[lines["scale"] != ""]
-    without = ~measured["cell"].str.contains("fixed_layer")
-    assert set(measured[without]["scale"]) == {"midi"} and set(measured[~without]["scale"]) == {"mini"}
-    assert set(measured["status"]) == {"reduced only"}
-    first = notes("adaptivity", world.folders, lines)[0]
+    world.write(world.rows("adaptivity", "midi", lambda cell, seed: made_up(cell, seed) + 10), "adaptivity", "midi")
+    return table_lines("adaptivity", world.folders)
+
+
+def test_of_two_reduced_scales_a_block_has_one_and_the_larger_stands_beside_it(world, two_scales):
+    for block in ("CIFAR-10", "SST-2"):
+        own = two_scales[two_scales["row"].str.startswith(block)]
+        counts = own["scale"].value_counts(sort=False).to_dict()
+        assert list(counts) == ["midi", "mini"] and counts["mini"] == 12 > counts["midi"]
+    midi = two_scales[two_scales["scale"] == "midi"]
+    assert not midi["cell"].str.contains("fixed_layer").any()
+    assert set(two_scales["status"]) == {"reduced only"}
+    first = notes("adaptivity", world.folders, two_scales)[0]
     assert "scale=midi: real data" in first and "scale=mini: " in first
+
+
+def test_a_row_is_of_one_scale_and_a_gain_is_the_difference_of_two_of_its_block(two_scales):
+    table, _ = grid(two_scales)
+    assert "70.08" in table.loc["CIFAR-10 / Per-layer clipping / adaptive (midi)", "ε=3"]
+    assert "60.08" in table.loc["CIFAR-10 / Per-layer clipping / adaptive (mini)", "ε=3"]
+    mini = two_scales[two_scales["scale"] == "mini"].set_index(["row", "column"])["mean"]
+    for way in ("CIFAR-10 / Flat clipping", "SST-2 / Per-layer clipping"):
+        difference = mini[f"{way} / adaptive", "ε=8"] - mini[f"{way} / fixed", "ε=8"]
+        assert mini[f"{way} / gain", "ε=8"] == pytest.approx(difference)
+
+
+def test_a_cell_says_its_model_and_training_or_that_it_learnt_nothing(world):
+    rows = world.rows("fixed_per_layer")
+    sst2 = rows["cell"].str.contains("sst2")
+    rows = rows.assign(**{"model.name": "roberta_tiny", "model.depth": 10, "model.width": 1, "train.epochs": 2.0})
+    rows = rows.assign(**{"plan.steps": 1200, "valid/accuracy": rows["valid/accuracy"].mask(sst2, 51.0)})
+    rows.loc[~sst2, "model.name"] = "wide_resnet"
+    world.write(rows, "fixed_per_layer")
+    table, remarks = grid(table_lines("fixed_per_layer", world.folders))
+    assert table.loc["SST-2 / RoBERTa-base / Fixed per-layer", "ε=3"].startswith("89.4 / not learnt mini [")
+    assert any("ours: roberta_tiny, epochs 2, steps 1,200" in text for text in remarks)
+    assert any("ours: WRN10-1, epochs 2, steps 1,200" in text for text in remarks)
 
 
 def test_what_the_paper_did_not_measure_is_not_compared(world):
