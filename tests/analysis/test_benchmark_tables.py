@@ -40,7 +40,9 @@ def test_a_throughput_table(throughput):
     assert text.count("**GPT-2 shape, tied, 100 tokens**") == 2  # one thread, two threads
     assert "batch 4, 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
     assert "| adaptive per layer | 96.96 | 0.970 [0.960..0.979] | 0.751 | 1.01 | 0.990 | 12.0 |" in text
-    assert "| Opacus, ghost | refused: tied weights \\| no |  |  |  |  |  |" in text
+    assert "| Opacus, ghost | refused: tied weights \\| no | – | – | – | – | – |" in text
+    fast = throughput_tables(throughput.assign(examples_per_second=21404.4))
+    assert "| adaptive per layer | 21,400 |" in fast  # four digits, no exponent
 
 
 def test_the_full_depths_are_those_of_the_workloads(throughput):
@@ -56,7 +58,7 @@ def test_the_full_depths_are_those_of_the_workloads(throughput):
 def test_a_growth_table(growth):
     text = growth_tables(growth)
     assert "| batch | 2 → 4 | 4 → 8 | all |" in text
-    assert "| flat, book-keeping | 2.20 / 2.50 | 2.20 / 2.50 | 4.84 / 6.25 |" in text
+    assert "| flat, book-keeping | 2.20, memory 2.50 | 2.20, memory 2.50 | 4.84, memory 6.25 |" in text
     assert text.index("non-private") < text.index("book-keeping")
 
 
@@ -67,13 +69,14 @@ def test_the_loop_table(loop):
 def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
     slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
     text = throughput_summary(pd.concat([throughput, slower]))
-    first = "| GPT-2 shape, tied, 100 tokens, 4 of 12 layers, batch 4 | Made-up CPU, 1 thread, float32 | 0.75 / 1.01 |"
+    first = "| GPT-2 shape, tied, 100 tokens, 4 of 12 layers, batch 4 | Made-up CPU, 1 thread, float32 | 0.75 | 1.01 |"
     assert first in text
-    assert text.count("GPT-2 shape") == 2 and "0.10 /" not in text
-    assert text.splitlines()[2].endswith(" | – | – | 2.08 × |")
+    assert text.count("GPT-2 shape") == 2 and "| 0.10 |" not in text
+    assert "| adaptive per layer: speed | memory |" in text
+    assert text.splitlines()[2].endswith(" | – | – | – | – | 2.08 × |")
     peer = throughput[throughput["method"] == "opacus_hooks"].assign(method="fastdp_flat", ratio=0.5, peer="fastDP abc")
     beside = pd.concat([throughput, peer])
-    assert throughput_summary(beside).splitlines()[2].endswith("0.45 / 4.00 | – | 1.68 × |")
+    assert throughput_summary(beside).splitlines()[2].endswith("0.45 | 4.00 | – | – | 1.68 × |")
     assert "opacus 1.6.0, fastDP abc;" in throughput_tables(beside)
 
 

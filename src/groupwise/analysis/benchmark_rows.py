@@ -53,19 +53,19 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """One line for each measurement of `throughput.csv`, in the order of tables.
 
     Columns: those of `CELL`; ``rounds``; medians over the rounds of ``examples_per_second``, ``noise_seconds``,
-    ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor``; ``ratio_least`` and ``ratio_most``; ``whole``, the ratio of
-    steps with their noise, which ``ratio`` leaves out; ``status``: "ok", or the
-    words of the first round that was not; ``commit``, ``dirty`` and the versions of the last round.
+    ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor`` and ``whole``, the ratio of steps with their noise, which
+    ``ratio`` leaves out; ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the words of the first round that was
+    not; ``commit``, ``dirty`` and the versions of the last round.
     """
     numbers = ["examples_per_second", "noise_seconds", "peak_bytes", "ratio", "memory_ratio", "floor", "parameters"]
     rows = rows.sort_values("round", kind="stable")
     for name in numbers:  # a column without a single number is read as text
         rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    seconds = rows["batch"] / rows["examples_per_second"]
+    rows["whole"] = rows["ratio"] * seconds / (seconds + rows["noise_seconds"])
     groups = rows.groupby(list(CELL), dropna=False, sort=False)
-    table = groups[numbers].median()
+    table = groups[[*numbers, "whole"]].median()
     table["ratio_least"], table["ratio_most"] = groups["ratio"].min(), groups["ratio"].max()
-    seconds = table.index.get_level_values("batch") / table["examples_per_second"]
-    table["whole"] = table["ratio"] * seconds / (seconds + table["noise_seconds"])
     table["rounds"] = groups["ratio"].count()
     table["status"] = groups["status"].agg(lambda column: next((text for text in column if text != "ok"), "ok"))
     last = ["commit", "dirty", "torch", "opacus", "transformers", "python", "date", "peer"]

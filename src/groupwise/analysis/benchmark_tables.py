@@ -51,7 +51,7 @@ def throughput_tables(rows: pd.DataFrame) -> str:
 
 
 def throughput_summary(rows: pd.DataFrame) -> str:
-    """One line for each workload and machine configuration: speed ratio, with noise, / memory ratio of each kind.
+    """One line for each workload and machine configuration: of each kind speed ratio, with noise, and memory ratio.
 
     Without CUDA graphs, which plain training gains from too.
     """
@@ -64,13 +64,15 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         name += f", batch {first['batch']:g}"
         machine = in_words(tuple(first[column] for column in MACHINE))
         ratios = [
-            f"{one['whole'].item():.2f} / {one['memory_ratio'].item():.2f}" if len(one) else "–"
+            f"{one[column].item():.2f}" if len(one) else "–"
             for one in best.values()
+            for column in ("whole", "memory_ratio")
         ]
         others = max((best[peer]["whole"].item() for peer in PEERS if len(best[peer])), default=None)
         ours = best["adaptive_layer"]["whole"].item() if len(best["adaptive_layer"]) else None
         lines.append([name, machine, *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
-    return markdown(["workload", "on", *KINDS.values(), "per layer / the fastest of others"], lines)
+    heads = [head for kind in KINDS.values() for head in (f"{kind}: speed", "memory")]
+    return markdown(["workload", "on", *heads, "speed of per layer, in multiples of the fastest of others"], lines)
 
 
 def _workloads(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -93,13 +95,13 @@ def _throughput_table(lines: pd.DataFrame) -> str:
         name = METHODS.get(line["method"], line["method"])
         name += f" ({line['memory_format']})" if formats else ""
         if not measured:
-            rows.append([name, str(line["status"]).replace("|", "\\|"), "", "", "", "", ""])
+            rows.append([name, str(line["status"]).replace("|", "\\|"), *["–"] * 5])
             continue
         spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
         noise = number(1e3 * line["noise_seconds"], ".1f")
         speed, memory, floor = line["examples_per_second"], line["memory_ratio"], line["floor"]
         numbers = (number(line["whole"], ".3f"), number(memory, ".2f"), number(floor, ".3f"), noise)
-        rows.append([name, f"{speed:.4g}", spread, *numbers])
+        rows.append([name, f"{float(format(speed, '.4g')):,g}", spread, *numbers])
     head = ["method", "examples/s", "speed ratio", "with noise", "memory ratio", "floor", "noise, ms"]
     return f"{_caption(first, lines)}\n\n{markdown(head, rows)}"
 
@@ -130,7 +132,7 @@ def growth_tables(rows: pd.DataFrame) -> str:
         lines = []
         for method in in_order(steps["method"].unique()):
             own = steps[steps["method"] == method].set_index(["start", "end"])
-            whole = f"{own['time'].prod():.3g} / {own['memory'].prod():.3g}" if len(own) == len(spans) else "–"
+            whole = f"{own['time'].prod():.3g}, memory {own['memory'].prod():.3g}" if len(own) == len(spans) else "–"
             lines.append([METHODS.get(method, method), *(_factors(own, span) for span in spans), whole])
         head = [axis, *(f"{start:g} → {end:g}" for start, end in spans), "all"]
         written.append(f"**{network}, {axis}** ({machine})\n\n{markdown(head, lines)}")
@@ -138,7 +140,7 @@ def growth_tables(rows: pd.DataFrame) -> str:
 
 
 def _factors(own: pd.DataFrame, span: tuple[float, float]) -> str:
-    return f"{own.loc[span, 'time']:.2f} / {own.loc[span, 'memory']:.2f}" if span in own.index else "–"
+    return f"{own.loc[span, 'time']:.2f}, memory {own.loc[span, 'memory']:.2f}" if span in own.index else "–"
 
 
 def loop_table(rows: pd.DataFrame) -> str:
@@ -201,9 +203,12 @@ def page(folders: Folders) -> Page:
         "Made by `python -m groupwise.analysis.tables benchmarks`; what is measured is in "
         "[docs/benchmarks.md](../../docs/benchmarks.md).",
         "## Speed and memory of a step",
+        "*Speed ratio*, without noise, and *with noise*: medians over the rounds of a method's speed over that of "
+        "non-private training in the same round [least..most], not quotients of the medians printed. *Floor*: the "
+        "speed ratio that the counted operations would allow at one rate for all.",
         made("throughput", throughput_tables),
         "## Growth",
-        "The factor of a step's time / the factor of its peak memory when one size doubles; under `all` the product. "
+        "The factor of a step's time, and of its peak memory, when one size doubles; under `all` the product. "
         "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
         "can be doubled alone.",
         made("growth", growth_tables),
