@@ -31,21 +31,21 @@ class Series(NamedTuple):
     colour: str
     marker: str
     line: str = "-"
-    face: str = ""
-    """Of the marker; the colour itself, unless given."""
 
 
 CLIP = {
     "none": Series("non-private", "#444444", "o"),
     "flat": Series("flat", "#e69f00", "D"),
-    "ghost": Series("ghost", "#009e73", "^"),
+    "ghost": Series("flat, ghost", "#009e73", "^"),
     "fixed_layer": Series("fixed per layer", "#cc79a7", "v"),
     "adaptive_layer": Series("adaptive per layer", "#0072b2", "s"),
     "adaptive_flat": Series("adaptive flat", "#d55e00", "P"),
     "per_device": Series("per device", "#56b4e9", "X"),
 }
+TIMED = CLIP | {"flat": CLIP["flat"]._replace(label="flat, book-keeping")}
+"""Where time is shown: there are two ways to clip flat."""
 ADAPTIVE = CLIP["adaptive_layer"].colour
-BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--", "white"), "8": Series("ε = 8", ADAPTIVE, "s")}
+BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--"), "8": Series("ε = 8", ADAPTIVE, "s")}
 """Of the figures of adaptive per-layer clipping alone: the mode's colour; the budgets differ in mark and line."""
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
@@ -118,20 +118,18 @@ def rule(axes: Any) -> None:
 def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = True, floor: float | None = None) -> None:
     """Means with their intervals, as markers with bars; joined by a line, or not.
 
-    Means less than `LEARNT` points above `floor` say nothing and are hollow and grey.
+    Means less than `LEARNT` points above `floor` say nothing and are grey crosses.
     """
     x, mean = np.asarray(x, dtype=float), table["mean"].to_numpy(dtype=float)
     half = table["high"].to_numpy(dtype=float) - mean
     weak = np.zeros(len(mean), dtype=bool) if floor is None else mean < floor + LEARNT
     if joined:
         axes.plot(x, mean, color=series.colour, linestyle=series.line, linewidth=1.1, zorder=2)
-    bars: dict[str, Any] = {"marker": series.marker, "markersize": 4, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
-    for which, colour, face in ((~weak, series.colour, series.face or series.colour), (weak, WEAK, "white")):
+    bars: dict[str, Any] = {"markersize": 4, "linestyle": "", "elinewidth": 0.9, "capsize": 2, "zorder": 3}
+    for which, colour, marker in ((~weak, series.colour, series.marker), (weak, WEAK, "x")):
         if which.any():
             label = series.label if (which is weak) == weak.all() else None
-            axes.errorbar(
-                x[which], mean[which], yerr=half[which], label=label, color=colour, mfc=face, zorder=3, **bars
-            )
+            axes.errorbar(x[which], mean[which], yerr=half[which], label=label, color=colour, marker=marker, **bars)
 
 
 STYLE: dict[str, Any] = {
@@ -243,9 +241,9 @@ def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFram
     return pd.DataFrame(lines, columns=[*keys, *Summary._fields])
 
 
-def seeds_in_words(counts: pd.Series) -> str:
+def seeds_in_words(counts: pd.Series, spread: str = "95 % t-interval") -> str:
     """``Mean and 95 % t-interval over 3 seeds``, for the caption of a figure."""
     least, most = counts.min(), counts.max()
     if most == 1:
         return "One seed, so no interval"
-    return f"Mean and 95 % t-interval over {most if least == most else f'{least} to {most}'} seeds"
+    return f"Mean and {spread} over {most if least == most else f'{least} to {most}'} seeds"

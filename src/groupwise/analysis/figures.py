@@ -19,7 +19,7 @@ from groupwise.analysis.figure_style import (
     with_settings,
     write_figure,
 )
-from groupwise.analysis.results import Folders, Measured, read_floors, read_paper
+from groupwise.analysis.results import Folders, Measured, read_floors, read_paper, run_in_words
 from groupwise.analysis.run_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
@@ -100,6 +100,8 @@ def make(name: str, folders: Folders) -> Drawn:
         rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
         figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
+    said = "; ".join(dict.fromkeys(map(run_in_words, runs.rows.to_dict("records"))))
+    figure.set_label(f"{figure.get_label()} Ours: {said}; on {', '.join(runs.rows['system.device'].unique())}.")
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
 
 

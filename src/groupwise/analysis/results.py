@@ -268,6 +268,15 @@ def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:
     return "".join(f", {spent:.1f} {unit}" for unit, spent in hours.items() if spent)
 
 
+def run_in_words(row: Mapping[Any, Any]) -> str:
+    """The model and the training of a row, ``WRN10-1, epochs 2, steps 195``; empty if the row lacks them."""
+    if not row.get("plan.steps"):
+        return ""
+    wide = row["model.name"] == "wide_resnet"
+    model = f"WRN{row['model.depth']}-{row['model.width']}" if wide else row["model.name"]
+    return f"{model}, epochs {float(row['train.epochs']):g}, steps {int(row['plan.steps']):,}"
+
+
 def matching(selector: str, cells: Sequence[str]) -> list[str]:
     """The cells that have all the settings of `selector`."""
     wanted = settings_of(selector).items()

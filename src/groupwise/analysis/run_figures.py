@@ -15,6 +15,7 @@ from groupwise.analysis.figure_style import (
     PAGE,
     PAPER,
     TASKS,
+    TIMED,
     WEAK,
     Beside,
     draw_floor,
@@ -39,9 +40,12 @@ PAPERS = "*"
 
 def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
     """Three modes at two budgets and without noise; the paper's values in a panel of their own, on the same axis."""
-    table = summary(rows.assign(budget=_budgets(rows)), ["clip", "budget"], ACCURACY)
+    rows = rows.assign(budget=_budgets(rows))
+    table = summary(rows, ["clip", "budget"], ACCURACY)
+    table["high"] = table["mean"] + table["std"]
     budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
-    scale, floor, words = rows["scale"].iloc[0], beside.floors.get(("cifar", ACCURACY)), seeds_in_words(table["n"])
+    words = seeds_in_words(table["n"], "standard deviation")
+    scale, floor = rows["scale"].iloc[0], beside.floors.get(("cifar", ACCURACY))
     printed = _printed(beside.paper)
     methods = [name for name in CLIP if name in set(table["clip"])]
     figure = Figure(figsize=(PAGE, 2.4))
@@ -50,6 +54,9 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
         own = table[table["clip"] == name].set_index("budget").reindex(budgets)
         shift = SPREAD * (place - (len(methods) - 1) / 2)
         whisker(here, np.arange(len(budgets)) + shift, own, CLIP[name], joined=False, floor=floor)
+        seeds = rows[rows["clip"] == name]
+        x = [budgets.index(budget) + shift + SPREAD / 3 for budget in seeds["budget"]]
+        here.plot(x, seeds[ACCURACY], ".", color=CLIP[name].colour, markersize=2.5)
         own = printed[printed["clip"] == name]
         x = [budgets.index(budget) + shift for budget in own["budget"]]
         bars = {"marker": PAPERS, "markersize": 7, "mfc": "white", "linestyle": "", "elinewidth": 0.9, "capsize": 2}
@@ -62,7 +69,7 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
     here.set(ylabel="validation accuracy (%)")
     draw_floor(here, floor)
     legend(figure)
-    note(figure, scale, f"{words}. Stars: the paper's means ± standard deviation.")
+    note(figure, scale, f"{words}; dots: the seeds. Stars: the paper's; it prints none without noise.")
     return figure
 
 
@@ -83,13 +90,17 @@ def draw_target_quantile(rows: pd.DataFrame, beside: Beside) -> Any:
     """Accuracy against the quantile of norms that thresholds follow, a panel a task."""
     table, scale = _against(rows, "clip.target_quantile"), rows["scale"].iloc[0]
     figure = Figure(figsize=(PAGE, 2.3))
-    for axes, task in zip(figure.subplots(1, 2), ("cifar", "sst2"), strict=True):
+    panels = figure.subplots(1, 2)
+    for axes, task in zip(panels, ("cifar", "sst2"), strict=True):
         here = table[table["task"] == task]
         _panel(axes, task, scale, here, here["x"], DODGE, beside)
         if len(here):
             axes.set(xlabel="target quantile q", xlim=(0, 1))
+    span = max(np.ptp(axes.get_ylim()) for axes in panels)
+    for axes in panels:
+        axes.set_ylim(np.mean(axes.get_ylim()) - span / 2, np.mean(axes.get_ylim()) + span / 2)
     legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(beside)}")
+    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, beside)}")
     return figure
 
 
@@ -104,12 +115,14 @@ def draw_quantile_budget(rows: pd.DataFrame, beside: Beside) -> Any:
     axes.set_xticks(range(len(shares)), [f"{100 * x:g}" for x in shares])
     axes.set(xlabel="share r of the budget for quantiles (%)")
     legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(beside)}")
+    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, beside)}")
     return figure
 
 
-def _weak_in_words(beside: Beside) -> str:
-    return f" Hollow and grey: not {LEARNT:g} points above one answer for every input." if beside.floors else ""
+def _weak_in_words(table: pd.DataFrame, beside: Beside) -> str:
+    floors = table["task"].map(lambda task: beside.floors.get((task, ACCURACY), np.nan))
+    weak = (table["mean"] < floors + LEARNT).any()
+    return f" Grey crosses: not {LEARNT:g} points above one answer for every input." if weak else ""
 
 
 def _against(rows: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -147,13 +160,13 @@ def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, 
     size, unit = next(((size, unit) for size, unit in UNITS if curves["seconds"].max() >= 2 * size), UNITS[-1])
     times = curves.groupby(["clip", "step"])["seconds"].mean() / size
     figure = Figure(figsize=(COLUMN if len(metrics) == 1 else PAGE, 2.4))
-    words = ""
+    floors = {metric: floor for (of, metric), floor in beside.floors.items() if of == task and metric in curves}
+    best = {metric: summary(curves, ["clip", "step"], metric)["mean"].max() for metric in floors}
+    weak = any(best[metric] < floor + LEARNT for metric, floor in floors.items())
+    words = f"ε = {curves['privacy.epsilon'].iloc[0]}; time without evaluations.{FADED if weak else ''}"
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
         table = summary(curves, ["clip", "step"], metric)
-        words = words or f"{seeds_in_words(table['n'])}; time without evaluations."
-        floor = beside.floors.get((task, metric))
-        weak = floor is not None and table["mean"].max() < floor + LEARNT
-        for name, series in CLIP.items():
+        for name, series in TIMED.items():
             own = table[table["clip"] == name].sort_values("step")
             if len(own):
                 x = [times[name, step] for step in own["step"]]
@@ -165,16 +178,15 @@ def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, 
         head(axes, TASKS.get(task, task), scale)
         axes.set_xlim(left=0)
         rule(axes)
-        draw_floor(axes, floor)
+        draw_floor(axes, floors.get(metric))
         if weak:
             axes.text(0.5, 0.8, "uninformative", transform=axes.transAxes, ha="center", color=WEAK, fontsize=9)
-            words = words.removesuffix(FADED) + FADED
     legend(figure)
-    note(figure, scale, words)
+    note(figure, scale, f"{seeds_in_words(table['n'])}; {words}")
     return figure
 
 
-FADED = f" Faded: no mode is {LEARNT:g} points above one answer for every input."
+FADED = f" Faded: by the texts written, no mode is {LEARNT:g} points above one answer for every input."
 QUANTILES = (0.25, 0.50, 0.75, 0.85)
 QUANTILE_LINES: tuple[Literal[":", "-.", "--", "-"], ...] = (":", "-.", "--", "-")
 """Distinguished by line style, as colours stand for clipping modes."""
@@ -187,21 +199,28 @@ TAILS = 0.005
 
 
 def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
-    """A heatmap for each epoch: a row an example, a column a layer from input to output, darker for a larger norm."""
+    """A heatmap for each epoch: a row an example, a column a layer, GroupNorm apart, darker for a larger norm."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     positive = norms["norm"][norms["norm"] > 0]
     colours = LogNorm(float(positive.quantile(0.01)), float(positive.max()), clip=True)
-    figure = Figure(figsize=(PAGE, 2.1))
+    kind = np.where(norms["name"].str.contains("norm"), "norm", "conv.")
+    kinds = norms["layer"].groupby(kind).unique()
+    figure = Figure(figsize=(PAGE, 2.3))
     panels = figure.subplots(1, len(epochs), squeeze=False, sharey=True)[0]
     for axes, epoch in zip(panels, epochs, strict=True):
         table = norms[norms["epoch"] == epoch].pivot(index="example", columns="layer", values="norm")
+        table = table[np.concatenate(kinds.to_list())]
         image = axes.imshow(table.to_numpy(), norm=colours, cmap="Blues", aspect="auto", interpolation="none")
-        axes.set_xticks([0, table.shape[1] - 1], ["1", str(table.shape[1])])
+        middles = np.cumsum([0, *map(len, kinds)])[:-1] + [len(layers) / 2 - 0.5 for layers in kinds]
+        words = [f"{kind}\nmedian {np.median(table[layers]):.1f}" for kind, layers in kinds.items()]
+        axes.set_xticks(middles, words, fontsize=6)
+        axes.axvline(len(kinds.iloc[0]) - 0.5, color="white", linewidth=1.5)
         axes.set(yticks=[])
-        head(axes, f"epoch {epoch:.3g}", scale)
+        head(axes, f"epoch {round(20 * epoch) / 20:g}", scale)
     panels[0].set_ylabel(f"{norms['example'].nunique()} training examples")
     figure.colorbar(image, ax=panels, label="gradient norm", shrink=0.9, pad=0.01)
-    note(figure, scale, "Rows: examples. Columns: layers from input (left) to output (right).")
+    figure.supxlabel("layer of each kind, input to output", fontsize=7.5)
+    note(figure, scale, "Rows: examples. Columns: convolutions with the classifier, then GroupNorm, input to output.")
     return figure
 
 
@@ -215,6 +234,7 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
         own = norms[norms["name"] == name]
         positive = own["norm"][own["norm"] > 0]
         edges = np.geomspace(float(positive.quantile(TAILS)), float(positive.quantile(1 - TAILS)), BINS + 1)
+        ticks = edges[[BINS // 5, 4 * BINS // 5]]
         for axes, epoch in zip(line, epochs, strict=True):
             values = own["norm"][own["epoch"] == epoch].to_numpy()
             axes.hist(np.clip(values, edges[0], edges[-1]), bins=edges, color=BARS)
@@ -222,10 +242,12 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
                 label = f"{100 * share:g} % quantile"
                 axes.axvline(np.quantile(values, share), color=LINES, linestyle=dashes, linewidth=0.8, label=label)
             axes.set(yticks=[], xscale="log")
+            axes.set_xticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axes.minorticks_off()
         line[0].set_ylabel(_short(name), fontsize=6.0)
+    figure.supxlabel("gradient norm", fontsize=7.5)
     for axes, epoch in zip(grid[0], epochs, strict=True):
-        head(axes, f"epoch {epoch:.3g}", scale)
+        head(axes, f"epoch {round(20 * epoch) / 20:g}", scale)
     legend(figure)
     words = f"Gradient norms (logarithmic) of {norms['example'].nunique():,} training examples"
     note(figure, scale, f"{words}; the outermost bins hold all beyond them.")

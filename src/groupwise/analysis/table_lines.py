@@ -16,6 +16,7 @@ from groupwise.analysis.results import (
     read_all,
     read_floors,
     read_paper,
+    run_in_words,
     settings_of,
     why_uninformative,
 )
@@ -119,18 +120,9 @@ def _line(
         "cell": MINUS.join(cells),
         "printed": number["printed"],
         "note": number["note"],
-        "run": "; ".join(dict.fromkeys(map(_run, used.to_dict("records")))),
+        "run": "; ".join(dict.fromkeys(map(run_in_words, used.to_dict("records")))),
         "flags": "; ".join(flags),
     }
-
-
-def _run(row: Mapping[Any, Any]) -> str:
-    """The model and the training of a row, "ours: WRN10-1, epochs 2, steps 195"; empty if the row lacks them."""
-    if not row.get("plan.steps"):
-        return ""
-    wide = row["model.name"] == "wide_resnet"
-    model = f"WRN{row['model.depth']}-{row['model.width']}" if wide else row["model.name"]
-    return f"ours: {model}, epochs {float(row['train.epochs']):g}, steps {int(row['plan.steps']):,}"
 
 
 def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:

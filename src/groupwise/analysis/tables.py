@@ -80,7 +80,8 @@ def _both(line: Mapping[Any, Any]) -> str:
 def _remark(line: Mapping[Any, Any]) -> str:
     """A number's status, its seeds, and why it has that status."""
     seeds = f"{line['n']} of {line['expected']} seeds" if line["n"] else ""
-    return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], line["run"], line["note"]))))
+    run = f"ours: {line['run']}" if line["run"] else ""
+    return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], run, line["note"]))))
 
 
 def as_markdown(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:

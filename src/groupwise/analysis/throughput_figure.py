@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, was_measured
 from groupwise.analysis.benchmark_tables import WORKLOADS
 from groupwise.analysis.figure_style import (
-    CLIP,
     GREY,
     PAGE,
     PAPER,
+    TIMED,
     Series,
     head,
     legend,
@@ -29,13 +29,8 @@ FIGURES = {"throughput": 0, "runtime_breakdown": 1}
 """The machine configuration of a figure, by position: GPUs first, then by number of threads, float32 first."""
 BASE, AGAIN = "none", "none_again"
 """Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
-SERIES = {
-    BASE: CLIP["none"],
-    "adaptive_layer": CLIP["adaptive_layer"],
-    "ghost": CLIP["ghost"]._replace(label="flat, ghost"),
-    "flat": CLIP["flat"]._replace(label="flat, book-keeping"),
-    "opacus_hooks": Series("flat, materialised (Opacus)", "#8c510a", "v"),
-}
+SERIES = {name: TIMED[name] for name in (BASE, "adaptive_layer", "ghost", "flat")}
+SERIES["opacus_hooks"] = Series("flat, materialised (Opacus)", "#8c510a", "v")
 """The methods of the figures; ours in the colours that their modes have everywhere."""
 GIB = 2**30
 DEPTH = 12
@@ -126,7 +121,9 @@ def _words(shown: Panels) -> str:
     what = "One round" if rounds == 1 else f"Medians of {rounds:g} rounds and [least..most]"
     parts = [
         f"{shown.caption}.",
-        f"(b) {what}, each over non-private training in the same round, which "
+        "(a) Plain training holds the tied table's gradient three times: the embedding's, the head's, and their sum.",
+        f"(b) Without noise, which is added once a logical batch and takes {shown.lines['noise_seconds'].max():.2g} s. "
+        f"{what}, each over non-private training in the same round, which "
         f"takes {base['batch'] / base['examples_per_second']:.2g} s a step at batch {base['batch']:g}. "
         f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",
     ]
@@ -139,11 +136,12 @@ def _words(shown: Panels) -> str:
 
 
 def _memory(axes: Any, shown: Panels) -> None:
-    for method, series in SERIES.items():
+    for place, (method, series) in enumerate(SERIES.items()):
         rows = shown.lines[shown.lines["method"] == method]
         if len(rows):
+            x = rows["batch"] * DODGE ** (place - (len(SERIES) - 1) / 2)
             look = {"color": series.colour, "marker": series.marker, "markersize": 3.5, "linewidth": 1.1}
-            axes.plot(rows["batch"], rows["peak_bytes"] / GIB, label=series.label, **look)
+            axes.plot(x, rows["peak_bytes"] / GIB, label=series.label, **look)
     axes.set(ylabel="peak memory (GiB)", ylim=(0, 1.1 * shown.lines["peak_bytes"].max() / GIB))
 
 
@@ -163,5 +161,5 @@ def _throughput(axes: Any, shown: Panels) -> None:
             bars = {"marker": series.marker, "markersize": 3.5, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
             axes.errorbar(x, ratio, yerr=ends, color=series.colour, **bars)
     axes.axhline(PAPER_SHARE, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set(ylabel="share of non-private")
+    axes.set(ylabel="share of non-private,\nwithout noise")
     axes.set_ylim(bottom=0)

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from functools import cache, partial
 
+import numpy as np
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import CLIP, WEAK, Beside, content, with_settings
+from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, Beside, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, Drawn, main, make
 from groupwise.analysis.run_figures import chosen_layers
 
@@ -107,7 +108,7 @@ def test_no_text_is_cut_off(drawn, name):
 
 @pytest.mark.parametrize("name", ["adaptive_vs_fixed", "runtime_nll", "runtime_metrics"])
 def test_a_mode_has_its_colour_in_every_figure(drawn, name):
-    colours = {series.label: series.colour for series in CLIP.values()}
+    colours = {series.label: series.colour for series in (*CLIP.values(), *TIMED.values())}
     found = 0
     for axes in drawn(name).figure.axes:
         handles, labels = axes.get_legend_handles_labels()
@@ -133,12 +134,39 @@ def test_what_says_nothing_is_grey(folders):
     assert len(values) == 16
     assert all((colour == WEAK) == (y < 83) for colour, y in values)
     assert "one answer for every input: 78.0" in words(axes.figure)
+    assert "Grey crosses: " in axes.figure.get_label()
+    low = KINDS["quantile_budget"].draw(rows_of(folders, "quantile_budget"), Beside({("sst2", "valid/accuracy"): 20.0}))
+    assert "crosses" not in low.get_label()
 
 
-def test_a_metric_that_nobody_learnt_is_called_uninformative(folders):
-    bleu, rouge = KINDS["runtime_metrics"].draw(rows_of(folders, "runtime_metrics"), FLOORS).axes
-    assert "uninformative" in [text.get_text() for text in bleu.texts]
-    assert "uninformative" not in [text.get_text() for text in rouge.texts]
+@pytest.mark.parametrize("name", ["runtime_nll", "runtime_metrics"])
+def test_runs_whose_texts_learnt_nothing_are_called_uninformative_whatever_is_drawn(folders, name):
+    for bleu, said in ((50.0, True), (-10.0, False)):
+        figure = KINDS[name].draw(rows_of(folders, name), Beside({("e2e", "test/bleu"): bleu}))
+        for axes in figure.axes:
+            assert ("uninformative" in [text.get_text() for text in axes.texts]) == said
+        assert ("Faded" in figure.get_label()) == said
+
+
+def test_a_caption_says_budget_model_training_and_machine(drawn):
+    caption = drawn("runtime_nll").figure.get_label()
+    assert "ε = 8;" in caption and caption.endswith("Ours: gpt2_mini, epochs 0.25, steps 41; on cpu (x86_64).")
+    assert "512 training examples" in drawn("gradnorm_sst2").figure.get_label()
+
+
+def test_bars_are_standard_deviations_beside_the_seeds(drawn, unchanged):
+    here = drawn("adaptive_vs_fixed").figure.axes[0]
+    rows = pd.read_csv(unchanged.measured / "adaptive_vs_fixed_mini.csv")
+    seeds = sum(len(line.get_ydata()) for line in here.get_lines() if line.get_marker() == ".")
+    assert seeds == len(rows)
+    flat = rows[(rows["cell"] == "clip=flat privacy.epsilon=3 task=cifar")]["valid/accuracy"]
+    low, high = here.containers[0].lines[2][0].get_segments()[0][:, 1]
+    assert (high - low) / 2 == pytest.approx(flat.std())
+
+
+def test_both_tasks_have_one_span(drawn):
+    one, two = (np.ptp(axes.get_ylim()) for axes in drawn("target_quantile").figure.axes)
+    assert one == pytest.approx(two)
 
 
 def test_the_papers_values_are_marks_of_their_own(drawn):
@@ -159,6 +187,9 @@ def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn, unchanged)
     panels = [axes for axes in drawn("gradnorm_cifar").figure.axes if axes.images]
     rows = pd.read_csv(unchanged.measured / "gradnorm_cifar_mini_norms.csv")
     assert [axes.get_title("left") for axes in panels] == [f"epoch {epoch:g}" for epoch in rows["epoch"].unique()]
+    convolutions = rows[(rows["epoch"] == 0) & ~rows["name"].str.contains("norm")]["norm"].median()
+    labels = [label.get_text() for label in panels[0].get_xticklabels()]
+    assert labels[0] == f"conv.\nmedian {convolutions:.1f}" and labels[1].startswith("norm\nmedian ")
     assert panels[0].images[0].get_array().shape == (rows["example"].nunique(), rows["layer"].nunique())
 
 
