@@ -17,7 +17,7 @@ for name in TABLES:
     display(Markdown(table_page(name, folders)))
 
 # %% [markdown]
-# A table as data: one line a number of the paper.
+# A table as data: each number of the paper, at each scale that is shown.
 
 # %%
 table_lines("cifar", folders)
