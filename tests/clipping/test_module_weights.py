@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_block, per_layer
-from groupwise.errors import UserError
 from tests.clipping.alone import assert_bounded, assert_exact, looped
 from tests.clipping.test_per_example import losses_of
 from tests.clipping.traced import clip
@@ -139,19 +138,25 @@ class PooledByAttention(nn.Module):
 
 
 class LearnedTokens(nn.Module):
-    """Tokens that all examples share go through attention by themselves, and meet the examples only then."""
+    """Tokens that all examples share go through a layer by themselves, and meet the examples only then."""
 
-    def __init__(self):
+    def __init__(self, body):
         super().__init__()
-        self.body, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
-        self.tokens = nn.Parameter(torch.randn(1, 4, 4))
+        self.body, self.tokens, self.head = body, nn.Parameter(torch.randn(1, 4, 4)), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(self.tokens, self.tokens, self.tokens)[0] * self.head(x)
+        if isinstance(self.body, nn.MultiheadAttention):
+            return self.body(self.tokens, self.tokens, self.tokens)[0] * self.head(x)
+        tokens = self.tokens if self.body.batch_first else self.tokens.transpose(0, 1)
+        y, states = self.body(tokens)
+        last = states[0] if isinstance(states, tuple) else states
+        return (y if self.body.batch_first else y.transpose(0, 1)) * self.head(x) + last[:, 0]
 
 
 MODELS = {
-    "attention of learned tokens": LearnedTokens,
+    "attention of learned tokens": lambda: LearnedTokens(nn.MultiheadAttention(4, 2, batch_first=True)),
+    "lstm of learned tokens": lambda: LearnedTokens(nn.LSTM(4, 4, batch_first=True)),
+    "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
     "attention as a function": PooledByAttention,
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
     "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
@@ -247,16 +252,6 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
         clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
         assert engine.nonfinite == 0
         assert_bounded(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_sequence_that_all_examples_share_is_refused(rows):
-    model, x = Recurrence(nn.LSTM), torch.randn(4, 4)
-    model(torch.randn(1, 2, 4))  # lazy layers
-    tokens = nn.Parameter(torch.randn(rows, 2, 4))
-    model.register_parameter("tokens", tokens)
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="expand it to the batch"):
-        clip(engine, lambda rows: (model(model.tokens)[0].sum() * x[list(rows)]).sum(1), range(4))
 
 
 def test_one_weight_in_two_kinds_of_use():

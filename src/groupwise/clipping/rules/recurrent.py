@@ -8,13 +8,14 @@ nothing flows through it, forth or back.
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_map
 
 from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
 from groupwise.clipping.products import late
@@ -46,7 +47,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         UserError: an input without a batch, or without a step; one that all examples share.
     """
     if isinstance(input, PerExample):
-        _refuse_shared(module, input)
+        return _of_all_examples(module, input, hx)
     sizes: Tensor | None = None
     if isinstance(input, PackedSequence):
         x, lengths = pad_packed_sequence(input, batch_first=True)
@@ -78,11 +79,25 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
     return x if module.batch_first else x.transpose(0, 1), states
 
 
-def _refuse_shared(module: nn.RNNBase, x: Tensor) -> NoReturn:
-    raise UserError(
-        f"{type(module).__name__} got a sequence of shape {tuple(x.shape)} that is the same for all examples: "
-        "expand it to the batch."
-    )
+def _of_all_examples(module: nn.RNNBase, input: PerExample, hx: Any) -> tuple[Any, Any]:
+    """One sequence that all examples share, such as learned tokens: one for each of them, which look like one."""
+    axis = 0 if module.batch_first else 1
+    _refuse_shared(module, input, input.dim() != 3 or input.shape[axis] != 1 or hx is not None)
+    rows = input.rows.squeeze(axis + 1)
+    y, states = recurrent(module, rows if module.batch_first else rows.transpose(0, 1))
+
+    def as_one(t: Tensor, axis: int) -> PerExample:
+        return PerExample.of_rows(t.movedim(axis, 0).unsqueeze(axis + 1), input.origin)
+
+    return as_one(y, axis), tree_map(lambda t: as_one(t, 1), states)
+
+
+def _refuse_shared(module: nn.RNNBase, x: Tensor, refused: bool) -> None:
+    if refused:
+        raise UserError(
+            f"{type(module).__name__} got a sequence of shape {tuple(x.shape)} that is the same for all examples: "
+            "expand it to the batch."
+        )
 
 
 def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor | None) -> tuple[Tensor, State]:
@@ -93,8 +108,7 @@ def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor
 
     by_input = F.linear(x, *parameters("ih"))
     if isinstance(by_input, PerExample):
-        if not by_input.origin.traces:
-            _refuse_shared(module, x)
+        _refuse_shared(module, x, not by_input.origin.traces)
         by_input = by_input.like
     by_input, step, first = by_input.to(state[0].dtype), STEPS[module.mode], state[0]
     apart = module.mode == "GRU"  # which has no sum of the two maps
