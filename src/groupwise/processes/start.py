@@ -153,6 +153,7 @@ def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None
     """Be one of the processes: work, write a `Report`, and leave. Torch interrupts it when its parent has ended."""
     os.setsid()  # Ctrl-C goes to the process that watches, and from there to all
     interrupt_on(signal.SIGTERM)
+    interrupt_on(signal.SIGINT)  # which torch sends when the parent has ended, and nohup has ignored
     place = Place(rank, world_size(config), rank, world_size(config), f"file://{folder}/meeting")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
