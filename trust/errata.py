@@ -5,9 +5,8 @@ It takes two minutes. Each line is what it says before the colon, at the σ of t
 
 from collections.abc import Iterator
 
-from groupwise.privacy.accountants import epsilon_rdp
+from groupwise.privacy.accountants import best_run_epsilon, epsilon_rdp
 from groupwise.privacy.accounting import epsilon_prv
-from groupwise.privacy.best_run import best_run_epsilon
 
 Cell = tuple[float, float, int, float]
 """σ, sampling rate, steps, δ."""

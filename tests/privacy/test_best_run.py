@@ -7,8 +7,7 @@ import pytest
 
 from groupwise.errors import UserError
 from groupwise.privacy.__main__ import main
-from groupwise.privacy.accountants import epsilon_rdp
-from groupwise.privacy.best_run import best_run_epsilon, logseries_argument
+from groupwise.privacy.accountants import best_run_epsilon, epsilon_rdp, logseries_argument
 
 CIFAR = (3.074, 0.08192, 3662, 1e-5)
 

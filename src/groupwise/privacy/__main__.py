@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from groupwise.errors import UserError
 from groupwise.options import command, option
+from groupwise.privacy.accountants import best_run_epsilon, logseries_argument
 from groupwise.privacy.accounting import ACCOUNTANTS
-from groupwise.privacy.best_run import best_run_epsilon, logseries_argument
 from groupwise.privacy.plan import PrivacyPlan, folded, make_plan
 
 TURNS = 10

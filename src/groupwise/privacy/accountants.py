@@ -120,14 +120,14 @@ def rdp_of_steps(
 
 @functools.lru_cache(maxsize=256)  # a tenth of a second, and a plan asks again and again
 def _rdp_of_a_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    return rdp_of_event(training_event(noise_multiplier, sample_rate), orders)
+    return _rdp_of_event(training_event(noise_multiplier, sample_rate), orders)
 
 
-def rdp_of_event(event: Any, orders: tuple[float, ...] | None = None) -> NDArray[np.float64]:
-    """Return the RDP of a ``dp_accounting`` event at ``orders``, or `ORDERS`; inf at those not to be computed."""
+def _rdp_of_event(event: Any, orders: tuple[float, ...]) -> NDArray[np.float64]:
+    """Return the RDP of a ``dp_accounting`` event at ``orders``; inf at those not to be computed."""
     from dp_accounting.rdp import RdpAccountant
 
-    accountant, logger = RdpAccountant(orders=orders or ORDERS), logging.getLogger("absl")
+    accountant, logger = RdpAccountant(orders=orders), logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)  # it warns of each order whose series does not converge, and leaves it out: sound
     try:
@@ -141,6 +141,40 @@ def training_event(noise_multiplier: float, sample_rate: float) -> Any:
     import dp_accounting
 
     return dp_accounting.PoissonSampledDpEvent(sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
+
+
+MOST_RUNS = 1e5
+"""Runs that may be expected."""
+
+
+def logseries_argument(runs: float) -> float:
+    """Return p of numpy's ``Generator.logseries(p)``, whose mean is ``runs``.
+
+    Raises :class:`UserError` unless 1 < ``runs`` <= `MOST_RUNS`.
+    """
+    from scipy.optimize import brentq
+
+    if not 1.0 < runs <= MOST_RUNS:
+        raise UserError(f"runs is {runs:g}; give how many are expected, above 1 and at most {MOST_RUNS:g}.")
+    return float(brentq(lambda p: -p / ((1.0 - p) * math.log1p(-p)) - runs, 1e-9, 1.0 - 1e-9, xtol=1e-12))
+
+
+def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, runs: float) -> float:
+    """Return an upper bound on ε at ``delta`` of the best of K trainings, by Rényi DP (Papernot & Steinke
+    2022, Theorem 2, η = 0).
+
+    Formal guarantee: draw K once from numpy's ``logseries``, with mean ``runs``. Each of K trainings is T steps as in
+    :func:`~groupwise.privacy.accounting.epsilon_bounds`, under settings that are drawn uniformly and independently.
+    Then the settings and the model of the best score are (ε, ``delta``)-DP, if the score is of examples that ε does
+    not cover, and nothing else is released, K included. Raises :class:`UserError` for arguments out of range.
+    """
+    from dp_accounting import SelfComposedDpEvent
+    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+    check_mechanism(noise_multiplier, sample_rate, steps, delta)
+    logseries_argument(runs)
+    training = SelfComposedDpEvent(training_event(noise_multiplier, sample_rate), int(steps))
+    return curve_epsilon(_rdp_of_event(RepeatAndSelectDpEvent(training, runs, 0.0), ORDERS), delta)
 
 
 MESH, FINEST = 3e-3, 1e-2

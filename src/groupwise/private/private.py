@@ -153,6 +153,7 @@ class Private:
         Raises:
             UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
         """
+        self._check_open()
         thresholds = self.core.thresholds
         if self.core.running or type(thresholds) is not FixedThresholds:
             raise UserError("set_threshold is for fixed thresholds, between steps: make_private(clip='fixed_layer').")
