@@ -102,7 +102,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def hardware(device: str) -> str:
-    """The name of the GPU; of the processor, as Linux tells it; elsewhere its architecture."""
+    """The name of the GPU; of the processor, as Linux names it; elsewhere its architecture."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:

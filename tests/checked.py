@@ -33,7 +33,7 @@ def verify_once(engine: ClippingEngine, losses: Callable[..., Any], examples: An
 
 @contextmanager
 def checked_once(kind: Hashable) -> Iterator[None]:
-    """The first trainer of its kind that this process makes here is checked; those after it would be told the same."""
+    """The first trainer of its kind that this process makes here is checked; those after it would pass alike."""
     with pytest.MonkeyPatch.context() as patch:
         if kind in _SEEN:
             patch.setattr("groupwise.build.verify", only_traced)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-sys.dont_write_bytecode = False  # in containers it often is True, and every worker and process would compile all anew
+sys.dont_write_bytecode = False  # in containers it often is True, and every worker would compile everything again
 
 
 gc.disable()

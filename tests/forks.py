@@ -27,10 +27,10 @@ class Command:
     def __init__(self, *arguments: str, cwd: Path, environment: Mapping[str, str] = os.environ) -> None:
         """Start ``python script.py …`` or ``python -m module …``, given without Python, in the folder ``cwd``."""
         self._folder = tempfile.TemporaryDirectory()
-        told = Path(self._folder.name)
-        self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), told), daemon=True)
+        folder = Path(self._folder.name)
+        self._process = FORKS.Process(target=_live, args=(arguments, str(cwd), dict(environment), folder), daemon=True)
         self._process.start()
-        self._told = told
+        self._output = folder
 
     def poll(self) -> int | None:
         """The exit code, minus the signal for one that was killed; None while it runs."""
@@ -48,13 +48,13 @@ class Command:
 
     def finish(self) -> tuple[int, str, str]:
         """Wait for its end: exit code, and what it wrote to stdout and stderr."""
-        return (self.wait(), *((self._told / name).read_text() for name in ("out", "err")))
+        return (self.wait(), *((self._output / name).read_text() for name in ("out", "err")))
 
 
-def _live(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], told: Path) -> None:
+def _live(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], folder: Path) -> None:
     """Become what `python script.py …` would be there."""
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(told / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

@@ -168,8 +168,8 @@ def test_a_mistake_is_the_end_of_the_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def _is_one_sentence(told: str, words: str) -> None:
-    [line] = told.splitlines()
+def _is_one_sentence(message: str, words: str) -> None:
+    [line] = message.splitlines()
     assert line.startswith("error: ")
     assert words in line
 
@@ -203,7 +203,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "out", "told"),
+    ("arguments", "code", "out", "message"),
     [
         ("clip=flat", 0, "ran flat 0\n", r""),
         ("clip=ghost", 2, "ran ghost 0\n", r"error: no data: bring some\.\n"),
@@ -213,11 +213,11 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_mistakes_are_sentences_bugs_keep_their_traceback_and_nothing_of_hydras_own_is_left(
-    tmp_path: Path, script: Path, arguments: str, code: int, out: str, told: str
+    tmp_path: Path, script: Path, arguments: str, code: int, out: str, message: str
 ) -> None:
     done = command(tmp_path, *arguments.split(), script=script)
     ran = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith("ran "))
-    assert (done.returncode, ran) == (code, out) and re.fullmatch(told, done.stderr), done.stderr
+    assert (done.returncode, ran) == (code, out) and re.fullmatch(message, done.stderr), done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {script.name, *(["results"] if "-m" in arguments else [])}
 
 

@@ -41,9 +41,9 @@ def heading(file: Path) -> list[str]:
 
 def command(file: Path) -> list[str]:
     """The arguments of the command that a file begins with."""
-    [told] = re.findall(r"python run\.py (.*)", "\n".join(heading(file)))
-    told = told.replace("task=mine --config-dir my_conf", "recipe=own")  # what such a file leaves as it is
-    return [word for word in told.split() if word != "-m"]
+    [typed] = re.findall(r"python run\.py (.*)", "\n".join(heading(file)))
+    typed = typed.replace("task=mine --config-dir my_conf", "recipe=own")  # what such a file leaves as it is
+    return [word for word in typed.split() if word != "-m"]
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
@@ -119,8 +119,8 @@ def test_settings_of_adapters_are_refused_where_none_train() -> None:
 def test_a_norm_to_which_nothing_is_held_is_refused() -> None:
     with pytest.raises(UserError, match=r"clip\.threshold=2 changes nothing: .* clip\.initial_threshold="):
         compose_run(["task=sst2", "clip=adaptive_layer", "clip.threshold=2"], CONF)
-    for told in (["clip=flat"], ["clip=adaptive_layer", "clip.rescale=true"]):
-        assert compose_run(["task=sst2", *told, "clip.threshold=2"], CONF).clip.threshold == 2
+    for typed in (["clip=flat"], ["clip=adaptive_layer", "clip.rescale=true"]):
+        assert compose_run(["task=sst2", *typed, "clip.threshold=2"], CONF).clip.threshold == 2
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
 
 
 def test_everyday_keys_are_keys() -> None:
-    told = (CONF / "hydra" / "help" / "groupwise.yaml").read_text().partition("Everyday keys")[2].partition("More:")[0]
-    assert set(re.findall(r"^ +([\w.]+)=", told, re.MULTILINE)) <= set(key_types())
+    typed = (CONF / "hydra" / "help" / "groupwise.yaml").read_text().partition("Everyday keys")[2].partition("More:")[0]
+    assert set(re.findall(r"^ +([\w.]+)=", typed, re.MULTILINE)) <= set(key_types())
     config = run("privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere")
     assert (config.privacy.epsilon, config.noise.allocation, config.clip.target_quantile) == (3, "equal_budget", 0.7)
     assert (config.seed, config.paths.data) == (1, "elsewhere")
