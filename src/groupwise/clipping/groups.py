@@ -1,5 +1,6 @@
 """Makes the engine's groups from a partition of the layers: which parameters train, where, and with which rule."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
     each = each.expand(groups) if each.dim() == 0 else each
     if each.shape != (groups,):
         raise UserError(f"{tuple(each.shape)} thresholds were given for {groups} groups: give one, or one each.")
-    if not bool((torch.isfinite(each) & (each >= LEAST)).all()):
+    if not all(LEAST <= value < math.inf for value in each.tolist()):
         raise UserError(
             f"Clipping thresholds must be finite and at least {LEAST:g}, as float32 rounds smaller sums and noise "
             f"away; {each.tolist()[:4]} were given, C/sqrt(K) in each of K groups: give a larger threshold."

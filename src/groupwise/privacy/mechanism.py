@@ -164,6 +164,6 @@ def noise_stds(
 def positive(values: torch.Tensor | Sequence[float], name: str) -> torch.Tensor:
     """Return the values as float64 on the CPU, (K,); raises :class:`UserError` unless all are finite and above 0."""
     tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
-    if tensor.ndim != 1 or tensor.numel() == 0 or not bool(((tensor > 0) & tensor.isfinite()).all()):
+    if tensor.ndim != 1 or not len(tensor) or not all(0.0 < value < math.inf for value in tensor.tolist()):
         raise UserError(f"{name} is {tensor.tolist()}; give a flat list of finite numbers above 0, one for each group.")
     return tensor

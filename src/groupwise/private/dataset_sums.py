@@ -152,7 +152,9 @@ def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
     if type(data) is Subset:
         inner, places = _rows_of(data.dataset), np.asarray(data.indices)
         return None if inner is None else lambda rows: inner(places[rows])
-    return (lambda rows: [tensor[rows] for tensor in data.tensors]) if type(data) is TensorDataset else None
+    if type(data) is not TensorDataset:
+        return None
+    return lambda rows: [tensor.index_select(0, torch.from_numpy(rows).to(tensor.device)) for tensor in data.tensors]
 
 
 @dataclass(frozen=True)
