@@ -24,6 +24,7 @@ from groupwise.analysis.run_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
     draw_against_time,
+    draw_epochs,
     draw_gradnorm_cifar,
     draw_gradnorm_sst2,
     draw_quantile_budget,
@@ -62,12 +63,14 @@ KINDS = {
     "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
     "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }
-"""The figures that are made of cells; their sweeps have the titles."""
+"""The paper's figures that are made of cells; their sweeps have the titles."""
+OURS = {"cifar_long": Kind(draw_epochs)}
+"""Figures that the paper does not have."""
 SPEED = {
     "throughput": "Figure 1: memory and throughput against batch size.",
     "runtime_breakdown": "Figure 1 on another machine configuration: memory and throughput against batch size.",
 }
-FIGURES = (*KINDS, *SPEED)
+FIGURES = (*KINDS, *OURS, *SPEED)
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,13 @@ def make(name: str, folders: Folders) -> Drawn:
         shown = panels(name, cells(read_rows(folders.measured / "benchmarks" / "throughput.csv")))
         with plain_style():
             return Drawn(draw(shown), SPEED[name], shown.scale, None)
-    kind = KINDS[name]
+    kind = (KINDS | OURS)[name]
     runs = read_figure_rows(name, folders, () if kind.suffix else kind.numbers)
     rows = runs.rows
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
-        figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
+        figure = kind.draw(with_settings(rows).copy(), _beside(kind, runs, folders))
     said = "; ".join(dict.fromkeys(map(run_in_words, runs.rows.to_dict("records"))))
     figure.set_label(f"{figure.get_label()} Ours: {said}; on {', '.join(runs.rows['system.device'].unique())}.")
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)

@@ -86,6 +86,29 @@ def _budgets(rows: pd.DataFrame) -> pd.Series:
     return ("ε = " + rows["privacy.epsilon"].astype(str).str.removesuffix(".0")).mask(quiet, "no noise")
 
 
+def draw_epochs(rows: pd.DataFrame, beside: Beside) -> Any:
+    """Accuracy of CIFAR-10 against epochs of training, a line a mode, a panel a budget: does the gap close?"""
+    rows = rows.assign(epochs=pd.to_numeric(rows["train.epochs"]), budget=_budgets(rows))
+    table, scale = summary(rows, ["clip", "budget", "epochs"], ACCURACY), rows["scale"].iloc[0]
+    ticks = sorted(table["epochs"].unique())
+    figure = Figure(figsize=(PAGE, 2.4))
+    for axes, budget in zip(figure.subplots(1, 2, sharey=True), ("ε = 3", "ε = 8"), strict=True):
+        for place, name in enumerate(("flat", "fixed_layer", "adaptive_layer")):
+            own = table[(table["clip"] == name) & (table["budget"] == budget)].sort_values("epochs")
+            if len(own):
+                whisker(axes, own["epochs"] * (1 + 0.02 * (place - 1)), own, CLIP[name])
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{epochs:g}" for epochs in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="epochs", xlim=(ticks[0] / 1.2, ticks[-1] * 1.2))
+        head(axes, f"CIFAR-10, {budget}", scale)
+        rule(axes)
+    figure.axes[0].set(ylabel="validation accuracy (%)")
+    legend(figure)
+    note(figure, scale, f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs.")
+    return figure
+
+
 def draw_target_quantile(rows: pd.DataFrame, beside: Beside) -> Any:
     """Accuracy against the quantile of norms that thresholds follow, a panel a task."""
     table, scale = _against(rows, "clip.target_quantile"), rows["scale"].iloc[0]

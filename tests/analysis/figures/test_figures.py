@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, Beside, content, with_settings
-from groupwise.analysis.figures import FIGURES, KINDS, Drawn, main, make
+from groupwise.analysis.figures import FIGURES, KINDS, OURS, SPEED, Drawn, main, make
+from groupwise.analysis.results import Folders
 from groupwise.analysis.run_figures import chosen_layers
 
 
@@ -48,6 +49,13 @@ def test_a_figure_at_the_papers_scale_does_not(folders, name):
     assert drawn.scale == "paper" and "reduced" not in words(drawn.figure).lower()
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_a_figure_that_the_paper_does_not_have_is_drawn_from_the_projects_rows(name):
+    drawn = make(name, Folders.of_checkout())
+    assert {axes.get_title("right") for axes in drawn.figure.axes} == {"reduced"}
+    assert "Reduced, no reproduction: scale=midi" in drawn.figure.get_label()
+
+
 @pytest.mark.parametrize("kind", ["pdf", "png"])
 def test_the_same_rows_give_the_same_bytes(folders, kind):
     one, two = (content(make("quantile_budget", folders).figure, kind) for _ in range(2))
@@ -59,10 +67,10 @@ def test_the_command_writes_the_same_bytes_each_time(folders, tmp_path, throughp
     (folders.measured / "benchmarks").mkdir()
     throughput.to_csv(folders.measured / "benchmarks" / "throughput.csv", index=False)
     for out in ("one", "two"):
-        assert run(folders, tmp_path / out, "all") == 0
+        assert run(folders, tmp_path / out, *KINDS, *SPEED) == 0
     files = sorted((tmp_path / "one").iterdir())
     assert [file.name for file in files] == sorted(
-        f"{name}.{kind}" for name in FIGURES for kind in ("pdf", "png", "txt")
+        f"{name}.{kind}" for name in (*KINDS, *SPEED) for kind in ("pdf", "png", "txt")
     )
     for file in files:
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
