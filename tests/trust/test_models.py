@@ -22,7 +22,7 @@ MLP = BY_NAME["MLP"]
 
 
 def statuses(architecture):
-    return [row.status for row in measure(architecture, MODES, speed=False)]
+    return [row.status for row in measure(architecture, MODES)]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def spoiled(monkeypatch):
 
 @pytest.mark.parametrize("name", ["MLP", "CNN, GroupNorm", "Bilinear", "Embedding, transposed, Conv1d"])
 def test_exact(name):
-    rows = measure(BY_NAME[name], MODES, speed=False)
+    rows = measure(BY_NAME[name], MODES)
     assert [(row.status, row.dropout, row.note) for row in rows] == [(EXACT, "taken", "")] * 3
     assert max(row.error for row in rows) < 1e-8
 
@@ -79,7 +79,7 @@ def spoil_a_count(engine):
 )
 def test_wrong(spoiled, spoil, says):
     spoiled(spoil)
-    for row in measure(MLP, MODES, speed=False):
+    for row in measure(MLP, MODES):
         assert row.status == WRONG and row.faulty and row.note.startswith(says)
 
 
@@ -90,7 +90,7 @@ def test_a_sum_that_is_wrong_with_dropout_alone_is_wrong(spoiled):
 
     spoiled(spoil)
     assert isinstance(MLP.make(Size()).model[5], nn.Dropout)
-    row, *_ = measure(MLP, ["flat"], speed=False)
+    row, *_ = measure(MLP, ["flat"])
     assert (row.status, row.dropout, row.faulty) == (EXACT, WRONG, True)
 
 
@@ -99,7 +99,7 @@ def test_a_refusal_of_what_is_exact_is_a_false_alarm(monkeypatch):
         raise UserError("Layer '0' looks odd.")
 
     monkeypatch.setattr(check, "verify", refuse)
-    for row in measure(MLP, MODES, speed=False):
+    for row in measure(MLP, MODES):
         assert row.status == FALSE_ALARM and row.faulty and row.note.endswith("Layer '0' looks odd.")
 
 
@@ -109,7 +109,7 @@ def test_a_refusal_of_what_is_wrong_is_none(monkeypatch, spoiled):
 
     monkeypatch.setattr(check, "verify", refuse)
     spoiled(spoil_a_sum)
-    row, *_ = measure(MLP, ["flat"], speed=False)
+    row, *_ = measure(MLP, ["flat"])
     assert row.status == WRONG and "odd" not in row.note
 
 
@@ -118,7 +118,7 @@ def test_traceback(spoiled):
         raise KeyError("nothing")
 
     spoiled(spoil)
-    row, *_ = measure(MLP, ["flat"], speed=False)
+    row, *_ = measure(MLP, ["flat"])
     assert row.status == TRACEBACK and row.faulty
     assert row.note.startswith("KeyError: 'nothing' (test_models.py:")
 
@@ -135,28 +135,28 @@ def test_what_mixes_must_be_refused():
 
 def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spoiled):
     monkeypatch.setattr(command, "RESULT", tmp_path / "trust" / "models.csv")
-    assert main(["--only", "MLP", "--no-speed"]) == 0
+    assert main(["--only", "MLP"]) == 0
     assert "MLP (" in capsys.readouterr().out and not command.RESULT.exists()
     monkeypatch.setattr(command, "ARCHITECTURES", (MLP,))
-    assert main(["--no-speed"]) == 0
+    assert main([]) == 0
     with command.RESULT.open(newline="") as file:
         assert [row["mode"] for row in csv.DictReader(file)] == list(MODES)
     spoiled(spoil_a_sum)
-    assert main(["--no-speed", "--modes", "flat"]) == 1
+    assert main(["--modes", "flat"]) == 1
     assert "MLP, flat" in capsys.readouterr().err
 
 
 def test_the_table_shows_each_mode_and_each_sentence_once():
     rows = [
-        Row("torch.nn", "MLP", "flat", EXACT, 1e-16, "taken", plain_ms=2.0, private_ms=3.0),
+        Row("torch.nn", "MLP", "flat", EXACT, 1e-16, "taken"),
         Row("torch.nn", "MLP", "ghost", REFUSED, note="No | and <no>."),
         Row("torch.nn", "MLP", "per_layer", EXACT, 2e-16, REFUSED, note="No | and <no>."),
     ]
     read = [dict(zip(HEAD, row.line, strict=True)) for row in rows]
     text = tables(read)
-    assert "| MLP | exact, 1.50 × | refused (1) | exact, dropout refused (1) |" in text
+    assert "| MLP | exact | refused (1) | exact, dropout refused (1) |" in text
     assert text.count("1. No \\| and &lt;no>.") == 1
-    assert "`flat`: 1 exact; 1.50 ×" in summary(read) and "`ghost`: 1 refused." in summary(read)
+    assert "`flat`: 1 exact." in summary(read) and "`ghost`: 1 refused." in summary(read)
 
 
 def test_the_committed_rows_are_those_of_the_list():

@@ -1,8 +1,7 @@
 """Clip every architecture in every mode and compare with the truth: `python -m trust.models`.
 
 Each row says exact (equal to a float64 loop over single examples), refused (and the sentence), false alarm (`verify`
-refuses what is exact), wrong or traceback; exit code 1 if there is any of the last three. Then the CPU time of a
-private step is set beside a non-private one.
+refuses what is exact), wrong or traceback; exit code 1 if there is any of the last three.
 """
 
 import argparse
@@ -28,8 +27,7 @@ from trust.models.plain_layers import LAYERS
 from trust.models.plain_mixing import MIXING
 from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
-from trust.models.rows import EXACT, HEAD, MODES, TRACEBACK, Row
-from trust.models.speed import with_speed
+from trust.models.rows import HEAD, MODES, TRACEBACK, Row
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *TEXT,
@@ -51,15 +49,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv"
 
 
-def measure(architecture: Architecture, modes: Sequence[str], speed: bool) -> list[Row]:
+def measure(architecture: Architecture, modes: Sequence[str]) -> list[Row]:
     """The rows of one architecture; one that cannot even be built has a traceback in each."""
     _, note, known = attempt(lambda: know(architecture))
     if known is None:
         return [Row(architecture.family, architecture.name, mode, TRACEBACK, note=note) for mode in modes]
-    rows = [check(architecture, mode, known) for mode in modes]
-    if speed and any(row.status == EXACT for row in rows):
-        rows = with_speed(architecture, known, rows)
-    return rows
+    return [check(architecture, mode, known) for mode in modes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trust.models", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--no-speed", action="store_true", help="exactness only")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of other libraries; those of groupwise are counted
@@ -81,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines += [line for line in committed if line[HEAD.index("architecture")] == architecture.name]
         elif architecture.name in (options.only or names):
             start = time.monotonic()
-            found = measure(architecture, options.modes, not options.no_speed)
+            found = measure(architecture, options.modes)
             rows += found
             lines += [row.line for row in found]
             print(
@@ -115,7 +109,7 @@ def _words(row: Row) -> str:
         words += f" {row.error:.0e}"
     if row.dropout not in ("", "taken"):
         words += f", dropout {row.dropout}"
-    return words if not row.private_ms or not row.plain_ms else f"{words} {row.private_ms / row.plain_ms:.2f}x"
+    return words
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def know(architecture: Architecture) -> Known:
 
 
 def check(architecture: Architecture, mode: str, known: Known) -> Row:
-    """One row without its speed, the worse of both sizes. An exception of any kind becomes part of the row."""
+    """One row, the worse of both sizes. An exception of any kind becomes part of the row."""
     rows = []
     for size in (SMALL, SQUARE):
         status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))

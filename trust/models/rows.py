@@ -19,7 +19,6 @@ class Row:
         status: exact, refused, false alarm (`verify` refuses what the engine clips exactly), wrong or traceback.
         error: the worst of clipped sums and norms, relative; None unless exact or wrong.
         dropout: the same words for a step with dropout on, "taken" where it was, "" where it was not tried.
-        plain_ms, private_ms: CPU time of one step in milliseconds, medians; None where not measured.
         note: the sentence of the refusal, or the exception and its place.
     """
 
@@ -29,8 +28,6 @@ class Row:
     status: str
     error: float | None = None
     dropout: str = ""
-    plain_ms: float | None = None
-    private_ms: float | None = None
     note: str = ""
 
     @property
@@ -41,9 +38,8 @@ class Row:
     @property
     def line(self) -> list[str]:
         """As it stands in the CSV, under `HEAD`."""
-        digits = {"error": ".0e", "plain_ms": ".2f", "private_ms": ".2f"}
-        values = asdict(self).items()
-        return ["" if value is None else format(value, digits.get(name, "")) for name, value in values]
+        error = "" if self.error is None else f"{self.error:.0e}"
+        return list((asdict(self) | {"error": error}).values())
 
 
 HEAD = tuple(field.name for field in fields(Row))
@@ -56,9 +52,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
     for mode in MODES:
         of = [row for row in rows if row["mode"] == mode]
         counts = {status: sum(row["status"] == status for row in of) for status in (EXACT, REFUSED, *FAULTS)}
-        ratios = sorted(float(row["private_ms"]) / float(row["plain_ms"]) for row in of if row["private_ms"])
-        speed = f"; {ratios[len(ratios) // 2]:.2f} × the time of a non-private step (median)" if ratios else ""
-        sentences.append(f"- `{mode}`: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}{speed}.")
+        sentences.append(f"- `{mode}`: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}.")
     worst = max((float(row["error"]) for row in rows if row["status"] == EXACT), default=0.0)
     return f"{len(names)} architectures; the largest relative error of an exact one is {worst:.0e}.\n\n" + "\n".join(
         sentences
@@ -85,8 +79,6 @@ def tables(rows: Sequence[Mapping[str, str]]) -> str:
 
 def _cell(row: Mapping[str, str], notes: dict[str, int]) -> str:
     words = [row["status"]]
-    if row["private_ms"]:
-        words.append(f"{float(row['private_ms']) / float(row['plain_ms']):.2f} ×")
     if row["dropout"] and row["dropout"] != "taken":
         words.append(f"dropout {row['dropout']}")
     cell = ", ".join(words)
