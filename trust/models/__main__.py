@@ -24,7 +24,6 @@ from trust.models.hugging_face_senses import SENSES, WATCHING
 from trust.models.libraries import DIFFUSERS, NETWORKS, TIMM, VIDEO
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
-from trust.models.plain_mixing import MIXING
 from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import HEAD, MODES, TRACEBACK, Row
@@ -37,7 +36,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *LAYERS,
     *RECURRENT,
     *ATTENTION,
-    *MIXING,
     *NETWORKS_OF_ONES_OWN,
     *VIDEO,
     *WATCHING,

@@ -42,13 +42,7 @@ def pooled_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 def clip_config(size: Size) -> Any:
     """Both towers, small."""
-    both = {"hidden_size": size.width, "intermediate_size": 2 * size.width, "num_hidden_layers": size.depth}
-    both |= {"num_attention_heads": 4, "projection_dim": size.width}
-    text = {**both, "vocab_size": size.vocabulary, "max_position_embeddings": size.tokens, "eos_token_id": 2}
-    own: dict[str, Any] = {"text_config": text, "vision_config": {**both, "image_size": size.image, "patch_size": 8}}
-    own |= {"projection_dim": size.width, "initializer_range": None}
-    plain = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    config = configure(size, "clip", **own, **dict.fromkeys((*plain, "max_position_embeddings", "use_cache")))
+    config = configure(size, **LISTED["clip"])
     set_dropout(config, size.dropout)
     return config
 
@@ -82,16 +76,7 @@ def clip_contrastive(size: Size) -> Subject:
 
 def whisper(size: Size) -> Subject:
     """Speech to text: two convolutions, an encoder, a decoder with a head tied to its embedding."""
-    own: dict[str, Any] = {
-        "d_model": size.width,
-        "encoder_layers": size.depth,
-        "decoder_layers": size.depth,
-        "num_mel_bins": 8,
-    }
-    own |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 2 * size.width}
-    own |= {"decoder_ffn_dim": 2 * size.width, "max_source_positions": size.tokens, "decoder_start_token_id": 1}
-    own |= {"max_target_positions": size.tokens, "max_position_embeddings": None}
-    model = build_model("WhisperForConditionalGeneration", configure(size, "whisper", **own))
+    model = build_model("WhisperForConditionalGeneration", configure(size, **LISTED["whisper"]))
     sound = size.vectors(8, 2 * size.tokens)
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -105,10 +90,7 @@ def hearing(name: str, own: dict[str, Any]) -> Architecture:
     """Raw sound, one decision an example."""
 
     def make(size: Size) -> Subject:
-        layers: dict[str, Any] = {"conv_dim": [size.width] * 2, "conv_kernel": [8, 4], "conv_stride": [4, 2]}
-        layers |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8}
-        unused: dict[str, Any] = {"max_position_embeddings": None, "apply_spec_augment": False}
-        model = build_model("AudioClassification", configure(size, **layers, **unused, **own))
+        model = build_model("AudioClassification", configure(size, **own))
         batch = {"input_values": size.vectors(16 * size.tokens), "labels": size.labels()}
         return Subject(model, batch, classifier_losses)
 

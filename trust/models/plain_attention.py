@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trust.models.architecture import Architecture, Batch, Size, each_token
-from trust.models.plain_layers import net, sequences, words
+from trust.models.plain_layers import net, words
 
 
 class Attention(nn.Module):
@@ -80,39 +80,33 @@ def encoder(name: str, first: bool = True, before: bool = False, causal: bool = 
 
 
 class Translator(nn.Module):
-    """nn.Transformer, or its decoder alone on vectors, with a head over words."""
+    """nn.Transformer with a head over words."""
 
-    def __init__(self, size: Size, first: bool, whole: bool) -> None:
+    def __init__(self, size: Size, first: bool) -> None:
         super().__init__()
         self.words = nn.Embedding(size.vocabulary, size.width)
         self.places = nn.Parameter(torch.randn(size.tokens, size.width) / 4)
-        if whole:
-            self.layers: nn.Module = nn.Transformer(
-                size.width, 4, size.depth, size.depth, 2 * size.width, size.dropout, batch_first=first
-            )
-        else:
-            layer = nn.TransformerDecoderLayer(size.width, 4, 2 * size.width, size.dropout, batch_first=first)
-            self.layers = nn.TransformerDecoder(layer, size.depth)
+        self.layers = nn.Transformer(
+            size.width, 4, size.depth, size.depth, 2 * size.width, size.dropout, batch_first=first
+        )
         self.head = nn.Linear(size.width, size.vocabulary)
-        self.first, self.whole = first, whole
+        self.first = first
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        y = self.words(target) + self.places
-        x = self.words(source) + self.places if self.whole else source
+        x, y = self.words(source) + self.places, self.words(target) + self.places
         causal = torch.ones(len(self.places), len(self.places), dtype=torch.bool).triu(1)
         x, y = (x, y) if self.first else (x.transpose(0, 1), y.transpose(0, 1))
-        logits: Tensor = self.head(self.layers(x, y, tgt_mask=causal) if self.whole else self.layers(y, x, causal))
+        logits: Tensor = self.head(self.layers(x, y, tgt_mask=causal))
         return logits if self.first else logits.transpose(0, 1)
 
 
-def translator(name: str, first: bool, whole: bool) -> Architecture:
-    """A line of the list; without `whole` the decoder reads given vectors."""
+def translator(name: str, first: bool) -> Architecture:
+    """A line of the list."""
 
     def inputs(size: Size) -> Batch:
-        source = size.ids() if whole else size.vectors(size.tokens, size.width)
-        return {"source": source, "target": size.ids(), "mask": size.mask}
+        return {"source": size.ids(), "target": size.ids(), "mask": size.mask}
 
-    return net(name, lambda size: Translator(size, first, whole), inputs, each_token)
+    return net(name, lambda size: Translator(size, first), inputs, each_token)
 
 
 class CausalBlock(nn.Module):
@@ -171,22 +165,6 @@ def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
     return net(name, lambda size: NanoGPT(size, tied, table), words, each_token)
 
 
-class Perceiver(nn.Module):
-    """Learned latents, the same for every example, attend to its sequence."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(4, size.width) / 4)
-        self.below = nn.Linear(size.width, size.width)
-        self.attention = nn.MultiheadAttention(size.width, 4, batch_first=True)
-        self.head = nn.Linear(size.width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.below(x)
-        latents = self.latents.expand(len(x), -1, -1)
-        return self.head(self.attention(latents, y, y, need_weights=False)[0].mean(1))
-
-
 ATTENTION = (
     attention("MultiheadAttention"),
     attention("MultiheadAttention, padded", masked=True),
@@ -198,13 +176,10 @@ ATTENTION = (
     encoder("TransformerEncoder"),
     encoder("TransformerEncoder, norm first, causal", before=True, causal=True),
     encoder("TransformerEncoder, time first", first=False),
-    translator("TransformerDecoder", True, False),
-    translator("TransformerDecoder, time first", False, False),
-    translator("Transformer", True, True),
-    translator("Transformer, time first", False, True),
+    translator("Transformer", first=True),
+    translator("Transformer, time first", first=False),
     nano("nanoGPT"),
     nano("nanoGPT, tied", tied="weight"),
     nano("nanoGPT, tied by F.linear", tied="function"),
     nano("nanoGPT, positions from a parameter", table=True),
-    net("Perceiver, learned latents", Perceiver, sequences),
 )

@@ -85,19 +85,6 @@ class Translator(nn.Module):
         return self.head(self.writes(self.words(target), state)[0])
 
 
-class LanguageModel(nn.Module):
-    """A GRU over tokens with the time first throughout."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.words = nn.Embedding(size.vocabulary, size.width)
-        self.network = nn.GRU(size.width, size.width, 2, dropout=size.dropout)
-        self.head = nn.Linear(size.width, size.vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.network(self.words(ids.T))[0]).transpose(0, 1)
-
-
 class Started(nn.Module):
     """An LSTM whose first state is learned, the same for all examples."""
 
@@ -127,6 +114,5 @@ RECURRENT = (
     loop("GRUCell, 32 steps", nn.GRUCell),
     loop("RNNCell, 32 steps", nn.RNNCell),
     net("LSTM to LSTM, tied words", Translator, lambda s: {"source": s.ids(), **words(s)}, each_token),
-    net("GRU language model, time first", LanguageModel, words, each_token),
     net("LSTM with a learned first state", Started, sequences),
 )
