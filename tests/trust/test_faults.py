@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from trust.faults import __main__ as faults
-from trust.faults.folders import both_altered, checkpoint_altered, data_altered, many
+from trust.faults.folders import both_altered, checkpoint_altered, data_altered, two
 from trust.faults.kill import stopped
 from trust.faults.process import SEEDED, Outcome, complete, left, run_folder, same
 from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
-from trust.faults.together import clock, two
 
 TRIED = {
     "sigterm": lambda work: stopped(signal.SIGTERM, 3, work),
@@ -28,7 +27,6 @@ TRIED = {
     "memory": lambda work: halved(1, work),
     "one example": lambda work: too_large_for_one(1, work),
     "two processes": lambda work: two(3, work),
-    "clock": lambda work: clock(2, work),
 }
 
 
@@ -45,11 +43,6 @@ def test_nothing_is_lost(fault, tmp_path):
 def test_nothing_is_lost_when_a_run_is_killed_again_and_again(tmp_path):
     outcome = stopped(signal.SIGKILL, 8, tmp_path)
     assert outcome.lost == 0 and outcome.tried >= 8
-
-
-@pytest.mark.slow
-def test_ten_thousand_folders_are_read_in_seconds(tmp_path):
-    assert [row.lost for row in many(10_000, tmp_path)] == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,10 @@ from pathlib import Path
 from groupwise.atomic import write_text
 from groupwise.rows import csv_text, markdown
 from trust.faults.examples import not_finite
-from trust.faults.folders import both_altered, checkpoint_altered, data_altered, many
+from trust.faults.folders import both_altered, checkpoint_altered, data_altered, two
 from trust.faults.kill import stopped
 from trust.faults.process import Outcome
 from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
-from trust.faults.together import clock, two
 
 Fault = Callable[[int, Path], list[Outcome]]
 """(how many trials, an empty folder) -> rows."""
@@ -39,8 +38,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "files": (_each(checkpoint_altered, both_altered, data_altered), 12),
     "examples": (lambda trials, work: [not_finite(trials)], 180),
     "memory": (_each(halved, too_large_for_one), 3),
-    "together": (_each(two, clock), 6),
-    "folders": (lambda trials, work: many(10_000, work), 1),
+    "together": (_each(two), 6),
 }
 """Name -> how it is tried, and how often."""
 

@@ -1,19 +1,13 @@
-"""Damages files and folders of a run, and looks whether it is noticed."""
+"""Damages files and folders of a run, or has two processes on one, and looks whether it is noticed."""
 
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from groupwise.atomic import write_json
-from groupwise.config.identity import stable_config
-from groupwise.sweeps.prepare import table_cells
 from trust.faults.process import (
     SEEDED,
     STEPS,
@@ -122,57 +116,18 @@ def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Pat
     return results, undisturbed(work, *settings)
 
 
-MOST = 10.0
-"""Seconds of one core, so that what else runs on the machine does not count."""
-SWEEP = "cifar"
-
-
-def many(folders: int, work: Path, seed: int = 13) -> list[Outcome]:
-    """Make that many finished runs, one sweep of all of them, and time the commands that read them."""
-    runs, sweep, measured = work / "runs", work / "sweeps" / "all", work / "measured"
-    make(folders, runs, sweep, random.Random(seed))
-    rows = []
-    for name, command in {
-        "status": ("groupwise.sweeps.status", str(sweep)),
-        "collect": ("groupwise.sweeps.collect", SWEEP, "scale=mini", "--runs", str(runs), "--out", str(measured)),
-        "tables": ("groupwise.analysis.tables", "all", "--out", str(work / "tables")),
-    }.items():
-        began = _processor()
-        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
-        seconds = _processor() - began
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
-        lost = done.returncode != 0 or seconds > MOST
-        rows.append(
-            Outcome(f"{folders} results folders: {name}", 1, int(lost), f"answers in under {MOST:.0f} s of one core")
-        )
-        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
-    return rows
-
-
-def _processor() -> float:
-    """Seconds that finished children have computed for."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
-def make(folders: int, runs: Path, sweep: Path, chance: random.Random) -> None:
-    """The cells of `SWEEP` at scale=mini as finished runs, and others up to that many; a sweep that lists all."""
-    planned = table_cells(SWEEP, "mini")
-    known = {cell.hash: {"hash": cell.hash, **stable_config(cell.config)} for cell in planned}
-    row = next(iter(known.values()))
-    while len(known) < folders:
-        digest = f"{chance.getrandbits(256):064x}"
-        known[digest] = {**row, "hash": digest, "seed": len(known)}
-    cells = []
-    sweep.mkdir(parents=True)
-    for digest, content in known.items():
-        folder = runs / digest[:12]
-        folder.mkdir(parents=True)
-        result = {**content, "valid/accuracy": chance.uniform(10, 90), "system.wall_seconds": 30.0, "git.sha": "0" * 40}
-        (folder / "result.json").write_text(json.dumps(result))
-        (folder / "config.hash").write_text(f"{digest}\n")
-        (folder / "DONE").write_text("2024-01-01T00:00:00+00:00\n")
-        os.utime(folder / "DONE", (2e9, 2e9))
-        cells.append({"name": digest[:12], "overrides": [], "hash": digest, "run": str(folder), "done_before": True})
-    write_json(sweep / "cells.json", {"sweep": SWEEP, "scale": "mini", "cells": cells})
+def two(trials: int, work: Path, seed: int = 10) -> Outcome:
+    """A second process, the same configuration, at a random moment of the first; every third with overwrite=true."""
+    expected, chance, lost = undisturbed(work), random.Random(seed), 0
+    for trial in range(trials):
+        results, step = work / str(trial), chance.randrange(0, STEPS // 2)
+        first = start(results, *SEEDED, before=halting(step + 1))  # or it might be done before the second is ready
+        assert wait_for(first, first.standing), first.errors
+        more = ("overwrite=true",) if trial % 3 == 2 else ()
+        second = complete(results, *SEEDED, *more, said=work / f"second-{trial}")
+        os.kill(first.pid, signal.SIGCONT)
+        good = first.wait() == 0 and second.refused() and "another process" in second.errors
+        lost += not (good and same(results, expected))
+    return Outcome(
+        "two processes on one folder", trials, lost, "the second is refused in one sentence, exit 2; the first unharmed"
+    )
