@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from groupwise.tasks.samples import IGNORED
 from groupwise.torchvision_import import import_torchvision_first
 
-TINY_VOCABULARY = 97
+TINY = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 97}
+DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+"""As the configurations of RoBERTa and of GPT-2 call them; Llama has none."""
 
 
 @dataclass
@@ -23,65 +25,46 @@ class Built:
     losses: Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
+def configure(kind: str, layers: int, tiny: bool, **own: Any) -> Any:
+    """The configuration of a kind of model with sizes of its `own`, or tiny ones; nothing is dropped out."""
+    import_torchvision_first()
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": layers, **own, **(TINY if tiny else {})}
+    return AutoConfig.for_model(kind, bos_token_id=0, eos_token_id=0, **dict.fromkeys(DROPOUTS, 0.0), **sizes)
+
+
 def roberta(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     """RoBERTa-base for two classes (`tiny`: width 48)."""
-    transformers = _transformers()
-    small: dict[str, Any] = {
-        "hidden_size": 48,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-        "vocab_size": TINY_VOCABULARY,
-    }
-    config = transformers.RobertaConfig(
-        num_hidden_layers=layers,
-        max_position_embeddings=514,
-        type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        layer_norm_eps=1e-5,
-        num_labels=2,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        **(small if tiny else {"vocab_size": 50265}),
-    )
+    positions = {"max_position_embeddings": 514, "type_vocab_size": 1}
+    config = configure("roberta", layers, tiny, vocab_size=50265, layer_norm_eps=1e-5, pad_token_id=1, **positions)
+    from transformers import RobertaForSequenceClassification
+
     data = {
         "input_ids": torch.randint(3, config.vocab_size, (batch, tokens)),
         "position_ids": torch.arange(2, tokens + 2).repeat(batch, 1),
         "token_type_ids": torch.zeros(batch, tokens, dtype=torch.long),
         "labels": torch.randint(0, 2, (batch,)),
     }
-    return Built(transformers.RobertaForSequenceClassification(config), data, _classification)
+    return Built(RobertaForSequenceClassification(config), data, _classification)
 
 
-def gpt2(
-    batch: int,
-    layers: int,
-    tokens: int,
-    tiny: bool,
-    *,
-    tied: bool,
-    xl: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> Built:
-    """GPT-2, 768 features wide, or 1600 (`xl`; `tiny`: 48); `tied`: the head is the token embedding."""
-    transformers = _transformers()
-    sizes: dict[str, Any] = {"n_embd": 1600, "n_head": 25} if xl else {}
-    if tiny:
-        sizes = {"n_embd": 48, "n_head": 4, "vocab_size": TINY_VOCABULARY}
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=tied,
-        bos_token_id=0,
-        eos_token_id=0,
-        **sizes,
-    )
-    data = _texts(config.vocab_size, batch, tokens)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return Built(model, data, _next_token)
+def decoder(config: Any, batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> Built:
+    """A language model, random tokens, and each one's successor as its label."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.randint(0, config.vocab_size, (batch, tokens))
+    data = {
+        "input_ids": ids,
+        "position_ids": torch.arange(tokens).repeat(batch, 1),
+        "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
+    }
+    return Built(AutoModelForCausalLM.from_config(config, dtype=dtype), data, _next_token)
+
+
+def gpt2(batch: int, layers: int, tokens: int, tiny: bool, *, tied: bool) -> Built:
+    """GPT-2 (`tiny`: width 48); `tied`: the head is the token embedding."""
+    return decoder(configure("gpt2", layers, tiny, tie_word_embeddings=tied), batch, tokens)
 
 
 def lora_gpt2(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
@@ -92,45 +75,22 @@ def lora_gpt2(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
 
 def lora_gpt2_xl(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     """Tied GPT-2-xl frozen in bfloat16, and float32 LoRA of rank 32 on the attention's inputs (`tiny`: rank 4)."""
-    built = gpt2(batch, layers, tokens, tiny, tied=True, xl=True, dtype=torch.bfloat16)
+    config = configure("gpt2", layers, tiny, hidden_size=1600, num_attention_heads=25)
+    built = decoder(config, batch, tokens, torch.bfloat16)
     return _with_adapters(built, 4 if tiny else 32, ("c_attn",))
 
 
 def llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     """A Llama of SmolLM2-135M's shape: 9 heads share 3 keys and values, tied head (`tiny`: width 48)."""
-    transformers = _transformers()
-    sizes: dict[str, Any] = {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    }
-    if tiny:
-        small = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes = {**small, "vocab_size": TINY_VOCABULARY}
-    config = transformers.LlamaConfig(
-        num_hidden_layers=layers, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, **sizes
-    )
-    return Built(
-        transformers.AutoModelForCausalLM.from_config(config), _texts(config.vocab_size, batch, tokens), _next_token
-    )
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "vocab_size": 49152}
+    shared = {"num_key_value_heads": 2 if tiny else 3, "tie_word_embeddings": True}
+    return decoder(configure("llama", layers, tiny, **sizes, **shared), batch, tokens)
 
 
 def lora_llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
     """The same, all frozen but LoRA of rank 16 on the seven linear layers of each block (`tiny`: rank 4)."""
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return _with_adapters(llama(batch, layers, tokens, tiny), 4 if tiny else 16, targets)
-
-
-def _texts(vocabulary: int, batch: int, tokens: int) -> dict[str, Tensor]:
-    """Random tokens, and each one's successor as its label."""
-    ids = torch.randint(0, vocabulary, (batch, tokens))
-    return {
-        "input_ids": ids,
-        "position_ids": torch.arange(tokens).repeat(batch, 1),
-        "labels": torch.cat([ids[:, 1:], torch.full((batch, 1), IGNORED)], dim=1),
-    }
 
 
 def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
@@ -150,14 +110,6 @@ def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
         if "lora_B" in name:  # fresh ones are 0, and then no gradient reaches lora_A
             nn.init.normal_(parameter, std=0.02)
     return built
-
-
-def _transformers() -> Any:
-    """The transformers library, also beside a CPU-only torch; imported here, as it takes seconds."""
-    import_torchvision_first()
-    import transformers
-
-    return transformers
 
 
 def _classification(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
