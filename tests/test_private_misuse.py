@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
-from trust.planted_bugs.guards import Centred, mixed_items
 
 
 def in_the_losses(do: Callable[[nn.Module, Tensor, Tensor], object], model: nn.Module | None = None) -> None:
@@ -177,6 +176,26 @@ class Mixing(nn.Module):
         return self.inner(x - x.mean(0))
 
 
+def mixed_items(rows: list[Any]) -> Any:
+    """MixUp with the neighbour in the batch."""
+    x, y = default_collate(rows)
+    return (x + x.roll(1, 0)) / 2, y
+
+
+class Centred(TensorDataset):
+    """Centres the items that it reads together."""
+
+    def __getitems__(self, rows: list[int]) -> list[Any]:
+        x, y = self[rows]
+        return list(zip(x - x.mean(0), y, strict=True))
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    """The loss, but only of the 8 hardest examples of a batch."""
+    losses = model(batch[0]).square().sum(1)
+    return losses * (losses >= losses.topk(min(8, len(losses))).values[-1])
+
+
 class Noised(TensorDataset):
     """Its items are others each time, and not mixed."""
 
@@ -230,6 +249,10 @@ REFUSED: dict[str, Misuse] = {
         "gives example 0 otherwise among others than alone",
     ),
     "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
+    "losses of the 8 hardest of a batch": (
+        lambda: Use(losses=hardest, microbatch=None),
+        "alone but .* among others: .* mixes the examples of a batch",
+    ),
     "torch seeded while the losses are made": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
@@ -322,3 +345,9 @@ def test_a_training_that_is_resumed_keeps_its_source():
 
 def test_a_dataset_may_augment_the_items_that_it_reads_together():
     Use(data=Noised(X, Y)).train(1)
+
+
+def test_a_trainable_tensor_that_is_no_parameter_gets_no_gradient():
+    prompt = torch.zeros(5, requires_grad=True)
+    Use(losses=lambda model, batch: cross_entropy(model, (batch[0] + prompt, batch[1]))).train()
+    assert prompt.grad is None

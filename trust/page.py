@@ -79,16 +79,6 @@ def planted(rows: Rows) -> str:
     return markdown(head, [[row[name] or "–" for name in names] for row in rows])
 
 
-def guards_summary(rows: Rows) -> str:
-    """How many kinds of misuse break the claim once their guard is gone, and how many cannot."""
-    can = [row["without the guard"] for row in rows if row["without the guard"] != "impossible"]
-    return (
-        f"{len(can)} kinds of misuse, each refused or harmless. Without its guard one example moves what is released "
-        f"by {min(map(float, can)):.1f} to {max(float(v) for v in can if v != 'inf'):.0f} times what is claimed, or "
-        f"more. {len(rows) - len(can)} more are impossible."
-    )
-
-
 def faults_summary(rows: Rows) -> str:
     """How many faults were tried, and in how many something was lost."""
     tried, lost = (sum(int(row[name]) for row in rows) for name in ("tried", "lost"))
@@ -148,7 +138,6 @@ class Evidence:
 EVIDENCE = (
     Evidence("audit", PAGE, "Audits", audit_summary, audits),
     Evidence("planted", PAGE, "Planted bugs", planted_summary, planted),
-    Evidence("guards", PAGE, "Guards against misuse", guards_summary, plain),
     Evidence("faults", PAGE, "Faults", faults_summary, plain),
     Evidence("bad_input", PAGE, "Bad input", bad_input_summary, plain),
     Evidence("norms", PAGE, "Norms", norms_summary, norms),

@@ -20,9 +20,8 @@ import torch
 from groupwise.atomic import write_text
 from groupwise.audit.two_worlds import distinguish
 from groupwise.privacy.accountants import gaussian_epsilon
-from groupwise.rows import csv_text, markdown
+from groupwise.rows import csv_text
 from trust.page import planted
-from trust.planted_bugs import guards
 from trust.planted_bugs.cases import CASES, Case
 from trust.planted_bugs.worst import WorstCounts
 
@@ -105,16 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some bugs: {', '.join(names)}")
     parser.add_argument("--plays", type=int, help="of each world, for every bug; fewer are quicker and show less")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--guards", action="store_true", help="in their place misuse, with its guard and without")
     options = parser.parse_args(arguments)
     if options.plays is not None and options.plays < 2:
         parser.error("--plays takes a number of at least 2")
     torch.set_num_threads(1)
-    if options.guards:
-        lines = guards.rows()
-        print(markdown(guards.HEAD, lines))
-        write_text(RESULT.with_name("guards.csv"), csv_text(guards.HEAD, lines))
-        return 0 if all(map(guards.holds, lines)) else 1
     rows = []
     for case in CASES:
         if case.name in (options.only or names):
