@@ -2,18 +2,14 @@
 
 import gzip
 import json
-import lzma
 import os
 import pickle
 import random
-import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BOMB = 6 << 30
-"""Bytes that a small file unpacks to: more than an attempt may take."""
 ODD = (
     "", " ", "\t", "\x00", "\ufeff", "\u2028", "\r", "🙂" * 50, "x" * 200_000, "a\u0300" * 500, "\x1b[31m", '"', '""',
     "'", ",", "\\", "<|endoftext|>", "<s></s><mask>", "<pad>" * 40, "NaN", "null", "-1", "\u202e", "\x85", "TL;DR",
@@ -24,7 +20,7 @@ VALUES: tuple[Any, ...] = (
     None, 0, -1, 1, 1.5, 10**12, 10**30, True, float("nan"), float("inf"), "", "x", "x" * 100_000, "\ud800", "\x00",
     "../x", "float16", [], {}, [[]], [None], [-1], [10**12, 10**12], ["a", "b"], {"a": {"b": []}}, {"text": 3},
 )  # fmt: skip
-"""In the place of a value of JSON, or of a header."""
+"""In the place of a value of JSON."""
 CODE: dict[str, Any] = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]},
     "tokenizer_class": "os.system",
@@ -129,13 +125,6 @@ def text(draw: random.Random, path: Path) -> None:
     path.write_bytes(encoded(content) if encoded else content.encode(errors="surrogatepass"))
 
 
-def packed(draw: random.Random, path: Path) -> None:
-    """An archive of a text that unpacks to an odd one, or to more than there is memory for."""
-    pack = gzip.compress if path.suffix == ".gz" else lzma.compress
-    once = pack(draw.choice((draw.choice(ODD).encode(errors="surrogatepass"), bytes(1 << 24))))
-    path.write_bytes(once * (BOMB >> 24 if len(once) > 1000 else 1))  # both formats may be strung together
-
-
 def json_text(draw: random.Random, path: Path) -> None:
     """Somewhere a value odd, lost, renamed or asking for code; or other JSON altogether."""
     if draw.random() < 0.2:
@@ -208,58 +197,10 @@ def tensors(draw: random.Random, path: Path) -> None:
     torch.save(state, path)
 
 
-def safetensors(draw: random.Random, path: Path) -> None:
-    """A header that lies: of its own size, or of a tensor's name, type, shape or place."""
-    content = path.read_bytes()
-    size = struct.unpack("<Q", content[:8])[0]
-    described = json.loads(content[8 : 8 + size])
-    name = draw.choice([key for key in described if key != "__metadata__"])
-    way = draw.randrange(4)
-    if way == 0:
-        length = draw.choice((0, 1, size - 1, size + 1, 2**40, 2**64 - 1))
-        path.write_bytes(struct.pack("<Q", length) + content[8:])
-        return
-    if way == 1:
-        described[draw.choice(("../escape", "x" * 10_000, "other"))] = described.pop(name)
-    elif way == 2:
-        del described[name]
-    else:
-        described[name][draw.choice(("dtype", "shape", "data_offsets"))] = draw.choice(
-            (*VALUES[:6], "F16", [0, 10**15])
-        )
-    head = json.dumps(described).encode()
-    path.write_bytes(struct.pack("<Q", len(head)) + head + content[8 + size :])
-
-
-COLUMNS: tuple[Any, ...] = (None, "x", 2, -1, 0.5, [1], b"\xff", True, "", 2**40, {"a": 1})
-
-
-def parquet(draw: random.Random, path: Path) -> None:
-    """A column of other values, or one more."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = pq.read_table(path).to_pydict()
-    columns[draw.choice([*columns, "other"])] = [draw.choice(COLUMNS)] * len(next(iter(columns.values())))
-    pq.write_table(pa.table(columns), path)
-
-
-def picture(draw: random.Random, path: Path) -> None:
-    """A picture of another size or kind."""
-    from PIL import Image
-
-    side, kind = draw.choice(((64, "WEBP"), (3200, "PNG"), (3200, "GIF"), (14000, "PNG"), (1, "BMP")))
-    Image.new("RGB", (side, side), (1, 2, 3)).save(path, kind)
-
-
 FORMATS: dict[str, Callable[[random.Random, Path], None]] = {
     **dict.fromkeys((".tsv", ".csv", ".txt", ".hash"), text),
-    **dict.fromkeys((".gz", ".xz"), packed),
     ".json": json_text,
     **dict.fromkeys((".yaml", ".md"), yaml_text),
     ".pt": tensors,
-    ".safetensors": safetensors,
-    ".parquet": parquet,
-    ".webp": picture,
 }
-"""How the files of a format become odd, by their ending."""
+"""How the files of a format become odd, by their ending; of others the bytes alone do."""
