@@ -183,7 +183,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "digits ghost": (*IMAGES, FORMULA, "clip=ghost", "optim=adam", "optim.learning_rate=0.01"),
     "digits fixed_layer": (*IMAGES, FORMULA, "clip=fixed_layer", "optim.momentum=0.9", "optim.learning_rate=1"),
     "digits adaptive_layer": (*IMAGES, FORMULA, "clip=adaptive_layer", "noise=weighted"),
-    "digits adaptive_flat": (*IMAGES, FORMULA, "clip=adaptive_flat", "data.views=2", "data.flip=true"),
+    "digits adaptive_flat": (*IMAGES, FORMULA, "clip=adaptive_flat"),
     "digits none": (*IMAGES, "clip=none", "optim.learning_rate=0.5"),
     "sst2 adaptive_block": (*SST2, "clip=adaptive_block", "noise=equal_budget"),
     "sst2 adaptive_layer": (*SST2, "clip=adaptive_layer"),

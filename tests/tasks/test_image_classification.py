@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from groupwise.clipping import attach, flat
 from groupwise.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
-from tests.clipping.traced import clip
 
 CPU = torch.device("cpu")
 
@@ -62,45 +60,6 @@ def test_unknown_names_are_refused():
         make_task(config(task="mnist"), CPU)
     with pytest.raises(UserError, match=r"model\.name=vgg"):
         make_task(config(model=ModelConfig(name="vgg")), CPU)
-
-
-def test_views_of_an_example_are_one_example_to_the_engine():
-    """K views: the clipped sum is of the mean of their gradients, as a loop over examples has it."""
-    views = DataConfig("digits", flip=True, crop=2, views=3)
-    task = make_task(config(data=views), CPU)
-    plain = make_task(config(), CPU)
-    plain.model.load_state_dict(task.model.network.state_dict())
-    rows = [3, 5, 8, 13]
-    images = task._splits["train"][0][rows]
-    drawn = task._views(images)
-    assert drawn.shape == (4, 3, 1, 8, 8)
-    task._views = lambda some: drawn[[next(i for i in range(4) if torch.equal(images[i], one)) for one in some]]
-    labels = task._splits["train"][1][rows]
-    each = [
-        torch.stack([F.cross_entropy(plain.model(plain._prepare(one[None])), label[None]) for one in view]).mean()
-        for view, label in zip(drawn, labels, strict=True)
-    ]
-    torch.testing.assert_close(task.losses_of(rows), torch.stack(each), rtol=1e-3, atol=1e-5)
-    threshold = 0.05
-    expected = [torch.zeros_like(parameter) for parameter in plain.model.parameters()]
-    for loss in each:
-        gradient = torch.autograd.grad(loss, list(plain.model.parameters()))
-        factor = min(1.0, threshold / float(sum(part.square().sum() for part in gradient)) ** 0.5)
-        expected = [total + factor * part for total, part in zip(expected, gradient, strict=True)]
-    with attach(task.model, flat(task.model), threshold) as engine:
-        clip(engine, task.losses_of, rows)
-    for parameter, total in zip(task.model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, total, rtol=1e-3, atol=1e-6)
-
-
-def test_augmentation_leaves_evaluation_alone_and_is_drawn_anew():
-    task = make_task(config(data=DataConfig("digits", flip=True, crop=1)), CPU)
-    assert task.evaluate("valid", 50, limit=50) == task.evaluate("valid", 50, limit=50)
-    torch.manual_seed(0)
-    first, second = task.losses_of([1, 2, 3]), task.losses_of([1, 2, 3])
-    assert not torch.equal(first, second)
-    with pytest.raises(UserError, match=r"data\.crop=8"):
-        make_task(config(data=DataConfig("digits", crop=8)), CPU)
 
 
 def test_a_small_network_learns_on_scattering_features():

@@ -174,10 +174,6 @@ def _together(config: RunConfig) -> Iterator[str]:
     if model.name in IMAGE_MODELS:
         texts = ("trains", "dropout", "attention_dropout", "untie", "rematerialize")
         yield from _not_for(f"model.name={model.name}", config, *(f"model.{key}" for key in texts))
-    if model.name != "wide_resnet":
-        yield from _not_for(f"model.name={model.name}", config, "data.flip", "data.crop", "data.views")
-    if data.views > 1 and not (data.flip or data.crop):
-        yield f"data.views={data.views} would be alike views of an image: give data.flip=true or data.crop=4 beside it."
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:

@@ -100,12 +100,6 @@ class DataConfig:
     public: bool = False
     """The data are public: batches, masks and noise follow from `seed`, so that compared runs share them and a row
     can be reproduced (sweeps.reproduce). Not a private release."""
-    flip: bool = False
-    """Images: mirror a training image, left to right, with probability 1/2 each time it is drawn."""
-    crop: int = number(0, NOT_NEGATIVE)
-    """Images: shift a training image by up to this many pixels each way, reflected at the edges."""
-    views: int = number(1, POSITIVE)
-    """Images: K augmented views of an example, whose losses are averaged before clipping (De et al., 2022)."""
     max_length: int = number(256, POSITIVE)
     """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
 

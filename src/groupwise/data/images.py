@@ -1,4 +1,4 @@
-"""Labelled images in memory: checked on loading, normalised by public constants, flipped or shifted."""
+"""Labelled images in memory: checked on loading, and normalised by public constants."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -74,43 +74,6 @@ def average_pool(images: Tensor, image_size: int) -> Tensor:
     # In pieces: as float32 all of CIFAR-10 would take another 0.6 GB.
     pooled = [F.avg_pool2d(piece.float(), kernel).round().to(torch.uint8) for piece in images.split(4096)]
     return torch.cat(pooled)
-
-
-def augment(images: Tensor, views: int, flip: bool, crop: int) -> Tensor:
-    """Random views of each image: shifted by up to `crop` pixels each way, reflected at the edges, perhaps mirrored.
-
-    The numbers come from torch's default generator, which the run's secret key seeds. A view depends on its own image
-    alone.
-
-    Args:
-        images: (n, C, H, W), of any type; W and H above `crop`.
-        views: K, how many of each.
-        flip: mirror each view, left to right, with probability a half.
-        crop: the largest shift, in pixels.
-
-    Returns:
-        (n, K, C, H, W).
-    """
-    count, channels, height, width = images.shape
-    device = images.device
-    rows = torch.arange(height, device=device).expand(count, views, height)
-    columns = torch.arange(width, device=device).expand(count, views, width)
-    if crop:
-        shift = torch.randint(-crop, crop + 1, (count, views, 2), device=device)
-        rows = _reflected(rows + shift[..., :1], height)
-        columns = _reflected(columns + shift[..., 1:], width)
-    if flip:
-        mirrored = torch.rand((count, views, 1), device=device) < 0.5
-        columns = torch.where(mirrored, columns.flip(2), columns)
-    which = torch.arange(count, device=device)[:, None, None, None, None]
-    channel = torch.arange(channels, device=device)[None, None, :, None, None]
-    return images[which, channel, rows[:, :, None, :, None], columns[:, :, None, None, :]]
-
-
-def _reflected(places: Tensor, size: int) -> Tensor:
-    """Indices beyond the edges, reflected there; the edge itself is not repeated."""
-    places = places.abs()
-    return torch.where(places >= size, 2 * (size - 1) - places, places)
 
 
 ChannelStatistics = tuple[tuple[float, ...], tuple[float, ...]]

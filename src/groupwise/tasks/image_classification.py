@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
-from groupwise.data.images import augment
 from groupwise.errors import UserError
 from groupwise.models import WideResNet, scatter_cnn
 from groupwise.models.efficientnet import SOURCE, lite0_head
@@ -23,25 +22,6 @@ from groupwise.training.task import Split, Task, eval_mode, row_numbers
 
 Images = tuple[Tensor, Tensor]
 NETWORKS = ("wide_resnet", "scatter_cnn", "lite0_head")
-
-
-class ManyViews(nn.Module):
-    """Runs a network on K views of each example at once, so that the engine sees K rows as one example.
-
-    The mean of an example's K losses has the mean of its views' gradients, which is clipped as a whole: one example,
-    one norm, whatever K (De et al., 2022). Sensitivity and accounting are those of K = 1.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(n, K, C, H, W) -> (n, K, classes); (n, C, H, W) -> (n, classes)."""
-        if images.dim() == 4:
-            return self.network(images)  # type: ignore[no-any-return]
-        logits: Tensor = self.network(images.flatten(0, 1))
-        return logits.unflatten(0, images.shape[:2])
 
 
 class ImageClassification(Task):
@@ -56,14 +36,11 @@ class ImageClassification(Task):
         description: dict[str, Any],
         precision: Callable[[], AbstractContextManager[Any]],
         compiled: bool = False,
-        views: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
         self.train_size = len(train[0])
         self._splits: dict[Split, Images] = {"train": train, "valid": valid}
         self._prepare, self._description, self._precision = prepare, description, precision
-        self._views = views
-        """(n, C, H, W) -> (n, K, C, H, W), in training; None shows images as they are."""
         self._network = torch.compile(model) if compiled else model
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Tensor]:
@@ -73,13 +50,8 @@ class ImageClassification(Task):
         return {"images": images[rows], "labels": labels[rows]}
 
     def losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Cross-entropy of each example, (n,); of K views the mean."""
-        images, labels = batch["images"], batch["labels"]
-        logits = self._logits(model, images if self._views is None else self._views(images))
-        if logits.dim() == 2:
-            return F.cross_entropy(logits, labels, reduction="none")
-        repeated = labels[:, None].expand(logits.shape[:2])
-        return F.cross_entropy(logits.flatten(0, 1), repeated.flatten(), reduction="none").view_as(repeated).mean(1)
+        """Cross-entropy of each example, (n,)."""
+        return F.cross_entropy(self._logits(model, batch["images"]), batch["labels"], reduction="none")
 
     @torch.no_grad()
     def evaluate(
@@ -124,14 +96,8 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
     mean, std = channel_statistics(config.data.name)
 
     def prepare(images: Tensor) -> Tensor:
-        shape, images = images.shape, images.flatten(0, -4)
         pixels = images.dtype == torch.uint8  # else features, which the network normalises itself
-        images = (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
-        return images.unflatten(0, shape[:-3])
-
-    views = _views(config, data)
-    if config.data.views > 1:
-        model = ManyViews(model)
+        return (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
 
     return ImageClassification(
         model,
@@ -141,22 +107,7 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
         _describe(config, data, len(chosen)),
         autocast(config.train.precision, device),
         compiled=config.train.compile,
-        views=views,
     )
-
-
-def _views(config: RunConfig, data: ImageData) -> Callable[[Tensor], Tensor] | None:
-    views, flip, crop = config.data.views, config.data.flip, config.data.crop
-    if views == 1 and not flip and not crop:
-        return None
-    if crop >= data.image_size:
-        raise UserError(f"data.crop={crop} shifts images of {data.image_size} pixels out of sight: give less.")
-
-    def draw(images: Tensor) -> Tensor:
-        drawn = augment(images, views, flip, crop)
-        return drawn if views > 1 else drawn[:, 0]
-
-    return draw
 
 
 def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
