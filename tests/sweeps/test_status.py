@@ -1,6 +1,5 @@
-"""What a cell is at is read off its folders, and the time that is left off what others took."""
+"""What a cell is at is read off its folders."""
 
-import fcntl
 import json
 
 import pytest
@@ -10,22 +9,20 @@ from groupwise.sweeps.status import cell_states, main, status
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A sweep of five cells, one in each state; the running one holds its lock until the test ends."""
+    """A sweep of four cells, one in each state."""
     monkeypatch.chdir(tmp_path)
     sweep = tmp_path / "results" / "sweeps" / "2026-01-01_00-00-00-table"
     (sweep / "failed").mkdir(parents=True)
-    names = ["done", "running", "failed", "interrupted", "waiting"]
+    names = ["done", "begun", "failed", "waiting"]
     listed = [
         {"name": f"clip={name}", "hash": f"{name:0>12}", "run": f"results/runs/{name}", "done_before": False}
         for name in names
     ]
     (sweep / "cells.json").write_text(json.dumps({"scale": "mini", "cells": listed}))
-    for name in names[:4]:
+    for name in names[:3]:
         run = tmp_path / "results" / "runs" / name
         run.mkdir(parents=True)
         (run / "config.hash").touch()
-        (run / "git.json").touch()
-        (run / ".lock").touch()
         (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
         (run / "privacy.json").write_text(json.dumps({"plan": {"steps": 20}}))
     (tmp_path / "results/runs/done/result.json").write_text(
@@ -33,45 +30,22 @@ def folder(tmp_path, monkeypatch):
     )
     (tmp_path / "results/runs/done/DONE").touch()
     (sweep / "failed" / f"{'failed':0>12}.txt").write_text("RuntimeError: a bug\ncell: x\n")
-    with open(tmp_path / "results/runs/running/.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield sweep
+    return sweep
 
 
 def test_every_state_is_recognised(folder):
     cells = json.loads((folder / "cells.json").read_text())["cells"]
     states = cell_states(folder, cells)
-    assert [state.kind for state in states] == ["done", "running", "failed", "interrupted", "waiting"]
+    assert [state.kind for state in states] == ["done", "begun", "failed", "waiting"]
     assert states[1].note == "step 5 of 20"
 
 
 def test_lines(folder, capsys):
     assert main(["--cells"]) == 0
-    where, first, second, *cells = capsys.readouterr().out.splitlines()
+    where, first, *cells = capsys.readouterr().out.splitlines()
     assert where == "results/sweeps/2026-01-01_00-00-00-table"
-    assert first == "  mini  5 cells: 1 done, 1 running, 1 failed, 1 interrupted, 1 waiting"
-    assert "interrupted" in second
-    assert [line.split()[1] for line in cells] == [
-        "clip=done",
-        "clip=running",
-        "clip=failed",
-        "clip=interrupted",
-        "clip=waiting",
-    ]
+    assert first == "  mini  4 cells: 1 done, 1 begun, 1 failed, 1 waiting"
+    assert [line.split()[1] for line in cells] == ["clip=done", "clip=begun", "clip=failed", "clip=waiting"]
     assert cells[0].endswith("valid/accuracy 50.12, epsilon 7.996 (not a guarantee), 100 s")
     assert cells[2].endswith("RuntimeError: a bug")
-    assert len(status(folder)) == 4  # the failed one alone
-
-
-def test_slurm_knows_of_jobs_on_other_machines(folder, tmp_path, monkeypatch):
-    (folder / "logs" / "7_1").mkdir(parents=True)
-    (folder / "logs" / "7_1" / "7_1_0_log.out").touch()
-    (folder / "logs" / f"{'waiting':0>12}.log").symlink_to("7_1/7_1_0_log.out")
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    cells = json.loads((folder / "cells.json").read_text())["cells"]
-    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
-    for job, kind in (("RUNNING", "running"), ("PENDING", "waiting")):
-        squeue.write_text(f"#!/bin/sh\necho 7_1 {job}\n")
-        squeue.chmod(0o755)
-        assert cell_states(folder, cells)[4].kind == kind
+    assert len(status(folder)) == 3  # the failed one alone

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from groupwise.errors import command
 from groupwise.sweeps.best import HEADLINES
 from groupwise.sweeps.folder import CELLS, is_done, read_cells
 
-DONE, RUNNING, FAILED, INTERRUPTED, WAITING = STATES = ("done", "running", "failed", "interrupted", "waiting")
+DONE, BEGUN, FAILED, WAITING = STATES = ("done", "begun", "failed", "waiting")
 
 
 @dataclass(frozen=True)
@@ -24,56 +22,33 @@ class State:
 
     name: str
     kind: str
-    """A name of `STATES`; interrupted: begun, but no process runs it."""
+    """A name of `STATES`; begun: it runs, or was interrupted."""
     note: str = ""
-    """Done: the metric, ε and time; failed: the reason; running: the step."""
+    """Done: the metric, ε and time; failed: the reason; begun: the step."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
     """The state of all cells of the sweep in `folder`."""
-    jobs, locks = _jobs(folder), _local_locks()
-    return [_state(folder, cell, jobs.get(cell["hash"][:12]), locks) for cell in cells]
+    return [_state(folder, cell) for cell in cells]
 
 
-def _state(folder: Path, cell: dict[str, Any], job: str | None, locks: set[int]) -> State:
+def _state(folder: Path, cell: dict[str, Any]) -> State:
     name, run = cell["name"], Path(cell["run"])
     if is_done(folder, cell):
         return finished(name, run)
-    lock = run / ".lock"
-    if job == "RUNNING" or (lock.exists() and lock.stat().st_ino in locks):
-        return _running(name, run)
-    if job is not None:
-        return State(name, WAITING, note=f"SLURM: {job.lower()}")
     failure = folder / "failed" / f"{cell['hash'][:12]}.txt"
     if failure.is_file():
         return State(name, FAILED, note=failure.read_text(encoding="utf-8").split("\n")[0])
-    return State(name, INTERRUPTED if (run / "config.hash").is_file() else WAITING)
+    return _begun(name, run) if (run / "config.hash").is_file() else State(name, WAITING)
 
 
-def _running(name: str, run: Path) -> State:
+def _begun(name: str, run: Path) -> State:
     try:
         step = int(json.loads((run / "metrics.jsonl").read_bytes().split(b"\n")[-2])["step"])  # the last whole line
         steps = int(json.loads((run / "privacy.json").read_text(encoding="utf-8"))["plan"]["steps"])
     except (OSError, ValueError, KeyError, IndexError):
-        return State(name, RUNNING, note="starting")
-    return State(name, RUNNING, note=f"step {step} of {steps}")
-
-
-def _local_locks() -> set[int]:
-    """Inodes of all files that this machine's processes hold locks on: taking one, even for a moment, could block a
-    run."""
-    lines = Path("/proc/locks").read_text().splitlines()
-    return {int(line.split(" ")[-3].rpartition(":")[2]) for line in lines}
-
-
-def _jobs(folder: Path) -> dict[str, str]:
-    """Hash -> state of its job, for jobs in SLURM's queue; ``logs/<hash>.log`` links to ``logs/<job>/``."""
-    numbers = {link.stem: link.resolve().parent.name for link in (folder / "logs").glob("*.log") if link.is_symlink()}
-    if not numbers or shutil.which("squeue") is None:
-        return {}
-    asked = subprocess.run(["squeue", "-h", "-r", "-o", "%i %T"], capture_output=True, text=True)
-    queued = dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
-    return {key: queued[number] for key, number in numbers.items() if number in queued}
+        return State(name, BEGUN)
+    return State(name, BEGUN, note=f"step {step} of {steps}")
 
 
 def finished(name: str, run: Path) -> State:
@@ -107,8 +82,6 @@ def status(folder: Path, each: bool = False) -> list[str]:
     counts = Counter(cell.kind for cell in cells)
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
     lines = [str(folder), f"  {scale}  {len(cells)} cells: {summary}"]
-    if counts[INTERRUPTED]:
-        lines.append("  interrupted cells go on with the same command, or where SLURM puts them back")
     return lines + lines_of(cells if each else [cell for cell in cells if cell.kind == FAILED])
 
 
