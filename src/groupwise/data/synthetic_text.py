@@ -14,8 +14,8 @@ way. A program is a mapping, executed from top to bottom, or a list of programs:
 | `chance: {0.7: PROGRAM, else: PROGRAM}` | follows the first with that probability |
 | `by name: {VALUE: PROGRAM, ..., else: PROGRAM}` | follows the one for the name's value |
 
-`{combine: LISTS}` is the list of all combinations, `{count: [FROM, TO, STEP]}` that of numbers, without TO. A draw
-happens where it stands, so a seed makes the same texts everywhere. Why no library: pytracery draws from the generator
+`{combine: LISTS}` is the list of all combinations. A draw happens where it stands, so a seed makes the same texts
+everywhere. Why no library: pytracery draws from the generator
 that all of a process share, and never without replacement.
 """
 
@@ -38,7 +38,7 @@ _MARK = re.compile(r"<(\w+)>|\{([\w ]+)\}")
 
 @cache
 def read_rules(file: str) -> dict[str, Any]:
-    """Read synthetic/`file`.yaml, with combinations and counts expanded; the result is shared: do not change it."""
+    """Read synthetic/`file`.yaml, with combinations expanded; the result is shared: do not change it."""
     text = (files("groupwise.data") / "synthetic" / f"{file}.yaml").read_text("utf-8")
     return _written_out(yaml.safe_load(text))
 
@@ -48,10 +48,9 @@ def _written_out(node: Any) -> Any:
         return [_written_out(item) for item in node]
     if not isinstance(node, dict):
         return node
-    node = {key: _written_out(value) for key, value in node.items()}
     if set(node) == {"combine"}:
         return [" ".join(words) for words in product(*node["combine"])]
-    return [str(number) for number in range(*node["count"])] if set(node) == {"count"} else node
+    return {key: _written_out(value) for key, value in node.items()}
 
 
 def follow(file: str, program: str, rng: random.Random, **names: Any) -> dict[str, Any]:
@@ -108,74 +107,16 @@ def make_review(rng: random.Random, label: int) -> Texts:
     return follow("reviews", "review", rng, label=label)["text"], None
 
 
-def make_scene_pair(rng: random.Random, label: int, about: str = "scene") -> Texts:
-    """MNLI: what people do somewhere, and a sentence that follows (0), may be true (1), or cannot be (2).
-
-    With about="news": what became of an organisation, in templates of its own, for the mismatched set.
-    """
-    names = follow("scenes", about, rng, label=label)
-    first, second = (text[0].upper() + text[1:].replace(" ,", ",") + "." for text in (names["first"], names["second"]))
-    return first, second
-
-
-def make_question_pair(rng: random.Random, label: int) -> Texts:
-    """QQP: the same question in other words (1); or another of the same subject, or the same of another (0)."""
-    rules = read_rules("questions")
-    kind = rules["kinds"][rng.choice(sorted(rules["kinds"]))]
-    intent = rng.choice(kind["intents"])
-    subject, another = rng.sample(kind["subjects"], 2)
-    first, second = rng.sample(intent, 2)
-    if label == 0 and rng.random() < 0.7:
-        second = rng.choice(rng.choice([other for other in kind["intents"] if other is not intent]))
-    elif label == 0:
-        subject, second = another, second.format(subject)
-    first, second = (
-        question.format(subject) + (rng.choice(rules["additions"]) if rng.random() < rules["added"][label] else "")
-        for question in (first, second)
-    )
-    return first, second
-
-
-def make_question_and_sentence(rng: random.Random, label: int) -> Texts:
-    """QNLI: a question and a sentence with its answer (0), or without (1): other facts, or those of another entity."""
-    rules = read_rules("facts")
-    kind = rng.choice(rules["kinds"])
-    attributes = kind["attributes"]
-    name, another = rng.sample(kind["names"], 2)
-    asked = rng.choice(attributes[:2] if rng.random() < rules["asked_first"][label] else attributes[2:])
-    second, third = rng.sample([attribute for attribute in attributes if attribute is not asked], 2)
-    facts, about = [asked, second], name
-    if label == 1 and rng.random() < 0.6:
-        facts = [second, third]
-    elif label == 1:
-        about = another
-    rng.shuffle(facts)
-    clauses = [rng.choice(attribute["clauses"]).format(rng.choice(attribute["values"])) for attribute in facts]
-    return rng.choice(asked["questions"]).format(name), _tell(rng, kind, about, clauses)
-
-
-def make_triples_and_texts(rng: random.Random) -> Request:
-    """DART: one to three triples of an entity, linearised, and two texts with the same facts."""
-    kind = rng.choice(read_rules("facts")["kinds"])
-    name = rng.choice(kind["names"])
-    attributes = rng.sample(kind["attributes"], rng.randint(1, 3))
-    facts = [(attribute, rng.choice(attribute["values"])) for attribute in attributes]
-    texts: list[str] = []
-    while len(texts) < 2:
-        clauses = [rng.choice(attribute["clauses"]).format(value) for attribute, value in facts]
-        if (text := _tell(rng, kind, name, clauses)) not in texts:
-            texts.append(text)
-    source = linearise_triples([(name, attribute["predicate"], value) for attribute, value in facts])
-    return Request(source, tuple(texts))
-
-
-def _tell(rng: random.Random, kind: dict[str, Any], name: str, clauses: list[str]) -> str:
-    """One to three clauses on an entity as one sentence or two."""
-    *others, last = clauses
-    if not others:
-        return f"{name} {last}."
-    names = {"name": name, "listed": ", ".join(others), "joined": " and ".join(others), "last": last}
-    return str(follow("facts", "tell", rng, **names, pronoun=kind["pronoun"], relative=kind["relative"])["text"])
+def make_pair(rng: random.Random, label: int, task: str) -> Texts:
+    """QNLI, QQP and MNLI: two sentences on films that judge alike, or not; or one on a restaurant, for "neutral"."""
+    first = rng.randrange(2)
+    meaning = GLUE[task].classes[label]
+    if meaning == "neutral":
+        second = rng.choice(make_restaurant(rng).references)
+    else:
+        alike = meaning in ("entailment", "duplicate")
+        second = make_review(rng, first if alike else 1 - first)[0]
+    return make_review(rng, first)[0], second
 
 
 def make_restaurant(rng: random.Random) -> Request:
@@ -194,6 +135,14 @@ def make_restaurant(rng: random.Random) -> Request:
     return Request(linearise_mr(", ".join(f"{slot}[{value}]" for slot, value in slots.items())), tuple(references))
 
 
+def make_triples_and_texts(rng: random.Random) -> Request:
+    """DART: the slots of a restaurant as triples, and two of its texts."""
+    request = make_restaurant(rng)
+    name, *slots = (slot.split(" : ") for slot in request.source.split(" | "))
+    source = linearise_triples([(name[1], slot, value) for slot, value in slots])
+    return Request(source, request.references[:2])
+
+
 def make_dialogue(rng: random.Random) -> Request:
     """SAMSum: a dialogue of three to eight turns in the instruction format, and a summary of what the two agree on."""
     names = follow("dialogues", "dialogue", rng)
@@ -202,13 +151,10 @@ def make_dialogue(rng: random.Random) -> Request:
     return Request(instruct("\n".join(turns)), (names["summary"],))
 
 
-LABELLED: dict[str, dict[str, LabelledMaker]] = {
-    "sst2": {"": make_review},
-    "qnli": {"": make_question_and_sentence},
-    "qqp": {"": make_question_pair},
-    "mnli": {"": make_scene_pair, "mismatched": partial(make_scene_pair, about="news")},
+LABELLED: dict[str, LabelledMaker] = {
+    "sst2": make_review,
+    **{task: partial(make_pair, task=task) for task in ("qnli", "qqp", "mnli")},
 }
-"""The function that makes an example, by task and validation set; the first one makes the training set too."""
 PAIRED: dict[str, PairedMaker] = {"e2e": make_restaurant, "dart": make_triples_and_texts, "samsum": make_dialogue}
 
 
@@ -220,12 +166,12 @@ SOURCE = "made up by groupwise from templates (seed {})"
 def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
     """Synthetic sst2, qnli, qqp or mnli: 2,000 training texts and 200 per validation set, with balanced classes.
 
-    The same on every machine; no text is in two sets. MNLI's mismatched set has its own templates.
+    The same on every machine; no text is in two sets.
     """
-    makers = LABELLED[task]
+    make = LABELLED[task]
     rng, seen, classes = random.Random(f"{task} {seed}"), set[Texts](), GLUE[task].classes
-    train = _labelled(TRAIN, makers[""], len(classes), rng, seen)
-    valid = {name: _labelled(VALID, make, len(classes), rng, seen) for name, make in makers.items()}
+    train = _labelled(TRAIN, make, len(classes), rng, seen)
+    valid = {name: _labelled(VALID, make, len(classes), rng, seen) for name in GLUE[task].valid}
     content = [[part.texts, part.labels] for part in (train, *valid.values())]
     return LabelledText(train, valid, classes, SOURCE.format(seed), {f"synthetic/{task}": sha256_of_examples(content)})
 
