@@ -94,8 +94,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
         some = feed.microbatches(feed.order(np.arange(EXAMPLES)), EXAMPLES)[0]
         engine.trace(losses_of_stage(stage, some, device), range(EXAMPLES))
     here = 1 if engine is None else len(engine.groups)
-    one_group = case.grouping == "flat"
-    groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
+    groups = round(ranks.agree(here / ranks.replicas)[0])
     plan = make_plan(
         dataset_size=EXAMPLES,
         expected_batch_size=EXPECTED,
@@ -121,7 +120,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
             allocation="equal_budget",
             optimizer=optimizer,
             device=device,
-            sums=StageSums(runner, feed, MICROBATCH, one_group),
+            sums=StageSums(runner, feed, MICROBATCH),
             ranks=ranks,
         ),
         schedule=make_schedule(optimizer, optim, 1000),
