@@ -89,8 +89,8 @@ def test_a_training_file_without_its_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"sentence\tlabels\ngood\t1\n", "line 1 has no column label"),
-        (b"sentence\tlabel\ngood\t1\nbad\n", "line 3 has 1 columns, but the header has 2"),
+        (b"sentence\tlabels\ngood\t1\n", r"no table with the columns sentence, label.*\['label'\]"),
+        (b"sentence\tlabel\ngood\t1\nbad\n", "line 3 has the label ''"),
         *(
             (f"sentence\tlabel\ngood\t{label}\n".encode(), f"line 2 has the label '{label}'")
             for label in ("2", "", "-")

@@ -77,16 +77,16 @@ def test_a_missing_e2e_says_what_belongs_there(tmp_path):
     [
         ("name,ref\na,b\n", "no column mr"),
         ("mr\nname[A]\n", "no column ref"),
-        ("", "no column mr"),
-        ("mr,ref\n", "holds no row"),
-        ("mr,ref\nname[A],b\nname[A]\n", "line 3 has no mr or no ref"),
-        ("mr,ref\nname[A],\n", "line 2 has no mr or no ref"),
-        ("mr,ref\nname A,b\n", "line 2 has an mr that cannot be parsed"),
-        ("mr,ref\nname[A] eatType[pub],b\n", "line 2 has an mr that cannot be parsed"),
+        ("", "is not CSV"),
+        ("mr,ref\n", "has no row"),
+        ("mr,ref\nname[A],b\nname[A]\n", "row 2 has no ref"),
+        ("mr,ref\nname[A],\n", "row 1 has no ref"),
+        ("mr,ref\nname A,b\n", "row 1 has no ref, or no mr of slots"),
+        ("mr,ref\nname[A] eatType[pub],b\n", "row 1 has no ref, or no mr of slots"),
         ('mr,ref\nname[A],"' + "x" * 200_000, "is not CSV"),
     ],
 )
-def test_a_broken_e2e_file_is_told_with_its_line(tmp_path, text, words):
+def test_a_broken_e2e_file_is_told_with_its_row(tmp_path, text, words):
     (tmp_path / "devset.csv").write_text(text)
     told = refused(read_e2e_csv, tmp_path / "devset.csv")
     assert words in told and "name A" not in told  # a training example is for nobody's log

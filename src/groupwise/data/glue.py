@@ -1,5 +1,7 @@
 """Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
 
+import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +24,8 @@ class GlueTask:
         valid: validation files by name.
         hub_texts: `texts` on the hub, where the label's column is "label"; empty if they have the same names.
         hub_valid: validation splits on the hub, by name.
-        unlabelled: the entry of the label column where annotators did not agree; such rows are dropped and counted.
-        broken_rows: the published training file has rows with too few columns, which are dropped and counted. Other
-            loaders drop them too, but do not agree on their number.
+        dropped: what the rows of the published files are that have none of the labels; they are dropped and counted.
+            Other loaders drop them too, but do not agree on their number. Empty if there are none.
     """
 
     folder: str
@@ -35,8 +36,7 @@ class GlueTask:
     valid: Mapping[str, str] = field(default_factory=lambda: {"": "dev.tsv"})
     hub_texts: tuple[str, ...] = ()
     hub_valid: Mapping[str, str] = field(default_factory=lambda: {"": "validation"})
-    unlabelled: str | None = None
-    broken_rows: bool = False
+    dropped: str = ""
 
 
 GLUE = {
@@ -60,7 +60,7 @@ GLUE = {
         label="is_duplicate",
         classes=("not_duplicate", "duplicate"),
         spelled=("0", "1"),
-        broken_rows=True,
+        dropped="incomplete rows",
     ),
     "mnli": GlueTask(
         folder="MNLI",
@@ -71,7 +71,7 @@ GLUE = {
         valid={"": "dev_matched.tsv", "mismatched": "dev_mismatched.tsv"},
         hub_texts=("premise", "hypothesis"),
         hub_valid={"": "validation_matched", "mismatched": "validation_mismatched"},
-        unlabelled="-",
+        dropped="rows without an agreed label",
     ),
 }
 
@@ -104,8 +104,7 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
         parts.append(part)
         files.append(folder / file)
         if dropped:
-            what = "incomplete rows" if task.broken_rows else "rows without an agreed label"
-            notes.append(f"; {dropped:,} {what} of {file} dropped")
+            notes.append(f"; {dropped:,} {task.dropped} of {file} dropped")
     return LabelledText(
         train=parts[0],
         valid=dict(zip(task.valid, parts[1:], strict=True)),
@@ -121,46 +120,33 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
     Columns are found by the header's names. Quotes mean nothing in these files. Blanks around a text are stripped.
 
     Raises:
-        UserError: the file or a column is missing, a row is incomplete, or a label is unknown.
+        UserError: the file or a column is missing, there is no example, or a label is unknown and `task.dropped` empty.
     """
+    import pandas as pd
+
     advice = f"put GLUE's {task.folder} there whole, or name another training file of that folder by data.train_file"
-    lines = read_text(path, advice).replace("\r\n", "\n").rstrip("\n").split("\n")
-    header = lines[0].split("\t")
-    missing = [name for name in (*task.texts, task.label) if name not in header]
-    if missing:
+    columns = [*task.texts, task.label]
+    text = read_text(path, advice).replace("\r\n", "\n")
+    how: Any = {"sep": "\t", "lineterminator": "\n", "quoting": csv.QUOTE_NONE, "dtype": str, "keep_default_na": False}
+    try:
+        table = pd.read_csv(io.StringIO(text), usecols=columns, skip_blank_lines=False, **how)
+    except ValueError as error:
         raise UserError(
-            f"{path}: line 1 has no column {missing[0]}; expected "
-            f"{', '.join((*task.texts, task.label))}, separated by tabs, so replace the file."
+            f"{path} is no table with the columns {', '.join(columns)}, separated by tabs ({reason(error)}); {advice}."
+        ) from error
+    words = table[task.label].str.strip()
+    known = words.isin(task.spelled)
+    if not task.dropped and not known.all():
+        line = int(known.argmin())
+        raise UserError(
+            f"{path}: line {line + 2} has the {task.label} {words[line]!r}, but {task.folder} knows "
+            f"{', '.join(task.spelled)}; fix or remove the line."
         )
-    first, second = header.index(task.texts[0]), header.index(task.texts[-1])
-    label_at, width = header.index(task.label), len(header)
-    numbers = {word: label for label, word in enumerate(task.spelled)}
-    texts: list[Texts] = []
-    labels: list[int] = []
-    dropped = 0
-    for number, line in enumerate(lines[1:], start=2):
-        cells = line.split("\t")
-        if len(cells) < width:
-            if task.broken_rows:
-                dropped += 1
-                continue
-            raise UserError(
-                f"{path}: line {number} has {len(cells)} columns, but the header has {width}; fix or remove the line."
-            )
-        word = cells[label_at].strip()
-        if word not in numbers:
-            if word == task.unlabelled:
-                dropped += 1
-                continue
-            raise UserError(
-                f"{path}: line {number} has the {task.label} {word!r}, but {task.folder} knows "
-                f"{', '.join(task.spelled)}; fix or remove the line."
-            )
-        texts.append((cells[first].strip(), None if first == second else cells[second].strip()))
-        labels.append(numbers[word])
-    if not texts:
+    if not known.any():
         raise UserError(f"{path} holds no example; at least one is needed, so replace the file.")
-    return Labelled(texts, labels), dropped
+    sides = [table.loc[known, name].str.strip().tolist() for name in task.texts]
+    texts: list[Texts] = list(zip(sides[0], sides[1] if sides[1:] else [None] * len(sides[0]), strict=True))
+    return Labelled(texts, [task.spelled.index(word) for word in words[known]]), int((~known).sum())
 
 
 def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:

@@ -4,7 +4,6 @@ Tables of E2E and DART are linearised as in Li & Liang (2021), and SAMSum's dial
 format (appendix C).
 """
 
-import csv
 import io
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from groupwise.data.text_examples import (
     read_text,
     sha256_of_files,
 )
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 E2E_TRAIN = ("trainset.csv", "trainset.reconstructed.csv")
 E2E_FILES = f"put the E2E data set's {E2E_TRAIN[0]}, devset.csv and testset_w_refs.csv there, or give paths.data=FOLDER"
@@ -119,29 +118,27 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
     Raises:
         UserError: the file or a column is missing, a cell is empty, or an MR cannot be parsed.
     """
-    reader = csv.reader(io.StringIO(read_text(path, E2E_FILES), newline=""))
-    header = [name.strip().lower() for name in next(reader, [])]
-    missing = [name for name in ("mr", "ref") if name not in header]
-    if missing:
-        raise UserError(f"{path}: line 1 has no column {missing[0]}; expected the header mr,ref, so replace the file.")
-    mr_at, ref_at = header.index("mr"), header.index("ref")
+    import pandas as pd
+
+    text = read_text(path, E2E_FILES)
     try:
-        rows = [(reader.line_num, row) for row in reader if row]
-    except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num} is not CSV ({error}); fix its quotes.") from error
+        table = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    except ValueError as error:
+        raise UserError(f"{path} is not CSV ({reason(error)}); replace the file.") from error
+    table.columns = table.columns.str.strip().str.lower()
+    missing = [name for name in ("mr", "ref") if name not in table]
+    if missing or table.empty:
+        what = f"no column {missing[0]}" if missing else "no row"
+        raise UserError(f"{path} has {what}; expected the header mr,ref and rows of both, so replace the file.")
     pairs = []
-    for number, row in rows:
-        if len(row) < len(header) or not row[ref_at].strip():
-            raise UserError(f"{path}: line {number} has no mr or no ref; expected both, so fix or remove the line.")
+    for number, (mr, reference) in enumerate(zip(table["mr"], table["ref"].str.strip(), strict=True), start=1):
         try:
-            pairs.append((linearise_mr(row[mr_at]), row[ref_at].strip()))
+            pairs.append((linearise_mr(mr if reference else ""), reference))
         except ValueError as error:
             raise UserError(
-                f"{path}: line {number} has an mr that cannot be parsed; expected slots such as name[Alimentum], "
-                "area[city centre], so fix or remove the line."
+                f"{path}: row {number} has no ref, or no mr of slots such as name[Alimentum], area[city centre]; fix "
+                "or remove it."
             ) from error
-    if not pairs:
-        raise UserError(f"{path} holds no row; at least one is needed, so replace the file.")
     return pairs
 
 
@@ -217,12 +214,10 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
     pairs, dropped = [], 0
     for number, row in enumerate(read_json_list(path, SAMSUM_FILES)):
         name = row.get("id", f"number {number}")
-        for field in ("dialogue", "summary"):
-            if not isinstance(row.get(field), str):
-                raise UserError(f"{path}: row {name} has no {field}; every row needs id, dialogue, summary, so fix it.")
-        dialogue, summary = (row[field].replace("\r\n", "\n").strip() for field in ("dialogue", "summary"))
-        if not summary:
-            raise UserError(f"{path}: row {name} has an empty summary; write one, or remove the row.")
+        dialogue, summary = row.get("dialogue"), row.get("summary")
+        if not isinstance(dialogue, str) or not isinstance(summary, str) or not summary.strip():
+            raise UserError(f"{path}: row {name} lacks a dialogue, or a summary that is not empty; fix or remove it.")
+        dialogue, summary = (text.replace("\r\n", "\n").strip() for text in (dialogue, summary))
         if dialogue:
             pairs.append((instruct(dialogue), summary))
         else:
