@@ -31,11 +31,6 @@ def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
     return max(count for count in range(1, bound + 1) if channels % count == 0)
 
 
-def make_norm(channels: int, norm_groups: int, *, stem: bool = False) -> nn.Module:
-    """Make the normalisation of (B, channels, H, W)."""
-    return nn.GroupNorm(group_count(channels, norm_groups, stem=stem), channels)
-
-
 def preactivation_conv(
     in_channels: int, out_channels: int, kernel_size: int, stride: int, weight_standardization: bool
 ) -> nn.Conv2d:
@@ -68,11 +63,11 @@ class PreactivationBlock(nn.Module):
         super().__init__()
         self.shortcut_norm = self.shortcut_conv = None
         if project:
-            self.shortcut_norm = make_norm(in_channels, norm_groups, stem=stem)
+            self.shortcut_norm = nn.GroupNorm(group_count(in_channels, norm_groups, stem=stem), in_channels)
             self.shortcut_conv = preactivation_conv(in_channels, out_channels, 1, stride, weight_standardization)
-        self.norm1 = make_norm(in_channels, norm_groups, stem=stem)
+        self.norm1 = nn.GroupNorm(group_count(in_channels, norm_groups, stem=stem), in_channels)
         self.conv1 = preactivation_conv(in_channels, out_channels, 3, stride, weight_standardization)
-        self.norm2 = make_norm(out_channels, norm_groups)
+        self.norm2 = nn.GroupNorm(group_count(out_channels, norm_groups), out_channels)
         self.conv2 = preactivation_conv(out_channels, out_channels, 3, 1, weight_standardization)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,10 +114,7 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise UserError(f"depth={depth} was given, but a wide ResNet has depth 6n + 4; use 10, 16, 22, 28 or 40.")
-        common: dict[str, Any] = {
-            "norm_groups": norm_groups,
-            "weight_standardization": weight_standardization,
-        }
+        common: dict[str, Any] = {"norm_groups": norm_groups, "weight_standardization": weight_standardization}
         channels = STEM_CHANNELS
         self.stem = preactivation_conv(in_channels, channels, 3, 1, weight_standardization)
         blocks: list[nn.Module] = []
@@ -134,7 +126,7 @@ class WideResNet(nn.Module):
                 )
                 channels = stage_channels
         self.blocks = nn.Sequential(*blocks)
-        self.final_norm = make_norm(channels, norm_groups)
+        self.final_norm = nn.GroupNorm(group_count(channels, norm_groups), channels)
         self.classifier = nn.Linear(channels, num_classes)
         _init_classifier(self.classifier)
 

@@ -14,7 +14,6 @@ from groupwise.models.hub import locate, make_config, named
 from groupwise.torchvision_import import import_torchvision_first
 
 Kind = Literal["SequenceClassification", "CausalLM"]
-LIKE_ROBERTA, LIKE_GPT2 = "an encoder, such as RoBERTa", "a causal language model, such as GPT-2"
 UNLIMITED = sys.maxsize
 
 
@@ -70,7 +69,8 @@ def is_head(model: nn.Module, name: str) -> bool:
 def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.Module:
     import transformers
 
-    _check_kind(settings, config, kind)
+    if kind == "CausalLM":
+        _refuse_encoder(settings, config)
     automatic = getattr(transformers, f"AutoModelFor{kind}")
     # Frozen weights of half precision are never held in float32; what trains is raised to it by `choose_trainable`.
     half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
@@ -101,19 +101,15 @@ def padding_token(model: nn.Module) -> int:
     return 0 if found is None else int(found)
 
 
-def _check_kind(settings: ModelConfig, config: Any, kind: Kind) -> None:
+def _refuse_encoder(settings: ModelConfig, config: Any) -> None:
+    """Refuse a model that sees future tokens; what has no class of the kind, transformers refuses."""
     import transformers
 
-    def among(mapping: str) -> bool:
-        return type(config) in getattr(transformers, mapping)
-
-    masked = among("MODEL_FOR_MASKED_LM_MAPPING")
-    encoder = config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False))
-    if kind == "CausalLM" and (encoder or not among("MODEL_FOR_CAUSAL_LM_MAPPING")):
-        raise UserError(f"{named(settings)} ({config.model_type}) does not predict the next token: give {LIKE_GPT2}.")
-    if kind == "SequenceClassification" and not among("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"):
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         raise UserError(
-            f"{named(settings)} ({config.model_type}) has no classifier in transformers: give {LIKE_ROBERTA}."
+            f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model, "
+            "such as GPT-2."
         )
 
 
