@@ -18,7 +18,7 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.config.checks import refuse_unused
-from groupwise.config.compose import check_typed, register, to_run_config
+from groupwise.config.compose import refuse_both, register, to_run_config
 from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -58,7 +58,7 @@ def launch(conf: Path, train: Train) -> int:
     try:
         register()
         given = _parse(sys.argv[1:])
-        check_typed(given.overrides)
+        refuse_both(given.overrides)
         main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
         if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
             folder = _begin(given, conf)

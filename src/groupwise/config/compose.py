@@ -142,21 +142,6 @@ def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(child, f"{key}.")
 
 
-def check_typed(overrides: Sequence[str]) -> None:
-    """Refuse words on a command line that are not ``key=value``.
-
-    Raises:
-        UserError: naming one.
-    """
-    for place, override in enumerate(overrides):
-        key, equals, _ = override.lstrip("+").partition("=")
-        if not equals and not key.startswith("~"):
-            follows = "".join(overrides[place + 1 : place + 2])
-            shown = f"{key}={follows}" if follows and "=" not in follows else "clip=flat"
-            raise UserError(f"'{override}' cannot be read as key=value: write it in one word, such as {shown}.")
-    refuse_both(overrides)
-
-
 def refuse_both(overrides: Sequence[str]) -> None:
     """Refuse ε and σ together on a command line; σ alone replaces a recipe's ε.
 

@@ -78,7 +78,9 @@ def _missing_config(error: MissingConfigException) -> str:
 
 def _unreadable(override: str) -> str:
     """Some characters are reserved in Hydra's grammar, for lists, mappings and sweeps."""
-    key, _, value = override.partition("=")
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"'{override}' cannot be read as key=value: write it in one word, such as clip=flat."
     if value.endswith(","):
         return f"{override} ends with a comma: give another value after it, or leave the comma out."
     quoted = value.replace('"', '\\"')
