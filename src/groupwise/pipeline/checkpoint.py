@@ -6,6 +6,7 @@ complete checkpoint. Weights are saved under the whole model's names, so any num
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,6 +54,10 @@ def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, An
         raise UserError(
             f"{path} was written by {state['stages']} stages, not {ranks.stages}: give "
             f"pipeline.stages={state['stages']}, or start afresh with overwrite=true."
+        )
+    if not re.fullmatch(r"\w+-\d+", str(state["folder"])):
+        raise UserError(
+            f"{path} names {state['folder']}, which is not a checkpoint's folder: start afresh with overwrite=true."
         )
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / f"stage-{ranks.stage}.pt", device)}
 
