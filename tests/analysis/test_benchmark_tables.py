@@ -41,8 +41,16 @@ def test_a_throughput_table(throughput):
     assert "batch 4, 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
     assert "| adaptive per layer | 96.96 | 0.970 [0.960..0.979] | 0.751 | 1.01 | 0.990 | 12.0 |" in text
     assert "| Opacus, ghost | refused: tied weights \\| no | – | – | – | – | – |" in text
+    assert text.index("flat, book-keeping") < text.index("flat, ghost")  # the rows have them the other way round
     fast = throughput_tables(throughput.assign(examples_per_second=21404.4))
     assert "| adaptive per layer | 21,400 |" in fast  # four digits, no exponent
+
+
+def test_a_method_that_died_on_the_way_was_not_measured(throughput):
+    died = (throughput["method"] == "ghost") & (throughput["round"] == 1)
+    text = throughput_tables(throughput.assign(status=throughput["status"].mask(died, "refused: out of memory")))
+    assert text.count("| flat, ghost | refused: out of memory | – |") == 2  # with one thread and with two
+    assert "| flat, book-keeping | refused" not in text
 
 
 def test_the_full_depths_are_those_of_the_workloads(throughput):

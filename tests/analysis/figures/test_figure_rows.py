@@ -5,11 +5,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import read_figure_rows, seeds_in_words, summary
+from groupwise.analysis.figure_style import seeds_in_words, summary
 from groupwise.analysis.figures import make
 from groupwise.errors import UserError
-
-ACCURACY = ["valid/accuracy"]
 
 
 def change(path: Path, **columns: object) -> None:
@@ -18,19 +16,6 @@ def change(path: Path, **columns: object) -> None:
     for name, value in columns.items():
         frame.loc[0, name] = value
     frame.to_csv(path, index=False)
-
-
-def test_the_largest_scale_is_taken(folders):
-    assert read_figure_rows("quantile_budget", folders, ACCURACY).scale == "mini"
-    frame = pd.read_csv(folders.measured / "quantile_budget_mini.csv").assign(scale="paper")
-    frame.to_csv(folders.measured / "quantile_budget_paper.csv", index=False)
-    assert read_figure_rows("quantile_budget", folders, ACCURACY).scale == "paper"
-
-
-def test_no_rows_name_the_command_that_makes_them(folders):
-    (folders.measured / "quantile_budget_mini.csv").unlink()
-    with pytest.raises(UserError, match=r"no rows of quantile_budget .* make sweep-quantile_budget SCALE=mini"):
-        read_figure_rows("quantile_budget", folders, ACCURACY)
 
 
 @pytest.mark.parametrize(

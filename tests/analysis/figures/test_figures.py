@@ -86,7 +86,8 @@ def test_a_figure_without_rows_is_an_error_and_the_others_are_made(folders, tmp_
     assert len(said) == len(FIGURES) - 1 and all(line.startswith("error: ") for line in said)
     assert (tmp_path / "out" / "target_quantile.png").is_file()
     assert run(folders, tmp_path / "out", "runtime_nll") == 2
-    assert capsys.readouterr().err.startswith("error: There are no rows of runtime_nll")
+    said = capsys.readouterr().err
+    assert said.startswith("error: There are no rows of runtime_nll") and "make sweep-runtime_nll SCALE=mini" in said
     assert run(folders, tmp_path / "out", "runtime_nl") == 2
     assert capsys.readouterr().err.startswith("error: There is no figure runtime_nl (did you mean runtime_nll?)")
 

@@ -31,19 +31,6 @@ def only(monkeypatch, world):
         (world.folders.sweeps / f"{name}.yaml").write_text(f"# {name}\n" + yaml.safe_dump(content))
 
 
-def test_every_cell_has_a_line(world, monkeypatch):
-    only(monkeypatch, world)
-    lines = coverage(world.folders)
-    assert lines["sweep"].value_counts(sort=False).to_dict() == {
-        "fixed_per_layer": 8,
-        "adaptivity": 16,
-        "quantile_budget": 2,
-        "gradnorm_cifar": 1,
-    }
-    assert set(lines["status"]) == {"not run"} and set(lines["paper"]) == {"0 of 3", "0 of 1"}
-    assert set(lines["demo"]) == {""}
-
-
 def test_statuses_follow_the_rows(world, monkeypatch):
     only(monkeypatch, world)
     rows = world.rows("fixed_per_layer", "paper")
