@@ -5,10 +5,8 @@ import pytest
 
 from groupwise.audit import one_run as game
 from groupwise.audit.__main__ import COLUMNS, MODES, audit_mode, everything, main, row_of
-from groupwise.audit.canaries import Present
-from groupwise.audit.one_run import count_right
 from groupwise.audit.options import make_setting
-from groupwise.privacy import PoissonSampler, mechanism
+from groupwise.privacy import mechanism
 
 QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
 
@@ -64,20 +62,6 @@ def test_every_mode_keeps_its_claim_and_they_show_a_third_of_it(epsilon):
 def test_the_same_seed_is_the_same_audit():
     asked = make_setting(["clip=flat", *QUICK], canaries=500, seed=5)
     assert row_of(audit_mode(asked)) == row_of(audit_mode(asked))
-
-
-def test_highest_scores_are_called_in_and_lowest_out():
-    scores, present = np.array([3.0, -1.0, 0.0, 2.0]), np.array([True, False, True, False])
-    assert count_right(scores, present, 1, 1) == 2
-    assert count_right(scores, present, 2, 0) == 1
-    assert count_right(scores, ~present, 1, 1) == 0
-
-
-def test_those_who_are_not_there_are_never_drawn():
-    there = np.arange(100) % 3 == 0
-    drawn = [Present(PoissonSampler(100, 0.5, b"k" * 16), there).indices(step) for step in range(50)]
-    assert there[np.concatenate(drawn)].all()
-    assert np.mean([len(d) for d in drawn]) == pytest.approx(17, abs=3)
 
 
 def test_a_row_has_all_columns_and_no_audit_is_made_twice():
