@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, hold_out, keep, keyed_fraction
+from groupwise.data.text_examples import Labelled, LabelledText, PairedText, Request, hold_out, keep
 from groupwise.errors import UserError
 
 
@@ -68,13 +68,6 @@ def test_labelled_rows_are_chosen_by_their_number_whatever_is_in_them(labelled):
     ):
         one, same = choose(labelled).train.texts, choose(other).train.texts
         assert [b if b[0] == "blank" else a for a, b in zip(one, same, strict=True)] == same
-
-
-def test_places_are_uniform_and_depend_on_the_key():
-    places = sorted(keyed_fraction(f"text {i}", 0) for i in range(2000))
-    assert max(abs(place - i / 2000) for i, place in enumerate(places)) < 0.05  # Kolmogorov-Smirnov: 1e-4
-    assert keyed_fraction("text", 0) != keyed_fraction("text", 1)
-    assert keyed_fraction("naïve", 0) == pytest.approx(0.4212114735531912, abs=1e-15)  # on every machine
 
 
 def test_the_split_is_fixed_by_the_seed(labelled, paired):

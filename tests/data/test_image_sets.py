@@ -5,16 +5,6 @@ import torch
 from groupwise.data.image_sets import load_digits
 
 
-def test_shapes_types_and_range():
-    data = load_digits()
-    assert data.x_train.shape == (1433, 1, 8, 8)
-    assert data.x_test.shape == (364, 1, 8, 8)
-    assert data.x_train.dtype == data.x_test.dtype == torch.uint8
-    assert data.y_train.dtype == data.y_test.dtype == torch.int64
-    assert (data.x_train.min(), data.x_train.max()) == (0, 255)
-    assert (data.channels, data.image_size, data.num_classes) == (1, 8, 10)
-
-
 def test_the_split_is_the_same_every_time():
     first, second = load_digits(), load_digits()
     assert torch.equal(first.x_test, second.x_test)

@@ -1,23 +1,13 @@
 """Targets are gathered by source, and examples have a fingerprint of their own."""
 
-import hashlib
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from groupwise.data.text_examples import Request, by_source, read_json_list, read_text, sha256_of_examples
+from groupwise.data.text_examples import read_json_list, read_text
 from groupwise.errors import UserError
-
-
-def test_the_targets_of_a_source_come_together_in_order():
-    pairs = [("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("a", "1")]
-    assert by_source(pairs) == [Request("a", ("1", "3", "1")), Request("b", ("2",)), Request("c", ("4",))]
-
-
-def test_the_fingerprint_is_of_the_json():
-    assert sha256_of_examples([["é", 1]]) == hashlib.sha256('[["é", 1]]'.encode()).hexdigest()
 
 
 def test_a_byte_order_mark_is_left_out(tmp_path):
