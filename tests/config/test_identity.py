@@ -76,12 +76,6 @@ def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> Non
     assert differences(RunConfig(), secure) == ["noise.secure is False there and True here"]
 
 
-def test_a_younger_key_is_another_experiment_only_where_it_is_used() -> None:
-    used, key = RunConfig(model=ModelConfig(rematerialize=True)), "model.rematerialize"
-    assert key not in stable_config(RunConfig()) and stable_config(used)[key] is True
-    assert config_hash(used) != config_hash(RunConfig())
-
-
 def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> None:
     one = RunConfig(clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
     other = RunConfig(clip=ClipConfig(mapping={"*": "late", "stem*": "early"}))
