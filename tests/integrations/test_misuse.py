@@ -30,20 +30,6 @@ def resume(folder: Path, **options) -> None:
     trainer(folder, **options).train(True)
 
 
-FINDS: dict[Callable[[Path], None], str] = {}
-"""Ways that find the folder of a run that was killed, or has ended; the others find an empty one."""
-
-
-def going_on(way: Callable[[Path], None]) -> Callable[[Path], None]:
-    FINDS[way] = "killed"
-    return way
-
-
-def at_its_end(way: Callable[[Path], None]) -> Callable[[Path], None]:
-    FINDS[way] = "ended"
-    return way
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, whole) -> dict[str, Path]:
     """What such a run leaves, by what became of it."""
@@ -71,17 +57,6 @@ def twice(folder: Path) -> None:
     run.train()
 
 
-@going_on
-def after_a_kill(folder: Path) -> None:
-    trainer(folder).train()
-
-
-@going_on
-def other_settings(folder: Path) -> None:
-    resume(folder, weight_decay=0.1)
-
-
-@going_on
 def other_optimizer(folder: Path) -> None:
     """Its state is taken from the checkpoint, so that alone would not tell."""
     model = encoder()
@@ -90,51 +65,18 @@ def other_optimizer(folder: Path) -> None:
     trainer(folder, model, optimizers=(other, None)).train(True)
 
 
-@going_on
-def other_budget(folder: Path) -> None:
-    resume(folder, budget=privacy(threshold=2.0))
-
-
-@going_on
 def no_optimizer_state(folder: Path) -> None:
     (folder / "checkpoint-3" / "optimizer.pt").unlink()
     resume(folder)
 
 
-@going_on
-def other_data(folder: Path) -> None:
-    resume(folder, train_dataset=Texts(48))
-
-
-@going_on
 def without_the_key(folder: Path) -> None:
     key_path(folder).unlink()
     resume(folder)
 
 
-@going_on
-def after_a_move(folder: Path) -> None:
-    resume(folder.rename(folder / ".." / f"{folder.name}-moved"))
-
-
-@going_on
-def into_another_folder(folder: Path) -> None:
-    """Its key would stay where it is, for good."""
-    trainer(folder / "other").train(folder / "checkpoint-3")
-
-
 def only_the_model(folder: Path) -> None:
     kill(folder, save_only_model=True)
-    resume(folder)
-
-
-@at_its_end
-def after_the_end(folder: Path) -> None:
-    trainer(folder).train(str(folder / "checkpoint-3"))
-
-
-@at_its_end
-def at_the_end(folder: Path) -> None:
     resume(folder)
 
 
@@ -182,26 +124,43 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "train() twice": (twice, "training again would spend another epsilon"),
-    "train() where a killed run can go on": (after_a_kill, "a private training that did not end"),
-    "resuming with other settings": (other_settings, "weight_decay is 0.1 and was 0.0"),
-    "resuming with another optimizer": (other_optimizer, "optimizer is Adam and was AdamW"),
-    "resuming with another budget": (other_budget, "threshold is 2.0 and was 1.0"),
-    "resuming without the optimiser's state": (no_optimizer_state, "is no whole checkpoint of a private training"),
-    "resuming on other data": (other_data, "was made with dataset_size="),
-    "resuming without the key": (without_the_key, ".noise_key.pt: bring it there if the run was killed"),
-    "resuming where the folder was moved to": (after_a_move, "-moved.noise_key.pt: bring it there if"),
-    "resuming into another folder": (into_another_folder, "lies outside of output_dir"),
     "resuming from save_only_model": (only_the_model, "is no whole checkpoint of a private training"),
-    "going back after the end": (after_the_end, "one that is done cannot be resumed"),
-    "going on after the end": (at_the_end, "one that is done cannot be resumed"),
+}
+"""In an empty folder."""
+AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "train() where a killed run can go on": (lambda f: trainer(f).train(), "a private training that did not end"),
+    "resuming with other settings": (lambda f: resume(f, weight_decay=0.1), "weight_decay is 0.1 and was 0.0"),
+    "resuming with another optimizer": (other_optimizer, "optimizer is Adam and was AdamW"),
+    "resuming with another budget": (
+        lambda f: resume(f, budget=privacy(threshold=2.0)),
+        "threshold is 2.0 and was 1.0",
+    ),
+    "resuming without the optimiser's state": (no_optimizer_state, "is no whole checkpoint of a private training"),
+    "resuming on other data": (lambda f: resume(f, train_dataset=Texts(48)), "was made with dataset_size="),
+    "resuming without the key": (without_the_key, ".noise_key.pt: bring it there if the run was killed"),
+    "resuming where the folder was moved to": (
+        lambda f: resume(f.rename(f / ".." / f"{f.name}-moved")),
+        "-moved.noise_key.pt: bring it there if",
+    ),
+    "resuming into another folder, whose key would stay for good": (
+        lambda f: trainer(f / "other").train(f / "checkpoint-3"),
+        "lies outside of output_dir",
+    ),
+}
+AFTER_THE_END: dict[str, tuple[Callable[[Path], object], str]] = {
+    "going back after the end": (
+        lambda f: trainer(f).train(str(f / "checkpoint-3")),
+        "one that is done cannot be resumed",
+    ),
+    "going on after the end": (resume, "one that is done cannot be resumed"),
 }
 
 
-@pytest.mark.parametrize("way", REFUSALS)
+@pytest.mark.parametrize("way", REFUSALS | AFTER_A_KILL | AFTER_THE_END)
 def test_misuse_is_refused_in_a_sentence(tmp_path, way, folders):
-    do, words = REFUSALS[way]
-    if do in FINDS:
-        copy_run(folders[FINDS[do]], tmp_path)
+    if way not in REFUSALS:
+        copy_run(folders["killed" if way in AFTER_A_KILL else "ended"], tmp_path)
+    do, words = (REFUSALS | AFTER_A_KILL | AFTER_THE_END)[way]
     with pytest.raises(UserError, match=re.escape(words)) as refusal:
         do(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
