@@ -116,8 +116,3 @@ def adapters(model) -> dict[str, torch.nn.Parameter]:
 def test_an_unknown_target_is_refused(gpt2, target):
     with pytest.raises(UserError, match=rf"targets={target} names no layer|peft refuses model\.lora"):
         add_adapters(gpt2, LoraConfig(targets=["c_attn", target]))
-
-
-def test_a_rank_of_nothing_is_refused(gpt2):
-    with pytest.raises(UserError, match=r"peft refuses model\.lora \(.*r.*0"):
-        add_adapters(gpt2, LoraConfig(rank=0, targets=["c_attn"]))

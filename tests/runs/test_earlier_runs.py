@@ -10,7 +10,6 @@ from groupwise.audit.reaccount import verify
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import run
-from groupwise.training.earlier_runs import counted
 from tests.checked import checked_once
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,9 +93,3 @@ def test_an_exported_model_as_source_counts_as_its_run_does(tmp_path, capsys):
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false")
     assert row["plan.private"] is True and "plan.total_epsilon" not in row, "the plain run's data were made up"
     assert "cost nothing here" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("public", [True, False])
-def test_which_earlier_runs_count(public):
-    run = {"run": "a", "public": public, "epsilon": "inf", "delta": 0.0}
-    assert counted([run]) == ([] if public else [run])
