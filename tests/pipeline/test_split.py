@@ -167,23 +167,6 @@ def test_stages_one_after_the_other_are_the_whole_model(case, counts):
     assert_same(chained(stages_of(model, counts[-1], rematerialize=True), ids, kwargs), wanted, wanted[1])
 
 
-def test_losses_can_be_sums_over_tokens():
-    model, (ids, kwargs) = untied("gpt2"), texts()
-    wanted = expected(model, ids, kwargs, "sum")
-    assert_same(chained(stages_of(model, 2, token_loss="sum"), ids, kwargs), wanted, wanted[1])
-
-
-def test_a_block_that_runs_again_draws_the_same_dropout():
-    model, (ids, kwargs) = untied("gpt2", dropout=0.4), texts()
-    found = []
-    for rematerialize in (False, True):
-        torch.manual_seed(3)
-        found.append(chained(stages_of(model, 2, rematerialize=rematerialize), ids, kwargs))
-    assert_same(found[1], found[0], found[0][1])
-    torch.manual_seed(4)
-    assert not torch.equal(chained(stages_of(model, 2), ids, kwargs)[0], found[0][0])
-
-
 @pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16])
 def test_stages_in_half_precision_are_the_whole_model_to_the_last_bit(frozen):
     precision = autocast("bfloat16", torch.device("cpu"))
@@ -229,13 +212,6 @@ def test_each_stage_keeps_its_own_key_value_cache(kind):
                 torch.testing.assert_close(
                     found[row, kept.start - start :], wanted[row, kept], rtol=0, atol=1e-12, equal_nan=True
                 )
-
-
-def test_a_tied_embedding_that_trains_is_refused_on_two_stages():
-    model = language_model("gpt2")
-    with pytest.raises(UserError, match=r"'transformer.wte.weight' trains on stages 0 and 1 at once.*model.untie=true"):
-        cut(model, ((0, 2), (2, 4)), 1)
-    assert cut(model, ((0, 4),), 0).names()["head.weight"] == "lm_head.weight"
 
 
 def test_a_parameter_outside_all_parts_is_refused():

@@ -55,15 +55,20 @@ class Texts:
         return TextFeed(Samples(list(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
 
 
-def make_model(case: Case) -> nn.Module:
-    """The whole model, the same in every process."""
-    torch.manual_seed(0)
+def gpt2(blocks: int = 4, words: int = WORDS, **options: Any) -> nn.Module:
+    """A causal model of that many blocks and tokens, with weights drawn from the default generator."""
     import_torchvision()
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    shape = {"n_layer": blocks, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": words}
+    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0, **options))
+
+
+def make_model(case: Case) -> nn.Module:
+    """The whole model, the same in every process."""
+    torch.manual_seed(0)
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), case.dropout)
-    shape = {"n_layer": 4, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": WORDS}
-    model: Any = GPT2LMHeadModel(GPT2Config(**shape, **rates, tie_word_embeddings=False))
+    model: Any = gpt2(**rates, tie_word_embeddings=False)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     if case.model == "lora":

@@ -7,8 +7,8 @@ from groupwise.errors import UserError
 from groupwise.models.image_networks import WideResNet
 from groupwise.pipeline.split import cut
 from groupwise.run import start_from
-from groupwise.torchvision_import import import_torchvision
 from groupwise.training.checkpoint import save_checkpoint
+from tests.pipeline.tiny import gpt2
 
 BLOCKS = 3
 
@@ -22,12 +22,8 @@ def made(seed):
 
 
 def text_model(seed):
-    import_torchvision()
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(seed)
-    shape = {"n_layer": BLOCKS, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 20}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False))
+    return gpt2(BLOCKS, tie_word_embeddings=False)
 
 
 def test_three_stages_files_start_two_stages_and_a_whole_model(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from groupwise.config.schema import TrainConfig
-from groupwise.pipeline.split import cut
 from groupwise.tasks import make_task
 from tests.tasks.test_text_generation import config
 
@@ -18,20 +17,6 @@ def text():
     torch.manual_seed(0)
     summed = TrainConfig(token_loss="sum")
     return make_task(config(model={"shape": shape}, data={"max_length": 100}, train=summed), CPU)
-
-
-def test_a_stage_makes_of_them_what_the_task_makes_of_the_examples(text):
-    task = text
-    examples = task.order(np.array([3, 17, 8, 1, 29]))
-    with torch.no_grad():
-        wanted = task.losses_of(examples)
-    stage = cut(task.model, ((0, 1),), 0, token_loss="sum")
-    microbatches = task.feed("train", CPU).microbatches(examples, size=2, least=4)
-    assert [m.absent for m in microbatches] == [0, 0, 1, 2]
-    with torch.no_grad():
-        found = [stage(m.first, **m.kwargs) for m in microbatches]
-    torch.testing.assert_close(torch.cat(found)[:5], wanted, rtol=1e-5, atol=1e-5)
-    assert not torch.cat(found)[5:].any()
 
 
 def test_all_microbatches_of_texts_have_one_shape_that_the_longest_decides(text):
