@@ -17,36 +17,6 @@ def names(cells: list[Cell]) -> list[str]:
     return [f"{cell.name} seed={cell.seed}" for cell in cells]
 
 
-def test_cells_are_all_combinations_and_know_their_names() -> None:
-    cells = expand(GRIDS, {}, "paper")
-    assert len(cells) == 9
-    assert cells[0] == Cell(
-        "clip=flat privacy.epsilon=3 task=cifar",
-        0,
-        ("scale=paper", "task=cifar", "clip=flat", "privacy.epsilon=3", "seed=0"),
-    )
-    assert names(cells)[-1] == "clip=none privacy.epsilon=inf task=sst2 seed=0"
-
-
-def test_a_cell_of_two_grids_is_one() -> None:
-    assert len(expand([*GRIDS, {**GRIDS[0], "clip": ["flat", "ghost"]}], {}, "paper")) == 9 + 4
-
-
-def test_a_scale_changes_values_leaves_cells_out_and_keeps_names() -> None:
-    scales = {"mini": {"privacy.epsilon": {3: 4}, "task": {"sst2": None}, "train.steps": 5}}
-    cells = expand(GRIDS, scales, "mini")
-    assert len(cells) == 8
-    assert cells[0].name == "clip=flat privacy.epsilon=3 task=cifar"
-    assert cells[0].overrides == (
-        "scale=mini",
-        "task=cifar",
-        "clip=flat",
-        "privacy.epsilon=4",
-        "seed=0",
-        "train.steps=5",
-    )
-
-
 def test_a_scale_may_have_seeds_of_its_own() -> None:
     cells = expand(GRIDS, {"mini": {"seed": [0, 5, 6]}}, "mini")
     assert len(cells) == 15 and {cell.seed for cell in cells} == {0, 5, 6}
