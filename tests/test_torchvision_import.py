@@ -9,28 +9,6 @@ import torch
 
 from groupwise import torchvision_import
 from groupwise.torchvision_import import import_torchvision, import_torchvision_first
-from tests.forks import Command
-
-FORK = """
-import sys
-assert "torchvision" in sys.modules
-from groupwise.torchvision_import import import_torchvision
-torchvision = import_torchvision()
-assert torchvision.datasets.CIFAR10 and torchvision.transforms.functional.hflip
-assert import_torchvision() is torchvision
-import torchvision as again
-assert again is torchvision
-print("imported", torchvision.__version__)
-"""
-
-
-def test_it_imports_in_a_fresh_process_beside_the_installed_torch(tmp_path):
-    """The one that forks come from, which imports it first (`tests/libraries.py`)."""
-    script = tmp_path / "fork.py"
-    script.write_text(FORK)
-    code, told, errors = Command(str(script), cwd=tmp_path).finish()
-    assert code == 0, errors
-    assert told.startswith("imported")
 
 
 def test_nothing_is_declared_where_it_imports_by_itself(monkeypatch):
