@@ -3,7 +3,7 @@
 Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, beside what
 `groupwise.planner` says beforehand.
 
-Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processes). Methods: none, device, layer.
+Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processes). Methods: none, device, layer, flat.
 """
 
 import sys

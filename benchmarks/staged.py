@@ -26,7 +26,7 @@ from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.torchvision_import import import_torchvision_first
 from groupwise.training.task import Microbatch
 
-PARTITIONS = {"none": None, "device": flat, "layer": per_layer}
+PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
 LIMIT = timedelta(seconds=300)
 
 ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0, kind="cpu")
@@ -158,7 +158,7 @@ def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -
         optimizer.zero_grad()
         if engine is not None:
             engine.reset()
-        runner.run(microbatches, nothing_random)
+        (runner.run_flat if method == "flat" else runner.run)(microbatches, nothing_random)
         if engine is not None:
             _release(engine, noise)
         optimizer.step()

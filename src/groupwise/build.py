@@ -148,7 +148,7 @@ def _stage_sums(
         microbatch = min(*ranks.gather(fits // stage.count), keeps_busy)
     ranks.copy_([*stage.parameters(), *stage.buffers()])
     runner = StageRunner(stage, engine, device, ranks.pipeline)
-    return StageSums(runner, feed, max(1, microbatch or 1))
+    return StageSums(runner, feed, max(1, microbatch or 1), config.clip.grouping == "flat")
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:

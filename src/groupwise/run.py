@@ -88,7 +88,7 @@ def _run(
     if config.eval.shots is not None:
         return evaluate_in_context(config, record, task, device)
     engine = make_engine(task.model, config.clip)
-    plan = plan_run(config, task.train_size, _groups(engine, ranks))
+    plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
     earlier = earlier_runs_of(config)
     if plan.noise_multiplier > 0:
@@ -184,9 +184,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _groups(engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
-    """K, over all stages; None without clipping."""
-    return None if engine is None else sum(ranks.gather(len(engine.groups))[: ranks.stages])
+def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
+    """K, over all stages; flat clipping is one group of all of them. None without clipping."""
+    if engine is None:
+        return None
+    if config.clip.grouping == "flat":
+        return 1
+    return sum(ranks.gather(len(engine.groups))[: ranks.stages])
 
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:

@@ -10,9 +10,9 @@ from tests.pipeline.tiny import Case, make_trainer
 BATCH = np.arange(6)
 
 
-def gradients(rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
+def gradients(grouping: str = "device", rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
     """Clipped sums of one step of dropout, whatever the default generator was."""
-    case = Case(stages=1, rematerialize=rematerialize, dropout=0.4)
+    case = Case(stages=1, grouping=grouping, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Alone(), (tuple(BATCH),))
     trainer.private.engine.set_thresholds(0.01)
     torch.rand(1)
@@ -32,4 +32,10 @@ def test_masks_follow_the_step(expected):
 
 def test_a_block_that_runs_again_in_the_backward_pass_has_the_masks_of_the_forward_pass(expected):
     for found, once in zip(gradients(rematerialize=True), expected, strict=True):
+        torch.testing.assert_close(found, once, rtol=0, atol=1e-13)
+
+
+def test_both_passes_of_flat_clipping_have_the_same_masks_and_those_of_one_pass(expected):
+    """One stage is one group: per-device clipping in one pass is flat clipping in two."""
+    for found, once in zip(gradients("flat"), expected, strict=True):
         torch.testing.assert_close(found, once, rtol=0, atol=1e-13)

@@ -60,6 +60,7 @@ def on_two_stages(rank: int, world: int) -> dict:
     """Messages by case."""
     ranks = Ranks(2)
     found = {"none": steps(Case(grouping="none"), ranks)}
+    found["flat"] = steps(Case(grouping="flat", policy="adaptive", sigma=1.0), ranks)
     for name, case in PRIVATE.items():
         found[name] = steps(case, ranks)
     with counted() as seen:
@@ -79,3 +80,6 @@ def test_private_steps_send_exactly_what_non_private_ones_do():
             kinds = Counter(call for call, *_ in plain[step].elements())
             asked = 1 if batch else 0  # whether all stages know their shapes, which torch asks before a step
             assert kinds == Counter({"send": count + asked, "recv": count + asked}) - Counter()
+            twice = Counter({message: 2 * often for message, often in plain[step].items()})
+            norms = Counter({("allreduce", 1, 8 * count * MICROBATCH): asked})
+            assert found["flat"][step] == twice + norms, (rank, step)

@@ -40,6 +40,7 @@ def on_four_processes(rank: int, world: int) -> dict:
         "device": noise_of(device, ranks),
         "planted": noise_of(device, ranks, groups=1),
         "adaptive": noise_of(Case(sigma=SIGMA, policy="adaptive"), ranks),
+        "flat": noise_of(Case(sigma=SIGMA, policy="adaptive", grouping="flat"), ranks),
     }
     return found
 
@@ -75,12 +76,13 @@ def test_noise_without_the_root_of_the_number_of_stages_is_caught(drawn):
 
 
 def test_stages_and_steps_are_independent_and_replicas_equal(drawn):
-    ranks = [noise for noise, _, _ in drawn["device"]]
-    for stage in (0, 1):
-        assert np.array_equal(ranks[stage], ranks[stage + 2])
-    size = min(ranks[0].shape[1], ranks[1].shape[1])
-    for one, other in ((ranks[0][:, :size], ranks[1][:, :size]), (ranks[0][1:], ranks[0][:-1])):
-        assert abs(np.corrcoef(one.flatten(), other.flatten())[0, 1]) < 5 / math.sqrt(one.size)
+    for name in ("device", "flat"):
+        ranks = [noise for noise, _, _ in drawn[name]]
+        for stage in (0, 1):
+            assert np.array_equal(ranks[stage], ranks[stage + 2])
+        size = min(ranks[0].shape[1], ranks[1].shape[1])
+        for one, other in ((ranks[0][:, :size], ranks[1][:, :size]), (ranks[0][1:], ranks[0][:-1])):
+            assert abs(np.corrcoef(one.flatten(), other.flatten())[0, 1]) < 5 / math.sqrt(one.size)
 
 
 def test_each_stage_moves_its_threshold_by_noise_of_its_own(drawn):
@@ -92,6 +94,14 @@ def test_each_stage_moves_its_threshold_by_noise_of_its_own(drawn):
         assert stats.kstest(moves[stage], "norm", args=(-STEP * (0.5 - QUANTILE), std)).pvalue > 1e-3
     assert abs(np.corrcoef(moves[0], moves[1])[0, 1]) < 5 / math.sqrt(DRAWS)
     assert not np.allclose(moves[0], moves[1])
+
+
+def test_one_group_over_all_stages_has_one_threshold_and_its_whole_noise_everywhere(drawn):
+    found = drawn["flat"]
+    assert all(thresholds == found[0][1] for _, thresholds, _ in found)
+    scale = SIGMA / math.sqrt(1 - 0.1) / EXPECTED  # σ_new
+    for noise, thresholds, _ in found[:2]:
+        assert stats.kstest((noise / np.array(thresholds)).flatten(), "norm", args=(0, scale)).pvalue > 1e-3
 
 
 def test_a_stage_noise_is_as_secret_as_the_run_and_tells_nothing_of_its_key():

@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def drawn(trainer: PipelineTrainer, size: int, least: int = 1) -> list[Microbatc
 def on_two_stages(rank: int, world: int) -> dict:
     """All that is looked at on two processes."""
     ranks = Ranks(2)
-    checks = (passes, buffers, losses, left_out)
+    checks = (passes, buffers, losses, same_dropout, left_out)
     return {check.__name__: check(ranks) for check in checks}
 
 
@@ -98,20 +99,33 @@ def losses(ranks: Ranks) -> tuple:
     return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
 
 
-def left_out(ranks: Ranks) -> list:
-    """Sums with an example that is not a number, and without it."""
-    both = []
-    for batch in ((0, 5, 1), (0, 1)):
-        trainer = make_trainer(Case(), ranks)
-        data, last = Texts(), WORDS - 1  # a token of example 5 alone
-        data.rows = [np.minimum(row, last if number == 5 else last - 1) for number, row in enumerate(data.rows)]
-        data.rows[5][0] = last
-        if trainer.runner.stage.first:
-            trainer.runner.stage.body.wte.weight.data[last] = torch.nan
-        trainer.runner.run(data.feed().microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
-        counts = (trainer.private.engine.nonfinite, trainer.private.engine.examples)
-        both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
-    return both
+def same_dropout(ranks: Ranks) -> float:
+    """Flat clipping of one example, with dropout: the squared norm of this stage's part."""
+    trainer = make_trainer(Case(grouping="flat", dropout=0.5), ranks, batches=((3,),))
+    trainer.private.engine.set_thresholds(0.01)
+    microbatches = drawn(trainer, 1, 2)
+    trainer.runner.run_flat(microbatches, partial(trainer.private.microbatch, 0))
+    return sum(float(p.grad.square().sum()) for p in trainer.runner.stage.parameters())
+
+
+def left_out(ranks: Ranks) -> tuple:
+    """Flat and per device: sums with an example that is not a number, and without it."""
+    found = []
+    for grouping in ("flat", "device"):
+        both = []
+        for batch in ((0, 5, 1), (0, 1)):
+            trainer = make_trainer(Case(grouping=grouping), ranks)
+            data, last = Texts(), WORDS - 1  # a token of example 5 alone
+            data.rows = [np.minimum(row, last if number == 5 else last - 1) for number, row in enumerate(data.rows)]
+            data.rows[5][0] = last
+            if trainer.runner.stage.first:
+                trainer.runner.stage.body.wte.weight.data[last] = torch.nan
+            run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
+            run(data.feed().microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
+            counts = (trainer.private.engine.nonfinite, trainer.private.engine.examples)
+            both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
+        found.append(both)
+    return tuple(found)
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +153,16 @@ def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
     assert len(none) == 0
 
 
+def test_both_passes_of_flat_clipping_drop_the_same_out(seen):
+    assert sum(found["same_dropout"] for found in seen) ** 0.5 == pytest.approx(0.01, rel=1e-9)
+
+
 def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
     for found in seen:
-        (sums, counts), (expected, others) = found["left_out"]
-        assert counts == (1, 3) and others == (0, 2)
-        for gradient, other in zip(sums, expected, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=0, atol=1e-9)
+        for (sums, counts), (expected, others) in found["left_out"]:
+            assert counts == (1, 3) and others == (0, 2)
+            for gradient, other in zip(sums, expected, strict=True):
+                torch.testing.assert_close(gradient, other, rtol=0, atol=1e-9)
 
 
 def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():

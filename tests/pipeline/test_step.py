@@ -47,13 +47,17 @@ CASES = [
         Case(model, stages, grouping, "adaptive", again)
         for stages, model, grouping, again in (
             (2, "gpt2", "layer", False),
+            (2, "gpt2", "flat", True),
+            (2, "lora", "flat", False),
             (2, "lora", "none", False),
             (4, "gpt2", "layer", True),
+            (4, "gpt2", "flat", False),
+            (4, "lora", "flat", False),
             (4, "gpt2", "none", True),
         )
     ),
 ]
-REPLICATED = [Case(grouping=grouping, policy="adaptive") for grouping in ("device", "layer", "none")]
+REPLICATED = [Case(grouping=grouping, policy="adaptive") for grouping in ("device", "flat", "none")]
 """Two stages on four processes: two replicas of the pipeline."""
 
 
@@ -119,6 +123,8 @@ def reference(case: Case) -> tuple[dict[str, Tensor], list[float], list[dict[str
 
 def _group(case: Case, ranges: tuple[tuple[int, int], ...], name: str) -> str:
     block = re.search(r"\bh\.(\d+)\.", name)
+    if case.grouping == "flat":
+        return "all"
     if case.grouping == "layer":
         return name.rpartition(".")[0]
     if block:
@@ -146,7 +152,7 @@ def _check(case: Case, ranks: list) -> None:
     for name, weight in weights.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{case} {n}: {m}")
     if case.grouping != "none":
-        found = [number for _, own, _ in ranks for number in own]
+        found = [number for _, own, _ in (ranks[:1] if case.grouping == "flat" else ranks) for number in own]
         assert sorted(found) == pytest.approx(sorted(thresholds), rel=1e-9)
     for _, _, told in ranks:
         for report, expected in zip(told, reports, strict=True):
@@ -179,7 +185,7 @@ def test_so_does_every_other_model_schedule_and_policy(stages):
         _check(case, ranks)
 
 
-@pytest.mark.parametrize("grouping", ["device", "layer", "none"])
+@pytest.mark.parametrize("grouping", ["device", "layer", "flat", "none"])
 def test_one_stage_equals_the_loop_over_single_examples(grouping):
     case = Case(stages=1, grouping=grouping, policy="adaptive", rematerialize=True)
     _check(case, [run_case(case, Alone())])

@@ -99,7 +99,8 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
         some = feed.microbatches(feed.order(np.arange(EXAMPLES)), EXAMPLES)[0]
         engine.trace(losses_of_stage(stage, some, device), range(EXAMPLES))
     here = 1 if engine is None else len(engine.groups)
-    groups = round(ranks.agree(here / ranks.replicas)[0])
+    one_group = case.grouping == "flat"
+    groups = 1 if one_group else round(ranks.agree(here / ranks.replicas)[0])
     plan = make_plan(
         dataset_size=EXAMPLES,
         expected_batch_size=EXPECTED,
@@ -125,7 +126,7 @@ def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineT
             allocation="equal_budget",
             optimizer=optimizer,
             device=device,
-            sums=StageSums(runner, feed, MICROBATCH),
+            sums=StageSums(runner, feed, MICROBATCH, one_group),
             ranks=ranks,
         ),
         schedule=make_schedule(optimizer, optim, 1000),

@@ -60,11 +60,13 @@ def test_rematerialisation_keeps_the_inputs_of_blocks_alone(work):
         ("none", False, MIDDLE),
         ("device", True, MIDDLE),
         ("layer", False, MIDDLE),
+        ("norms", True, MIDDLE),
+        ("sums", False, MIDDLE),
         ("device", True, Kind(2, True, False)),
         ("device", False, Kind(2, False, True)),
         *(
             pytest.param(name, flag, MIDDLE, marks=pytest.mark.slow)
-            for name, flag in (("none", True), ("device", False), ("layer", True))
+            for name, flag in (("none", True), ("device", False), ("layer", True), ("norms", False), ("sums", True))
         ),
         pytest.param("device", False, Kind(2, True, False), marks=pytest.mark.slow),
         pytest.param("device", True, Kind(2, False, True), marks=pytest.mark.slow),

@@ -62,13 +62,13 @@ def test_the_plan_adds_up(plan, options):
     assert plan.parameters == 4 * (12 * 64 * 64 + 13 * 64) + (100 + 64) * 64 + 2 * 64 + plan.trained
     assert len(plan.memory) == 2 and all(min(vars(memory).values()) >= 0 for memory in plan.memory)
     assert plan.most == options.batch
-    assert plan.plain < plan.times.step
+    assert plan.plain < plan.times.per_device < plan.times.flat
 
 
 def test_the_fastest_microbatch_is_chosen(estimate, plan):
     works = [replace(estimate.work, microbatch=size) for size in (1, 2, 4)]
-    seconds = [estimate.times(work, estimate.ranges()).step for work in works]
-    assert plan.times.step == min(seconds)
+    seconds = [estimate.times(work, estimate.ranges()).per_device for work in works]
+    assert plan.times.per_device == min(seconds)
     assert works[seconds.index(min(seconds))].microbatch == plan.options.microbatch
 
 
@@ -101,7 +101,7 @@ def test_the_command_prints_a_plan(folder, estimate, capsys, monkeypatch):
     assert main([f"model={folder}", *SETTINGS]) == 0
     said = capsys.readouterr().out
     assert re.search(r"bubble 20\.0%", said)  # 1/(4 + 1)
-    assert "without clipping and noise" in said and "per-device clipping" in said
+    assert "per-device clipping" in said and "flat clipping in two passes" in said
     assert "Do: devices=2, microbatch=1" in said.splitlines()[-1]
 
 

@@ -35,9 +35,11 @@ CELLS: dict[str, tuple[str, ...]] = {
     "per_device": ("clip=per_device",),
     "adaptive_device": ("clip=adaptive_device", "pipeline.rematerialize=true", SILENT),
     "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
+    "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
     "none": ("clip=none", "optim.learning_rate=0.01", *PLAIN),
     "from a folder": ("clip=none", "model=gpt2_mini", SILENT, "train.steps=1", "train.batch_size=4"),
 }
+AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
     "too few blocks": ("model.shape.n_layer=1", "pipeline.stages=2 cannot share 1 blocks"),
     "blocks that do not add up": ("pipeline.blocks=[1,2]", "add up to the model's 2 blocks"),
@@ -137,15 +139,16 @@ def test_each_stage_follows_its_own_quantile(cells):
     assert privacy["plan"]["quantile_budget"] == 0.01
 
 
-def test_an_unclipped_pipeline_is_the_same_run_as_one_process(cells, tmp_path):
-    row = run(smoke(tmp_path, *CELLS["none"], "pipeline.stages=1"))
-    one, two = (torch.load(folder_of(results) / "model.pt") for results in (tmp_path, cells[0] / "none"))
+@pytest.mark.parametrize("name", AS_ONE_PROCESS)
+def test_flat_and_unclipped_pipelines_are_the_same_run_as_one_process(cells, tmp_path, name):
+    row = run(smoke(tmp_path, *CELLS[name], "pipeline.stages=1"))
+    one, two = (torch.load(folder_of(results) / "model.pt") for results in (tmp_path, cells[0] / name))
     assert one.keys() == two.keys()
     moved = [key for key in one if "lora_B" in key]
     assert moved and all(one[key].abs().max() > 0 for key in moved)
     for key in one:
         torch.testing.assert_close(two[key], one[key], rtol=1e-4, atol=1e-6)
-    assert cells[1]["none"]["test/perplexity"] == pytest.approx(row["test/perplexity"], rel=1e-5)
+    assert cells[1][name]["test/perplexity"] == pytest.approx(row["test/perplexity"], rel=1e-5)
 
 
 # --- the command ---

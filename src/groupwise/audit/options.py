@@ -170,7 +170,12 @@ def _check(config: RunConfig, design: str) -> None:
         raise UserError(
             "Without noise there is no finite epsilon to audit: give privacy.epsilon or privacy.noise_multiplier."
         )
-    if config.pipeline.stages > 1 and DESIGNS[design].real:
-        raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
+    if config.pipeline.stages > 1:
+        if clip.grouping == "flat":
+            raise UserError(
+                "An audit of a pipeline is per device, layer or block: for clip=flat leave out pipeline.stages."
+            )
+        if DESIGNS[design].real:
+            raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
     if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
         raise UserError("--design counts reads the counts of many layers: it takes clip=adaptive_layer.")

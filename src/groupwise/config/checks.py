@@ -247,9 +247,11 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     several = f"pipeline.stages={stages}"
     if config.task not in GENERATION:
         yield f"{several} is not for task={config.task}: choose one of {', '.join(GENERATION)}, or pipeline.stages=1."
-    if clip.grouping in ("flat", "custom"):
-        yield f"clip.grouping={clip.grouping} is not for {several}: stages exchange no norms, so use clip=per_device."
-    if clip.grouping != "none":  # each stage adds its own noise
+    if clip.norms == "ghost":
+        yield f"clip.norms=ghost is not for {several}: clip=flat does the same there, in two passes of the pipeline."
+    if clip.grouping == "custom":
+        yield f"clip.grouping=custom cannot tell the stages of {several} apart: use device, layer, block or flat."
+    if clip.grouping in ("device", "layer", "block"):  # each stage adds its own noise
         if config.noise.allocation != "equal_budget":
             yield (
                 f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before any can add its "

@@ -8,6 +8,7 @@ buffers are freed with it.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,19 +158,63 @@ class StageRunner:
         Returns:
             On the last stage the examples' losses (n,), in order and without fillers; None on the others.
         """
+        engine = self.engine
+        if engine is None:
+            return self._pass(microbatches, (lambda _: nullcontext(),) * 2, randomness)
+
+        def clipped(i: int) -> AbstractContextManager[object]:
+            return engine.backward_of(i, microbatches[i].absent)
+
+        return self._pass(microbatches, (self._forward(engine, microbatches), clipped), randomness)
+
+    def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
+        """As `run`, but all stages are one group: two passes, and one all-reduce of the examples' squared norms.
+
+        The first pass computes norms alone. Then all stages know every example's whole norm and its clip factor. The
+        second pass repeats the first, with each layer's rows multiplied by the factors; `randomness` repeats dropout.
+        """
+        engine = self.engine
+        assert engine is not None and len(engine.groups) == 1, "one group over all stages is one group on each"
+        found: list[Tensor] = []
+
+        @contextmanager
+        def norms(i: int) -> Iterator[None]:
+            with engine.norms_of(i):
+                yield
+            found.append(engine.squared_norms[0])
+
+        losses = self._pass(microbatches, (self._forward(engine, microbatches), norms), randomness)
+        if not microbatches:
+            return losses
+        squares = torch.stack(found)  # (microbatches, b)
+        if self.stage.count > 1:
+            dist.all_reduce(squares, group=self.group)
+        engine.count_norms(_present(squares, microbatches).unsqueeze(0))
+        factors = engine.factors(squares.flatten()).view_as(squares)
+        kept = [
+            replace(each, kwargs={**each.kwargs, "weights": each.kwargs["weights"] * (row != 0)})
+            for each, row in zip(microbatches, factors, strict=True)
+        ]
+
+        def sums(i: int) -> AbstractContextManager[object]:
+            return engine.sums_of(i, factors[i])
+
+        self._pass(kept, (self._forward(engine, kept), sums), randomness)
+        return losses
+
+    def _forward(self, engine: ClippingEngine, microbatches: Sequence[Microbatch]) -> Around:
+        return lambda i: engine.forward(microbatches[i].examples, i)
+
+    def _pass(
+        self, microbatches: Sequence[Microbatch], passes: tuple[Around, Around], randomness: Around
+    ) -> Tensor | None:
+        """Run all microbatches forward and backward; returns their losses (n,) on the last stage."""
         if not microbatches:
             return torch.zeros(0, device=self.device) if self.stage.last else None
-        engine = self.engine
-
-        def forward(i: int) -> AbstractContextManager[object]:
-            return nullcontext() if engine is None else engine.forward(microbatches[i].examples, i)
-
-        def backward(i: int) -> AbstractContextManager[object]:
-            return nullcontext() if engine is None else engine.backward_of(i, microbatches[i].absent)
-
+        around = (_within(randomness, passes[0]), _within(randomness, passes[1]))
         through = self._alone if self.stage.count == 1 else self._stepped
         try:
-            losses = through(microbatches, (_within(randomness, forward), _within(randomness, backward)))
+            losses = through(microbatches, around)
         except RuntimeError as error:  # torch wraps errors of a pass
             mistake = _mistake(error, self.stage.index)
             if mistake is None:

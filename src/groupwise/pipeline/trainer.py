@@ -2,7 +2,8 @@
 
 All stages draw the same sample from the run's key. Each clips its own parameters' gradients, adds noise at
 std_k = σ_new·√K·C_k from a stream of its own, and moves its own thresholds by its own noisy counts: no per-example norm
-is exchanged.
+is exchanged. With `clip.grouping=flat` all stages are one group; they then exchange squared norms once per logical
+batch, and all hold the one threshold.
 """
 
 import math
@@ -34,19 +35,20 @@ class StageSums:
         runner: takes the stage through microbatches.
         feed: of the training set.
         size: rows of a microbatch; the dropout masks depend on it.
+        one_group: all stages together are one group (flat); else each stage has groups of its own.
     """
 
     keeps_gradients = False
 
-    def __init__(self, runner: StageRunner, feed: Feed, size: int) -> None:
-        self.runner, self.feed, self.size = runner, feed, size
+    def __init__(self, runner: StageRunner, feed: Feed, size: int, one_group: bool) -> None:
+        self.runner, self.feed, self.size, self.one_group = runner, feed, size, one_group
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """All microbatches of this replica's share, through the pipeline and back."""
         private.clear()
+        run = self.runner.run_flat if self.one_group and private.engine is not None else self.runner.run
         share = private.ranks.share(self.feed.order(drawn))
-        microbatches = self.feed.microbatches(share, self.size, self.runner.least)
-        losses = self.runner.run(microbatches, partial(private.microbatch, step))
+        losses = run(self.feed.microbatches(share, self.size, self.runner.least), partial(private.microbatch, step))
         return torch.zeros(()) if losses is None else losses.sum()
 
 
@@ -60,8 +62,10 @@ class PipelineTrainer(Trainer):
     def __post_init__(self) -> None:
         sums: Any = self.private.sums
         self.runner: StageRunner = sums.runner
+        self.one_group: bool = sums.one_group
         self.private.gradient_noise = stage_noise(self.private.noise, self.runner.stage.index)
-        self.private.count_noise = self.private.gradient_noise
+        if not self.one_group:
+            self.private.count_noise = self.private.gradient_noise
 
     def step(self, step: int) -> list[float]:
         """Run step `step` (0-based); returns this process's part of what `report` takes."""
@@ -69,8 +73,9 @@ class PipelineTrainer(Trainer):
         if self.private.engine is None:
             return parts
         loss, nonfinite = parts
-        share = len(self.private.engine.groups) / self.private.plan.num_groups
-        clipped = self._known["nonprivate/clipped"] * share / self.private.ranks.replicas
+        own = 1 if self.one_group else len(self.private.engine.groups)
+        groups = own / (self.runner.stage.count if self.one_group else self.private.plan.num_groups)
+        clipped = self._known["nonprivate/clipped"] * groups / self.private.ranks.replicas
         square = self._known["noise_norm"] ** 2 / self.private.ranks.replicas
         by_stage = [0.0] * self.runner.stage.count
         by_stage[self.runner.stage.index] = nonfinite
@@ -112,6 +117,8 @@ class PipelineTrainer(Trainer):
     def named_thresholds(self) -> dict[str, float]:
         """Group -> C_k of all stages; the group of a whole stage has the stage's name."""
         own = super().named_thresholds()
+        if self.one_group or not own:
+            return own
         stage = f"stage {self.runner.stage.index}"
         named = {stage if len(own) == 1 else f"{stage} {name}": value for name, value in own.items()}
         by_stage = self.private.ranks.gather(named)[: self.private.ranks.stages]

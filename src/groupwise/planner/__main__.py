@@ -76,7 +76,7 @@ def make_plan(estimate: Estimate) -> Plan:
         ranges=ranges,
         memory=estimate.memory(work, ranges),
         times=estimate.times(work, ranges),
-        plain=estimate.times(work, ranges, "none").step,
+        plain=estimate.times(work, ranges, "none").per_device,
     )
 
 
@@ -101,7 +101,7 @@ def _chosen(estimate: Estimate, most: int) -> Work:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
     works = [replace(estimate.work, microbatch=size) for size in sizes]
-    return min(works, key=lambda work: estimate.times(work, estimate.ranges()).step)
+    return min(works, key=lambda work: estimate.times(work, estimate.ranges()).per_device)
 
 
 def _why_not(estimate: Estimate) -> str:
@@ -122,7 +122,7 @@ GB = 1e9
 def report(plan: Plan) -> str:
     """The options, the table of stages and the times."""
     options, times = plan.options, plan.times
-    device, best = options.device, times.step
+    device, best = options.device, times.per_device
     dtype = options.weights_dtype if options.rank else "float32"
     trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
     speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
@@ -143,8 +143,9 @@ GB of each stage, and milliseconds of a microbatch there:
 
 bubble {bubble_fraction(options.devices, times.microbatches):.1%} ((S-1)/(J+S-1)); \
 {plan.steps:.4g} steps an epoch
-without clipping and noise  {_times(plan, plan.plain)}
-per-device clipping         {_times(plan, best)}
+without clipping and noise   {_times(plan, plan.plain)}
+per-device clipping          {_times(plan, best)}
+flat clipping in two passes  {_times(plan, times.flat)}
 
 Do: devices={options.devices}, microbatch={options.microbatch}, per-device clipping; \
 {free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
@@ -152,7 +153,7 @@ Do: devices={options.devices}, microbatch={options.microbatch}, per-device clipp
 
 
 def _times(plan: Plan, seconds: float) -> str:
-    share = seconds / plan.times.step
+    share = seconds / plan.times.per_device
     return f"{_time(seconds):>9} a step {_time(seconds * plan.steps):>9} an epoch {share:6.2f} times as long"
 
 

@@ -91,8 +91,10 @@ class Times(NamedTuple):
     """Of a microbatch, by stage."""
     backward: tuple[float, ...]
     """The same, recomputation included."""
-    step: float
-    """Of a step, noise and update included."""
+    per_device: float
+    """Of a step in which every stage clips alone (Algorithm 2)."""
+    flat: float
+    """Of a step with flat clipping: norms of the whole batch first, then all of it again."""
 
 
 def duration(microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
@@ -167,7 +169,7 @@ class Estimate:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
-        """The peak memory of each stage; `name` is a pass of `work.PASSES`."""
+        """The peak memory of each stage; `name` is a pass of `work.PASSES`, or flat."""
         return [
             self._memory(work, ranges, stage, name, self.footprint(work, kind, "none"))
             for stage, kind in enumerate(kinds(ranges))
@@ -185,8 +187,13 @@ class Estimate:
     def _memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
         """The memory of one stage; with `plain`, the part that clipping adds is listed separately."""
         kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
-        together, found = self.options.device.kind == "cuda", self.footprint(work, kind, name)
-        return stage_memory(plain or found, found, len(ranges), stage, count, all_at_once=together)
+        together = self.options.device.kind == "cuda"
+
+        def of(name: str) -> Memory:
+            found = self.footprint(work, kind, name)
+            return stage_memory(plain or found, found, len(ranges), stage, count, all_at_once=together)
+
+        return max(map(of, ("norms", "sums") if name == "flat" else (name,)), key=lambda memory: memory.peak)
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -209,11 +216,17 @@ class Estimate:
         """One step, its backward passes `name` of `work.PASSES`."""
         device, stages, count = self.options.device, kinds(ranges), self.microbatches(work, len(ranges))
         forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
+        norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward
         found = [self.footprint(work, kind, name) for kind in stages]
         update = UPDATE_PASSES * max(of.trained for of in found) / device.bandwidth
         message = device.latency + max(of.sent for of in found) / device.link
         agree = device.latency * math.ceil(math.log2(len(ranges) + 1))  # an all-reduce of a few numbers
-        return Times(count, forward, backward, duration(count, forward, backward, message) + agree + update)
+
+        def passes(backward: tuple[float, ...]) -> float:
+            return duration(count, forward, backward, message) + agree
+
+        per_device = passes(backward) + update
+        return Times(count, forward, backward, per_device, passes(norms) + per_device)
 
 
 def kinds(ranges: Ranges) -> list[Kind]:

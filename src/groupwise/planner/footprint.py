@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -101,9 +101,9 @@ def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
 
 
-PASSES = {"none": None, "device": flat, "layer": per_layer}
+PASSES = {"none": None, "device": flat, "layer": per_layer, "norms": flat, "sums": flat}
 """Kinds of backward passes, and how each partitions the layers of its stage: no clipping, one group per stage, one
-group per layer."""
+group per layer, and the two passes of flat clipping over all stages, first for norms and then for sums."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Passes:
     """
 
     def __init__(self, stage: Stage, work: Work, name: str) -> None:
-        self.stage, self._work = stage, work
+        self.stage, self._work, self._name = stage, work, name
         partition = PASSES[name]
         self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
         if self._engine is not None:
@@ -205,8 +205,14 @@ class Passes:
 
     def backward(self, out: Tensor, gradient: Tensor | None) -> None:
         """From what `forward` returned; the gradient is None on the last stage."""
-        with nullcontext() if self._engine is None else self._engine.backward_of(0):
+        with self._clipped():
             torch.autograd.backward(out.sum() if gradient is None else out, gradient)
+
+    def _clipped(self) -> AbstractContextManager[object]:
+        if self._engine is None:
+            return nullcontext()
+        passes = {"norms": self._engine.norms_of, "sums": self._engine.sums_of}
+        return passes.get(self._name, self._engine.backward_of)(0)
 
 
 @dataclass(frozen=True)
