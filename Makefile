@@ -30,7 +30,7 @@ NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layer
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
-	gpu-kit pretrained status plot view reproduce tables figures audit verify trust goldens api notebooks coverage lint format types clean
+	gpu-kit pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z0-9_%-]+:.*## / {printf "  make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,7 +92,7 @@ sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-ci
 	$(BIN)/python -m groupwise.sweeps.collect $* scale=$(SCALE)
 	$(if $(NORMS_$*),$(BIN)/python -m groupwise.sweeps.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
 
-status: $(STAMP) ## how far the sweeps are: done, begun, failed, waiting
+status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and when they will end
 	$(BIN)/python -m groupwise.sweeps.status
 
 plot: $(STAMP) ## one run as a picture, loss, accuracy, epsilon and thresholds: make plot RUN=results/runs/0123456789ab
@@ -115,6 +115,9 @@ figures: $(STAMP) ## all figures as PDF and PNG, from the committed rows
 
 figure-%: $(STAMP) ## one figure: make figure-target_quantile
 	$(BIN)/python -m groupwise.analysis.figures $*
+
+report: tables figures ## results/report.html: every table and figure on one page that needs no network
+	$(BIN)/python -m groupwise.analysis.report
 
 test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and sweeps on it that are interrupted: minutes
 	@scripts/slurm/up.sh; . scripts/slurm/cluster.sh; status=0; \
