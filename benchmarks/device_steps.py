@@ -26,7 +26,7 @@ from benchmarks.meters import Stopwatch, peak_bytes
 from benchmarks.methods import METHODS, prepare
 from benchmarks.options import command, names, option, out, split
 from benchmarks.results import Table, hardware
-from benchmarks.worker import why_lost
+from benchmarks.worker import is_lost
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.from_config import autocast
 from groupwise.training.memory import is_oom
@@ -124,7 +124,7 @@ def measure(options: StepOptions) -> int:
         good = row["status"] == "ok"
         shown = f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches" if good else row["status"]
         print(f"microbatch {size:5s}  {precision:9s} {layout:13s} {method:15s} {shown}", flush=True)
-        if not good and why_lost(options.device):
+        if not good and is_lost(options.device):
             print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
             return AGAIN
     return 0

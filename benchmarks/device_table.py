@@ -16,12 +16,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import torch
+
 from benchmarks.driver import Measured, progress, row_of, run
 from benchmarks.job import Job
 from benchmarks.options import command, names, option, out
 from benchmarks.results import THROUGHPUT, Table, hardware, table, with_ratios
-from benchmarks.worker import DeviceLost, Worker, measuring
+from benchmarks.worker import DeviceLost, Together
 from groupwise.errors import UserError
+from groupwise.training.arithmetic import arithmetic
 
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
 """Workload -> B, layers, tokens."""
@@ -80,7 +83,7 @@ def measure(options: TableOptions) -> int:
     def late() -> bool:
         return time.monotonic() - began > options.limit
 
-    with measuring(options.device):
+    with arithmetic(torch.device(options.device)):
         for job, several in cases(options):
             methods = missing(job, several, options.out)
             if not methods:
@@ -88,11 +91,17 @@ def measure(options: TableOptions) -> int:
             if late():
                 print("time is up: the same command goes on where this one stopped", file=sys.stderr)
                 return LEFT
+            asked: list[str] = []
+
+            def start(job: Job, limit: float, asked: list[str] = asked) -> Together:
+                asked.append(job.method)
+                return Together(job, limit)
+
             try:
-                rows = with_ratios(run(job, methods, options.rounds, options.steps, late))
+                rows = with_ratios(run(job, methods, options.rounds, options.steps, options.limit, start, late))
             except DeviceLost as error:
-                THROUGHPUT.add(options.out, [_refused(replace(job, method=error.method), error)])
-                print(f"error: {error.method} broke the GPU ({error}): give the command again", file=sys.stderr)
+                THROUGHPUT.add(options.out, [_refused(replace(job, method=asked[-1]), error)])
+                print(f"error: {asked[-1]} broke the GPU ({error}): give the command again", file=sys.stderr)
                 return AGAIN
             except UserError as error:  # plain training itself does not run: the case is reported, and the others go on
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=name), error) for name in methods])
@@ -115,9 +124,9 @@ def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
             progress(f"gpt2: does a batch of {job.batch} fit with {method}?")
             answer: dict[str, Any] = {}
             try:
-                with Worker(job) as worker:
-                    facts = worker.ask("measure")
-                    answer = facts if "refused" in facts else worker.ask("round", steps=options.steps)
+                with Together(job, options.limit) as here:
+                    facts = here.ask(do="measure")
+                    answer = facts if "refused" in facts else here.ask(do="round", steps=options.steps)
                 refused = answer.get("refused")
             except DeviceLost as error:
                 refused = lost = str(error)

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.job import Job
-from benchmarks.methods import SUMS_OF, formats
-from benchmarks.peers import is_peer
-from benchmarks.worker import Worker
+from benchmarks.methods import SUMS_OF, formats, is_peer
+from benchmarks.process import Process
 from benchmarks.workloads import WORKLOADS
 from groupwise.errors import UserError
 
 SAME_SUMS = 1e-3  # relative; float32 sums of the same method in two memory formats differ by far less
+
+Start = Callable[[Job, float], Any]
+"""From a job and seconds to what answers questions, such as `Process`, as a context manager."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ def run(
     methods: Sequence[str],
     rounds: int,
     steps: int,
+    limit: float,
+    start: Start = Process,
     until: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Rows of one workload: one a round for each method and format, one alone for what does not run.
@@ -43,6 +47,8 @@ def run(
         methods: names from `METHODS`, `none` first.
         rounds: how often every method has its turn.
         steps: steps on the clock in a turn.
+        limit: seconds that a turn may take.
+        start: what a job runs in.
         until: asked between methods and between rounds: stop with what is there?
 
     Raises:
@@ -57,7 +63,7 @@ def run(
             replace(case, method=method, memory_format=memory_format)
             for memory_format in formats(method, WORKLOADS[case.workload].channels_last)
         ]
-        measured = [_measure(job) for job in jobs]
+        measured = [_measure(job, limit, start) for job in jobs]
         if method == "none" and all(one.refused for one in measured):
             raise UserError(f"workload={case.workload} does not run here without clipping: {measured[0].refused}.")
         if method == "none":  # the sizes that the workload has by itself hold for all methods
@@ -66,12 +72,12 @@ def run(
             case = replace(case, **sizes)
             measured = [Measured(replace(one.job, **sizes), one.facts) for one in measured]
         chosen += [_faster(measured)] if is_peer(method) else measured
-    return _rounds(_sound(chosen), rounds, steps, until)
+    return _rounds(_sound(chosen), rounds, steps, limit, start, until)
 
 
-def _measure(job: Job) -> Measured:
-    with Worker(job) as worker:
-        return Measured(job, worker.ask("measure"))
+def _measure(job: Job, limit: float, start: Start) -> Measured:
+    with start(job, limit) as process:
+        return Measured(job, process.ask(do="measure"))
 
 
 def _faster(formats: list[Measured]) -> Measured:
@@ -94,24 +100,26 @@ def _sound(chosen: list[Measured]) -> list[Measured]:
         truth = ours.get(SUMS_OF.get(one.job.method, ""))
         if truth and not one.refused and abs(difference := one.facts["sums"] / truth - 1) >= SAME_SUMS:
             wrong = f"the norm of its clipped sums is {difference:+.1%} off"
-            one = Measured(one.job, {"refused": wrong})
+            one = Measured(one.job, {"refused": wrong, "peer": one.facts.get("peer")})
         kept.append(one)
     return kept
 
 
-def _rounds(chosen: list[Measured], rounds: int, steps: int, until: Callable[[], bool]) -> list[dict[str, Any]]:
+def _rounds(
+    chosen: list[Measured], rounds: int, steps: int, limit: float, start: Start, until: Callable[[], bool]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        running = [(one, stack.enter_context(Worker(one.job))) for one in chosen if not one.refused]
+        running = [(one, stack.enter_context(start(one.job, limit))) for one in chosen if not one.refused]
         for number in range(rounds):
             if rows and until():
                 break
-            for one, worker in list(running):
+            for one, process in list(running):
                 progress(f"{one.job.workload}: round {number + 1} of {rounds}, {one.job.method}")
-                answer = worker.ask("round", steps=steps)
+                answer = process.ask(do="round", steps=steps)
                 rows.append(row_of(one, number, steps, answer))
                 if "refused" in answer:
-                    running.remove((one, worker))
+                    running.remove((one, process))
     return rows + [row_of(one, 0, 0, {}) for one in chosen if one.refused]
 
 
@@ -141,7 +149,7 @@ def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> di
         "peak_bytes": facts.get("peak_bytes"),
         "flops": facts.get("flops"),
         "status": f"refused: {refused}" if refused else "ok",
-        "peer": None,
+        "peer": facts.get("peer"),
     }
 
 

@@ -1,7 +1,7 @@
 """Whole updates of the paper's language models at full size:  python -m benchmarks.full_size model=gpt2
 
 One update (losses, clipped backward, thresholds, noise, AdamW) beside the non-private one: seconds and peak memory. The
-shapes come from the models' configurations, the weights are random.
+shapes come from the models' configurations, the weights are random. Each update has a process of its own.
 
 Models: roberta_base, gpt2, gpt2_xl (LoRA; frozen weights and autocast in bfloat16).
 """
@@ -16,8 +16,8 @@ import pandas as pd
 from benchmarks import workloads
 from benchmarks.job import Job
 from benchmarks.options import command, names, option, out
+from benchmarks.process import Process
 from benchmarks.results import MACHINE, Table, as_text
-from benchmarks.worker import Worker, measuring
 
 GIB = 2**30
 TABLE = Table("full_size.csv", ("model", "method", "batch", "tokens", "layers", *MACHINE))
@@ -50,14 +50,15 @@ class FullOptions:
     batch: int | None = option(None, "examples; default 16, of gpt2_xl 1")
     tokens: int | None = option(None, "of each example; default 128, of gpt2 100, of gpt2_xl 256")
     layers: int | None = option(None, "transformer blocks; default the model's own")
-    threads: int = option(1, "of torch")
+    threads: int = option(1, "threads of each process; processes run one at a time")
     device: str = option("cpu", "or cuda")
+    limit: float = option(1800.0, "seconds for all that one process does")
     out: str = out("full_size.csv")
     tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
 
 
 def job(name: str, method: str, options: FullOptions) -> Job:
-    """What is to run; `tiny` leaves the sizes that were not given to the workload."""
+    """What a process is to run; `tiny` leaves the sizes that were not given to the workload."""
     full = MODELS[name]
     return Job(
         full.workload,
@@ -78,8 +79,8 @@ def measure(name: str, options: FullOptions) -> list[dict[str, Any]]:
     for method in MODELS[name].methods:
         print(f"{name}: {method}", file=sys.stderr, flush=True)
         asked = job(name, method, options)
-        with Worker(asked) as worker:
-            facts = worker.ask("update")
+        with Process(asked, options.limit) as process:
+            facts = process.ask(do="update")
         refused = facts.pop("refused", None)
         row = {
             "model": f"{name} (tiny)" if options.tiny else name,
@@ -111,11 +112,10 @@ def run(options: FullOptions) -> None:
     for name in chosen:
         workload = MODELS[name].workload
         workloads.check(workload, batch=options.batch, layers=options.layers, tokens=options.tokens)
-    with measuring(options.device):
-        for name in chosen:
-            rows = measure(name, options)
-            TABLE.add(options.out, rows)
-            print(table(rows), flush=True)
+    for name in chosen:
+        rows = measure(name, options)
+        TABLE.add(options.out, rows)
+        print(table(rows), flush=True)
 
 
 main = command(FullOptions, run)

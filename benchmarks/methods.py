@@ -1,4 +1,4 @@
-"""Takes one step of each way to train, ours here and others' in `peers`.
+"""Takes one step of each way to train, ours here and others' in `peers` and `research_peers`.
 
 A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
 Noise is apart, as it comes once per logical batch; there is no update of the parameters.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks import peers
+from benchmarks import peers, research_peers
 from benchmarks.job import Job
 from benchmarks.workloads import Workload, build
 from groupwise.clipping import ClipPlan, Rates, attach, flat, per_block, per_layer
@@ -223,18 +223,30 @@ METHODS: dict[str, Callable[[Workload], Method]] = {
     "opacus_functorch": _peer(peers.Materialized, force_functorch=True),
     "opacus_ghost": _peer(peers.Ghost),
     "opacus_per_layer": _peer(peers.Materialized, each_parameter=True),
+    "fastdp_layer": _peer(research_peers.FastDP, style="layer-wise"),
+    "fastdp_flat": _peer(research_peers.FastDP, style="all-layer"),
+    "private_transformers": _peer(research_peers.PrivateTransformers),
 }
 
 
-SUMS_OF = dict.fromkeys(("opacus_hooks", "opacus_functorch", "opacus_ghost"), "flat")
+SUMS_OF = {
+    **dict.fromkeys(("opacus_hooks", "opacus_functorch", "opacus_ghost"), "flat"),
+    **dict.fromkeys(("fastdp_flat", "private_transformers"), "flat"),
+    "fastdp_layer": "fixed_layer",
+}
 """The peers' methods, and ours that clip the same groups to the same thresholds."""
+
+
+def is_peer(method: str) -> bool:
+    """Whether a method's name is a peer's."""
+    return peers.is_peer(method) or research_peers.package_of(method) is not None
 
 
 def formats(method: str, channels_last: bool) -> tuple[str, ...]:
     """The memory formats in which to measure a method: none in both, ours in channels_last, a peer in its faster."""
     if not channels_last:
         return ("contiguous",)
-    return ("contiguous", "channels_last") if method == "none" or peers.is_peer(method) else ("channels_last",)
+    return ("contiguous", "channels_last") if method == "none" or is_peer(method) else ("channels_last",)
 
 
 def make(name: str, workload: Workload) -> Method:

@@ -5,7 +5,7 @@ it: sampling, reading, forward and backward passes, clipping, noise, optimiser.
 
 Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18.
 Methods: none (a plain loop), adaptive_layer and flat (make_private), on a GPU with cuda_graph=True too (…_graph),
-opacus_hooks, opacus_ghost.
+opacus_hooks, opacus_ghost, and with peers=FOLDER fastdp_flat, on shuffled batches (see `benchmarks.research_peers`).
 """
 
 import copy
@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import groupwise
 from benchmarks.growing import Block
 from benchmarks.options import command, names, option, out
+from benchmarks.research_peers import load, put_on_path
 from benchmarks.results import MACHINE, Table
 from groupwise.errors import UserError
 
@@ -48,6 +50,7 @@ class SmallModelOptions:
     rounds: int = option(7, "how often each method has its turn")
     steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
     jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
+    peers: str | None = option(None, "fastDP too: a folder that holds a checkout of it")
     out: str = out("small_models.csv")
 
 
@@ -211,6 +214,23 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
         yield None
 
 
+def fastdp(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
+    """fastDP's `PrivacyEngine`, as its README has it, with the clipping that ours does."""
+    library = load("fastDP")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "epochs": 1, "sample_size": len(data)}
+    how = {"clipping_fn": "Abadi", "clipping_mode": "MixOpt", "clipping_style": "all-layer"}
+    with redirect_stdout(sys.stderr):
+        library.PrivacyEngine(model, batch_size=batch, origin_params=None, **how, **budget).attach(optimizer)
+    for inputs, labels in _again(DataLoader(data, batch_size=batch, shuffle=True, drop_last=True), model):
+        F.cross_entropy(model(inputs), labels).backward()
+        if left := [name for name, parameter in model.named_parameters() if not hasattr(parameter, "private_grad")]:
+            raise RuntimeError(f"fastDP does not train {', '.join(left)}")
+        optimizer.step()
+        optimizer.zero_grad()
+        yield None
+
+
 METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
     "none": plain,
     "adaptive_layer": partial(ours, "adaptive_layer"),
@@ -219,6 +239,7 @@ METHODS: dict[str, Callable[[nn.Module, TensorDataset, int], Loop]] = {
     "flat_graph": partial(ours, "flat", graph=True),
     "opacus_hooks": partial(opacus, "hooks"),
     "opacus_ghost": partial(opacus, "ghost"),
+    "fastdp_flat": fastdp,
 }
 
 # -- the clock ---------------------------------------------------------------------------------------------------------
@@ -251,7 +272,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
                 _time(loop, 60, options.device)  # until the usual sizes of a batch are recorded
             turn[method] = steps or max(3, round(0.5 / _time(loop, 5, options.device)))
         except Exception as error:  # a peer's refusal is a result
-            if not method.startswith("opacus"):
+            if not method.startswith(("opacus", "fastdp")):
                 raise
             rows[method]["status"] = str(error).partition(".")[0][:120]
         else:
@@ -305,6 +326,10 @@ def _clock(device: str) -> float:
 def run(options: SmallModelOptions) -> None:
     """Measure, write the rows and print them."""
     known = [method for method in METHODS if options.device == "cuda" or not method.endswith("_graph")]
+    if options.peers:
+        put_on_path(options.peers)
+    else:
+        known.remove("fastdp_flat")
     models, methods = names("model", options.model, MODELS), names("method", options.method, known, first="none")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="opacus|torch")

@@ -1,7 +1,7 @@
 """Speed and memory against non-private training:  python -m benchmarks.throughput workload=mlp method=all
 
-Methods run in interleaved rounds. A case's rows are written, and its table printed, as soon as it is done.
-`docs/benchmarks.md` says how to read the results.
+Each method runs in a process of its own, in interleaved rounds. A case's rows are written, and its table printed, as
+soon as it is done. `docs/benchmarks.md` says how to read the results.
 
   python -m benchmarks.throughput workload=gpt2_untied
   python -m benchmarks.throughput workload=gpt2 method=flat,adaptive_layer batch=1,2,4,8 rounds=3
@@ -10,20 +10,21 @@ Methods run in interleaved rounds. A case's rows are written, and its table prin
 Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama; gpt2_64 (64
 tokens) and lora_gpt2_xl only when they are named.
 Methods: none (always: ratios are to it), flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks,
-opacus_functorch, opacus_ghost, opacus_per_layer; none_matmul: none, with the products of ours; none_again, only when it
-is named: none a second time, so its spread is the clock's.
+opacus_functorch, opacus_ghost, opacus_per_layer; fastdp_layer, fastdp_flat and private_transformers, where peers= says
+where they are; none_matmul: none, with the products of ours; none_again, only when it is named: none in a second
+process, so its spread is the clock's.
 """
 
 import sys
 from dataclasses import dataclass
 from itertools import product
 
+from benchmarks import research_peers
 from benchmarks.driver import run
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, RECORDED
 from benchmarks.options import command, names, option, out, split
 from benchmarks.results import THROUGHPUT, table, with_ratios
-from benchmarks.worker import measuring
 from benchmarks.workloads import WORKLOADS, check
 from groupwise.errors import UserError
 
@@ -38,10 +39,12 @@ class Options:
     layers: int = option(4, "transformer blocks; the full shapes have 12, llama 30, lora_gpt2_xl 48")
     rounds: int = option(5, "how often each method has its turn")
     steps: int = option(3, "steps on the clock in a turn, after one to warm up")
-    threads: int = option(1, "of torch")
+    threads: int = option(1, "threads of each process; processes run one at a time")
     device: str = option("cpu", "or cuda")
     dtype: str = option("float32", "or bfloat16 (autocast), float64")
+    limit: float = option(900.0, "seconds that one turn may take")
     out: str = out("throughput.csv")
+    peers: str | None = option(None, "a folder of checkouts of fast-differential-privacy and private-transformers")
     tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
 
     @property
@@ -49,7 +52,8 @@ class Options:
         """The names asked for, `none` first."""
         if self.method != "all":
             return names("method", self.method, [*METHODS, *RECORDED], first="none")
-        return [name for name in METHODS if name != "none_again"]
+        left_out = ["none_again", *([] if self.peers else filter(research_peers.package_of, METHODS))]
+        return [name for name in METHODS if name not in left_out]
 
     @property
     def batches(self) -> list[int | None]:
@@ -89,10 +93,11 @@ def cases(options: Options) -> list[Job]:
 def measure(options: Options) -> None:
     """Run all cases."""
     todo, chosen = cases(options), options.methods
-    with measuring(options.device):
-        for case in todo:
-            rows = with_ratios(run(case, chosen, options.rounds, options.steps))
-            print(table(THROUGHPUT.add(options.out, rows)), flush=True)
+    if options.peers:
+        research_peers.put_on_path(options.peers)
+    for case in todo:
+        rows = with_ratios(run(case, chosen, options.rounds, options.steps, options.limit))
+        print(table(THROUGHPUT.add(options.out, rows)), flush=True)
 
 
 main = command(Options, measure)

@@ -1,17 +1,14 @@
 """Measures one method on one workload, and answers requests with what it found:
 
-- ``ask("measure")`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
-- ``ask("round", steps=3)`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
-- ``ask("update")`` -> peak_bytes, cpu_seconds, wall_seconds of one step with its noise and an optimiser's update
+- ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
+- ``{"do": "round", "steps": 3}`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
+- ``{"do": "update"}`` -> peak_bytes, cpu_seconds, wall_seconds of one step with its noise and an optimiser's update
 - anything that fails -> ``{"refused": "the first line of what it said"}``
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,39 +16,18 @@ import torch
 from benchmarks.job import Job
 from benchmarks.meters import Seconds, Step, Stopwatch, count_operations, peak_bytes
 from benchmarks.methods import Method, prepare
+from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
-from groupwise.training.arithmetic import arithmetic
-from groupwise.training.memory import is_oom, keep_freed_blocks
 
 LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
 
-class Worker:
-    """A job, built when it is first needed, and a context manager: at its end the model is forgotten.
-
-    Many can be there at once, and a GPU's memory is given back.
-
-    Raises:
-        DeviceLost: at the question that broke the GPU.
-    """
+class Bench:
+    """A job, built when it is first needed."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._built: tuple[Workload, Method] | None = None
-        torch.set_num_threads(job.threads)
-
-    def ask(self, do: str, **given: Any) -> dict[str, Any]:
-        """Do what was asked; whatever is raised becomes an answer, as a peer may refuse in any way."""
-        self._tidy()
-        try:
-            found = {"measure": self.measure, "round": self.round, "update": self.update}[do](**given)
-        except Exception as error:
-            lacking = isinstance(error, MemoryError) or is_oom(error)
-            first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-            found = {"refused": "out of memory" if lacking else first}
-        if lost := why_lost(self.job.device):
-            raise DeviceLost(self.job.method, found.get("refused", lost))
-        return found
 
     def measure(self) -> dict[str, Any]:
         """Memory first, then what a profiler would disturb."""
@@ -72,6 +48,7 @@ class Worker:
             "parameters": sum(p.numel() for p in workload.trainable),
             "batch": workload.batch,
             "layers": workload.layers,
+            "peer": version_of(self.job.method),
         }
 
     def round(self, steps: int) -> dict[str, Any]:
@@ -81,6 +58,9 @@ class Worker:
         noise = self._time(method.noise, 1)
         taken = self._time(method.step, steps)
         method.clear()
+        gc.collect()
+        if self.job.device == "cuda":
+            torch.cuda.empty_cache()
         return {
             "cpu_seconds": taken.cpu,
             "wall_seconds": taken.wall,
@@ -126,44 +106,77 @@ class Worker:
             step()
         return watch.read(steps)
 
-    def _tidy(self) -> None:
-        """What is freed later must not count as freed by another job."""
-        gc.collect()
-        if self.job.device == "cuda":
-            torch.cuda.empty_cache()
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._built = None
-        if kind is not DeviceLost:
-            self._tidy()
+def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
+    """Do what was asked; whatever is raised becomes an answer, as a peer may refuse in any way."""
+    try:
+        match request["do"]:
+            case "measure":
+                return bench.measure()
+            case "update":
+                return bench.update()
+            case _:
+                return bench.round(request["steps"])
+    except (MemoryError, torch.OutOfMemoryError):
+        return {"refused": "out of memory"}
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        if "DefaultCPUAllocator" in str(error):
+            return {"refused": "out of memory"}
+        return {"refused": first or type(error).__name__}
 
 
 class DeviceLost(Exception):
     """A kernel failed, after which this process can compute nothing more on its GPU."""
 
-    def __init__(self, method: str, said: str) -> None:
-        super().__init__(said)
-        self.method = method
 
-
-def why_lost(device: str) -> str:
-    """What a kernel said whose failure has left this process without its GPU; "" where it is there."""
+def is_lost(device: str) -> bool:
+    """Whether a kernel that failed before has left this process without its GPU."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return ""
+    except RuntimeError:
+        return True
+    return False
 
 
-@contextmanager
-def measuring(device: str) -> Iterator[None]:
-    """Inside, arithmetic and memory are those of a run, and libraries do not warn."""
-    if device == "cpu":
-        keep_freed_blocks()
-    with warnings.catch_warnings(), arithmetic(torch.device(device)):
-        warnings.simplefilter("ignore")
-        yield
+class Together:
+    """`benchmarks.process.Process` without a process: many can be there at once, and a GPU's memory is given back.
+
+    Raises:
+        DeviceLost: at the question that broke the GPU; `refused` is what was said.
+    """
+
+    def __init__(self, job: Job, limit: float) -> None:
+        self.job = job
+        self._bench: Bench | None = Bench(job)
+        torch.set_num_threads(job.threads)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Answer a request; failures are answers too. What takes too long is not cut off: only a process could be."""
+        assert self._bench is not None
+        self._tidy()
+        found = answer(self._bench, request)
+        if self.job.device == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise DeviceLost(found.get("refused") or str(error).splitlines()[0]) from error
+        return found
+
+    def close(self) -> None:
+        """Forget the model."""
+        self._bench = None
+        self._tidy()
+
+    def _tidy(self) -> None:
+        gc.collect()
+        if self.job.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not DeviceLost:
+            self.close()

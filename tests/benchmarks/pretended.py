@@ -1,4 +1,4 @@
-"""What stands in for measuring: a row, and a worker that answers by a function."""
+"""What stands in for measuring: a row, and a process that answers by a function."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TIMES = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
 
 
 def answering(answer: Callable[..., dict[str, Any]]) -> type:
-    """In the place of `benchmarks.worker.Worker`: `answer(job, what, ...)` is what it answers."""
+    """In the place of `benchmarks.process.Process`: `answer(job, do=..., ...)` is what it answers."""
 
-    class Worker:
-        def __init__(self, job: Job) -> None:
+    class Process:
+        def __init__(self, job: Job, limit: float) -> None:
             self.ask = partial(answer, job)
 
-        def __enter__(self) -> Worker:
+        def __enter__(self) -> Process:
             return self
 
         def __exit__(self, *_: object) -> None:
             pass
 
-    return Worker
+    return Process

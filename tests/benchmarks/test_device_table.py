@@ -1,4 +1,4 @@
-"""The speed table of a GPU: what matters most first, nothing twice, on after a lost GPU or when time is up."""
+"""The speed table in one process: what matters most first, nothing twice, on after a lost GPU or when time is up."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from benchmarks.device_table import (
     measure_largest,
 )
 from benchmarks.job import Job
-from benchmarks.worker import DeviceLost, Worker
+from benchmarks.worker import DeviceLost, Together
 from tests.benchmarks.pretended import TIMES, answering, row
 
 
@@ -27,13 +27,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     """(workload, dtype, method) of each measurement, in the place of measuring."""
     done: list[tuple[str, str, str]] = []
 
-    def run(case: Job, methods: Any, rounds: int, steps: int, until: Any) -> Any:
+    def run(case: Job, methods: Any, rounds: int, steps: int, limit: float, start: Any, until: Any) -> Any:
         rows = []
         for method in methods:
             done.append((case.workload, case.dtype, method))
+            start(Job(case.workload, method), limit)
             if method == lost.get("method"):
                 del lost["method"]
-                raise DeviceLost(method, "an illegal memory access")
+                raise DeviceLost("an illegal memory access")
             rows.append(row(method, workload=f"{case.workload} (tiny)", dtype=case.dtype))
         return rows
 
@@ -75,7 +76,7 @@ def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pyt
         tried.append((job.method, job.batch, do))
         return {"peak_bytes": 8, "batch": job.batch} if do == "measure" else TIMES
 
-    monkeypatch.setattr(device_table, "Worker", answering(answer))
+    monkeypatch.setattr(device_table, "Together", answering(answer))
     assert measure_largest(options(tmp_path), lambda: len(tried) > 5) == LEFT
     assert measure_largest(options(tmp_path), lambda: False) == 0
     rows = pd.read_csv(tmp_path / LARGEST.file).set_index("method")
@@ -91,9 +92,9 @@ def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    here = Worker(Job("mlp", "flat", device="cuda", tiny=True))
-    monkeypatch.setattr(here, "measure", lambda: {"seconds": 1.0})
+    here = Together(Job("mlp", "flat", device="cuda", tiny=True), 60.0)
+    monkeypatch.setattr(worker, "answer", lambda bench, request: {"seconds": 1.0})
     monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(worker.torch.cuda, "synchronize", broken)
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
-        here.ask("measure")
+        here.ask(do="measure")

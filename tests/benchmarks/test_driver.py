@@ -1,4 +1,4 @@
-"""The driver, with workers that only pretend: interleaving, formats of a peer, refusals."""
+"""The driver, with processes that only pretend: interleaving, formats of a peer, refusals."""
 
 from typing import Any
 
@@ -14,28 +14,27 @@ asked: list[tuple[str, str, str]] = []
 
 facts: dict[tuple[str, str], dict[str, Any]] = {}
 """(method, format) -> what `measure` says beside what it usually says."""
-fails_at: dict[str, int] = {}
-"""Method -> the round, from 1, at which it is refused."""
+dies_at: dict[str, int] = {}
+"""Method -> the round, from 1, at which it is killed."""
 
 
 def pretend(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
-    """A worker's answer."""
+    """A process's answer."""
     asked.append((do, job.method, job.memory_format))
     if do == "measure":
         usual = {"peak_bytes": 10, "flops": 5, "seconds": 1.0, "sums": 2.0, "parameters": 7}
         return {**usual, "batch": 4, "layers": 2, **facts.get((job.method, job.memory_format), {})}
-    return {"refused": "no memory"} if asked.count(asked[-1]) == fails_at.get(job.method) else TIMES
+    return {"refused": "killed"} if asked.count(asked[-1]) == dies_at.get(job.method) else TIMES
 
 
 @pytest.fixture(autouse=True)
-def nothing_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "Worker", answering(pretend))
-    for each in (asked, facts, fails_at):
+def nothing_before() -> None:
+    for each in (asked, facts, dies_at):
         each.clear()
 
 
 def rows(workload: str, *methods: str, rounds: int = 2) -> list[dict[str, Any]]:
-    return driver.run(Job(workload, "none"), methods, rounds, 3)
+    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, answering(pretend))
 
 
 def test_rounds_are_interleaved() -> None:
@@ -70,12 +69,12 @@ def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
     assert [row["status"] for row in found if row["method"] == "none"] == ["ok", "ok"]
 
 
-def test_a_failure_in_a_round_ends_that_method_alone() -> None:
-    fails_at["flat"] = 2
+def test_a_death_in_a_round_ends_that_method_alone() -> None:
+    dies_at["flat"] = 2
     found = rows("mlp", "none", "flat", rounds=3)
     assert [(row["round"], row["status"]) for row in found if row["method"] == "flat"] == [
         (0, "ok"),
-        (1, "refused: no memory"),
+        (1, "refused: killed"),
     ]
     assert [row["round"] for row in found if row["method"] == "none"] == [0, 1, 2]
 

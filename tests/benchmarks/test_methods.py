@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import methods
 from benchmarks.methods import METHODS, RECORDED, THRESHOLD, make
+from benchmarks.research_peers import package_of
 from benchmarks.workloads import build
 from groupwise.errors import UserError
 from tests.tapes import Tape
@@ -27,7 +28,7 @@ def sums(workload_name: str, method_name: str, **options: object) -> dict[str, t
     return {str(place): p.grad.clone() for place, p in enumerate(workload.trainable)}
 
 
-OF_THIS_ENVIRONMENT = [name for name in METHODS if not name.startswith("none")]
+OF_THIS_ENVIRONMENT = [name for name in METHODS if not name.startswith("none") and package_of(name) is None]
 FLAT = ("ghost", "opacus_hooks", "opacus_functorch", "opacus_ghost")
 FLAT_PAIRS = [
     (workload, method)

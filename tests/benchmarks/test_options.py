@@ -39,7 +39,7 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (throughput, "dtype=float16", "float32"),
         (throughput, "device=tpu", "cpu or cuda"),
         (throughput, "nonsense", "key=value"),
-        (growth, "limit=-1", "above 0"),
+        (throughput, "limit=-1", "above 0"),
         (device_table, "devise=cpu", "did you mean device?"),
         (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
         (full_size, "model=gpt3", "did you mean gpt2?"),

@@ -10,6 +10,7 @@ from benchmarks.throughput import main
 from tests.benchmarks.pretended import row
 
 
+@pytest.mark.slow  # processes and driver have fast tests of their own
 def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tiny=true", "workload=mlp", "method=flat", "rounds=2", "steps=1", f"out={tmp_path}"]
     assert main(arguments) == 0

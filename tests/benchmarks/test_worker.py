@@ -5,24 +5,24 @@ import torch
 
 from benchmarks.job import Job
 from benchmarks.methods import prepare
-from benchmarks.worker import Worker
+from benchmarks.worker import Bench, answer
 
 
 def test_a_measurement_and_a_round() -> None:
-    worker = Worker(Job("mlp", "flat", tiny=True))
-    facts = worker.ask("measure")
+    bench = Bench(Job("mlp", "flat", tiny=True))
+    facts = answer(bench, {"do": "measure"})
     assert facts["parameters"] == 650 and facts["batch"] == 4 and facts["layers"] is None
     assert facts["peak_bytes"] > 2 * 4 * 650 and facts["flops"] > 0 and facts["sums"] > 0
-    taken = worker.ask("round", steps=2)
+    taken = answer(bench, {"do": "round", "steps": 2})
     assert set(taken) == {"cpu_seconds", "wall_seconds", "noise_seconds"}
     assert all(seconds > 0 for seconds in taken.values())
 
 
 def test_an_update_trains_and_its_memory_holds_the_optimizer_s_state() -> None:
     job = Job("gpt2", "adaptive_layer", tiny=True)
-    before, worker = prepare(job)[0].trainable, Worker(job)
-    facts = worker.ask("update")
-    assert all(not torch.equal(old, new) for old, new in zip(before, worker._get()[0].trainable, strict=True))
+    before, bench = prepare(job)[0].trainable, Bench(job)
+    facts = answer(bench, {"do": "update"})
+    assert all(not torch.equal(old, new) for old, new in zip(before, bench._get()[0].trainable, strict=True))
     assert (facts["batch"], facts["tokens"], facts["layers"]) == (4, 7, 2)
     assert facts["parameters"] == facts["trainable"] == sum(p.numel() for p in before)
     assert facts["peak_bytes"] > 4 * 4 * facts["parameters"]  # weights, gradients, two moments
@@ -42,5 +42,5 @@ def test_a_failure_is_an_answer(monkeypatch: pytest.MonkeyPatch, error: Exceptio
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Worker, "measure", fail)
-    assert Worker(Job("mlp", "flat")).ask("measure") == {"refused": words}
+    monkeypatch.setattr(Bench, "measure", fail)
+    assert answer(Bench(Job("mlp", "flat")), {"do": "measure"}) == {"refused": words}

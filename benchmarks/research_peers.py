@@ -1,0 +1,173 @@
+"""Runs fastDP and private-transformers, as their READMEs do; they are on no package index.
+
+Where a method needs one, it is imported: installed, or found in a subfolder of `peers=FOLDER`, which holds checkouts
+of awslabs/fast-differential-privacy and lxuechen/private-transformers, and what the latter imports (a folder made by
+``pip install --no-deps --target FOLDER/site ml-swissknife opt_einsum``).
+
+- fastDP, book-keeping: `clipping_style` "layer-wise" and "all-layer", `clipping_fn="Abadi"` (the others do not clip as
+  ours do), `clipping_mode="MixOpt"`. Its origin parameters are named, as they save plain gradients of all others.
+- private-transformers: `clipping_mode="ghost"`, two backward passes.
+
+Options that save a peer work are taken. Noise, which fastDP adds inside of the backward pass, is apart. Both rewrite
+the forward passes of an older transformers, so that position ids get a batch axis; here they have one, and the
+rewriting is left out. Neither says so when it leaves a parameter without a gradient: here that is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import Workload
+from groupwise.errors import UserError
+from groupwise.torchvision_import import import_torchvision_first
+
+PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
+"""How the names of methods begin, and what they import."""
+SAMPLES = 1 << 20
+"""Size of a data set that is never accounted for."""
+
+
+def package_of(method: str) -> str | None:
+    """The package that a method imports, if it is one of these."""
+    return next((package for name, package in PACKAGES.items() if method.startswith(name)), None)
+
+
+def put_on_path(folder: str) -> None:
+    """Import from the subfolders of `peers=FOLDER`, here and in processes that are started from here.
+
+    Raises:
+        UserError: there is no such folder, or no peer in it.
+    """
+    places = sorted(place for place in Path(folder).expanduser().resolve().glob("*") if place.is_dir())
+    if not any((place / package).is_dir() for place in places for package in PACKAGES.values()):
+        raise UserError(
+            f"peers={folder} has no subfolder with {' or '.join(PACKAGES.values())} in it: clone "
+            "awslabs/fast-differential-privacy or lxuechen/private-transformers there."
+        )
+    before = os.environ.get("PYTHONPATH")
+    sys.path.extend(map(str, places))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), *map(str, places)])
+
+
+def version_of(method: str) -> str | None:
+    """The package behind a method and the commit of its checkout; None for other methods."""
+    package = package_of(method)
+    if package is None:
+        return None
+    place = Path(str(load(package).__file__)).parent
+    git = subprocess.run(["git", "-C", str(place), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return f"{package} {git.stdout.strip() if git.returncode == 0 else 'installed'}"
+
+
+class FastDP:
+    """Clipped sums in `p.private_grad`, made by hooks during the backward pass."""
+
+    def __init__(self, workload: Workload, threshold: float, noise_multiplier: float, style: str) -> None:
+        fastdp: Any = load("fastDP")
+        names = {id(p): name for name, p in workload.model.named_parameters()}
+        self._workload, self._trainable = workload, workload.trainable
+        self._names = [names[id(p)] for p in self._trainable]
+        first = [name for name in self._names if "wte" in name or "wpe" in name or "_embeddings" in name]
+        fastdp.autograd_grad_sample._create_or_extend_private_grad = _keep
+        with redirect_stdout(sys.stderr):
+            fastdp.PrivacyEngine(
+                workload.model,
+                batch_size=workload.batch,
+                sample_size=SAMPLES,
+                epochs=1,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=threshold,
+                clipping_fn="Abadi",
+                clipping_style=style,
+                loss_reduction="sum",
+                origin_params=first or self._names[:1],
+            )
+
+    def step(self) -> None:
+        """One backward pass."""
+        self.clear()
+        self._workload.loss().sum().backward()
+        left = [name for name, p in zip(self._names, self._trainable, strict=True) if not hasattr(p, "private_grad")]
+        if left:
+            raise RuntimeError(f"leaves {len(left)} of {len(self._names)} tensors without a gradient, {left[0]} first")
+        for parameter in self._trainable:
+            parameter.grad = parameter.__dict__.pop("private_grad")
+
+    def noise(self) -> None:
+        """As fastDP makes it, a tensor at a time."""
+        for parameter in self._trainable:
+            assert parameter.grad is not None
+            std: float = parameter.noise  # type: ignore[attr-defined]
+            parameter.grad += torch.normal(0, std, size=parameter.size(), device=parameter.device)
+
+    def clear(self) -> None:
+        """Forget the sums."""
+        for parameter in self._trainable:
+            parameter.grad = None
+
+
+class PrivateTransformers:
+    """Norms in a first backward pass, clipped sums in a second."""
+
+    def __init__(self, workload: Workload, threshold: float, noise_multiplier: float) -> None:
+        library: Any = load("private_transformers")
+        self._workload, self._trainable = workload, workload.trainable
+        self._engine = library.PrivacyEngine(
+            workload.model,
+            batch_size=workload.batch,
+            sample_size=SAMPLES,
+            epochs=1,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=threshold,
+            clipping_mode="ghost",
+            record_snr=False,
+            skip_checks=True,
+        )
+        self._engine.attach(torch.optim.SGD(self._trainable, lr=0.0))
+
+    def step(self) -> None:
+        """Both backward passes."""
+        self.clear()
+        self._engine._ghost_virtual_step(self._workload.loss())
+        for parameter in self._trainable:
+            parameter.grad = parameter.summed_grad  # type: ignore[attr-defined]
+
+    def noise(self) -> None:
+        """Its noise, and division by B."""
+        self._engine._create_noisy_clipped_gradient()
+        self._engine.unlock()
+
+    def clear(self) -> None:
+        """Forget sums and norms."""
+        self._engine.zero_grad()
+
+
+def _keep(parameter: Any, clipped_sum: torch.Tensor, accumulate_private_grad: bool = True) -> None:
+    """What fastDP does with a clipped sum, without the noise that it adds to the first."""
+    if hasattr(parameter, "private_grad"):
+        parameter.private_grad += clipped_sum.detach()
+    else:
+        parameter.private_grad = clipped_sum.detach()
+
+
+def load(package: str) -> Any:
+    """Import fastDP or private-transformers, and leave the forward passes of transformers alone.
+
+    Raises:
+        UserError: it is not installed and in no folder that `put_on_path` has put there.
+    """
+    import_torchvision_first()
+    try:
+        library = importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(f"{package} cannot be imported ({error}): give peers=FOLDER with a checkout of it.") from None
+    importlib.import_module(f"{package}.transformers_support").forward_swapper = lambda module: None  # type: ignore[attr-defined]
+    return library
