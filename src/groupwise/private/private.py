@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -64,11 +64,11 @@ class Steps:
 
     def __iter__(self) -> Iterator[Step]:
         private = self._private
-        with private._progress(self._end) as bar:
+        hidden = not (private.core.ranks.main and sys.stderr.isatty())
+        with Progress(private.plan, private.executed, self._end, disable=hidden) as bar:
             while private.executed < self._end:
                 step = private.step()
-                if bar is not None:
-                    bar.update(step.number, step.nonprivate["batch_size"])
+                bar.step(step.number)
                 yield step
 
 
@@ -204,11 +204,6 @@ class Private:
             "examples_per_second": released.drawn / seconds,
         }
         return Step(core.executed, self.plan, shown)
-
-    def _progress(self, end: int) -> AbstractContextManager[Progress | None]:
-        if not (self.core.ranks.main and sys.stderr.isatty()):
-            return nullcontext()
-        return Progress(end, self.executed, self.plan)
 
     def _check_data(self) -> None:
         self._check_agreed()

@@ -1,12 +1,9 @@
-"""Shows how far a training is: a line that is renewed on a terminal, and elsewhere a new one now and then."""
-
-from __future__ import annotations
+"""Shows how far a training is: a line that is renewed on a terminal, and elsewhere now and then."""
 
 import sys
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import TextIO
+from typing import Any
+
+from tqdm import tqdm
 
 from groupwise.privacy import PrivacyPlan
 
@@ -14,56 +11,24 @@ ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
 """Seconds between two lines."""
 
 
-class Progress:
-    """Steps, the ε spent so far and speed, in a line. Use it as a context manager.
+class Progress(tqdm):  # type: ignore[type-arg]
+    """Steps, a bound of the ε spent so far, and the time that is left, on stderr. Use it as a context manager.
 
     Args:
-        steps: after which the last line is written. start: the steps taken before. plan: of the training.
-        stream: stderr by default. clock: in seconds.
+        plan: of the training. start: the steps taken before. end: after which the last line is written.
+        others: of tqdm.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        start: int,
-        plan: PrivacyPlan,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.steps, self._start, self._plan = steps, start, plan
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._clock = clock
-        self._began = self._last_line = clock()
-        self._examples = 0
-        self._note = ""
+    monitor_interval = 0  # no thread that writes lines earlier
 
-    def update(self, step: int, examples: int, note: str = "") -> None:
-        """``step`` steps are done, the last of them on ``examples`` examples; ``note`` (accuracy, say) stays on view.
+    def __init__(self, plan: PrivacyPlan, start: int, end: int, **others: Any) -> None:
+        seconds = ON_A_TERMINAL if sys.stderr.isatty() else ELSEWHERE
+        super().__init__(total=end, initial=start, unit="step", mininterval=seconds, miniters=1, **others)
+        self._plan, self._note = plan, ""
 
-        A line is written if the last one was long ago, or if this is the last step.
-        """
-        self._examples += examples
-        self._note = note or self._note
-        now = self._clock()
-        if step < self.steps and now - self._last_line < (ON_A_TERMINAL if self._terminal else ELSEWHERE):
-            return
-        self._last_line = now
-        left = timedelta(seconds=round((now - self._began) / max(step - self._start, 1) * (self.steps - step)))
-        plan = self._plan
-        spent = f"ε {plan.progress(step):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""
-        speed = f"{self.examples_per_second:.0f} examples/s"
-        line = "  ".join(filter(None, (f"step {step}/{self.steps}", spent, speed, self._note, f"{left} left")))
-        print(f"\r{line}\x1b[K" if self._terminal else f"{line}\n", end="", file=self._stream, flush=True)
-
-    @property
-    def examples_per_second(self) -> float:
-        """Throughput of this process since it began."""
-        return self._examples / max(self._clock() - self._began, 1e-9)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            print(file=self._stream)
+    def step(self, number: int, note: str = "") -> None:
+        """Step ``number`` is done; ``note`` (accuracy, say) stays on view."""
+        plan, self._note = self._plan, note or self._note
+        spent = f"ε {plan.progress(number):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""
+        self.set_postfix_str("  ".join(filter(None, (spent, self._note))), refresh=False)
+        self.update()

@@ -4,7 +4,6 @@ All processes of a run execute it in step. Decisions that depend on a clock or a
 agreed on once per step, together with the sums that the step reports. Only the main process writes the record.
 """
 
-import io
 import math
 import signal
 import threading
@@ -77,11 +76,7 @@ def train(
         evaluating += time.monotonic() - paused
         return {**found, "seconds": training}
 
-    stream = None if ranks.main else io.StringIO()
-    with (
-        Progress(plan.steps, start, plan, stream) as bar,
-        _stop_flag() as stop,
-    ):
+    with Progress(plan, start, plan.steps, disable=not ranks.main) as bar, _stop_flag() as stop:
         if start == 0:
             save()  # the key of the noise is safe before the first release
             if 0 in kept:
@@ -101,7 +96,7 @@ def train(
             examples += drawn
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
-            bar.update(step + 1, drawn, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
+            bar.step(step + 1, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
             if due or stopping or step + 1 == plan.steps:  # the evaluation may fail
                 save()
                 saved = time.monotonic()
