@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLAN = {
     "dataset_size", "expected_batch_size", "steps", "epsilon", "delta", "num_groups", "quantile_budget",
     "noise_multiplier", "count_noise_multiplier", "gradient_noise_multiplier", "adjacency", "sampling", "accountant",
-    "note", "private", "neighbours_differ_by",
+    "note", "private", "neighbours_differ_by", "earlier",
 }  # fmt: skip
 TOP = {"sha256", "hash", "config", "git", "privacy", "metrics"}
 COMMON = [f"a{'n entirely' if i % 3 else ''} {'fine' if i % 2 else 'dull'} film number {i}\t{i % 2}" for i in range(40)]

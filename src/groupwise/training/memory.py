@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,12 +125,8 @@ def return_freed_memory() -> None:
 
 @cache
 def _glibc() -> Any:
-    """The C library, or None: musl has no such functions, and macOS and Windows other allocators."""
-    try:
-        library = ctypes.CDLL(None)
-        return library if library.mallopt and library.malloc_trim else None
-    except (AttributeError, OSError, TypeError):
-        return None
+    """The C library, or None where it is another."""
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
 OOM_MESSAGES = (
@@ -177,6 +174,6 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_oom(error):
             raise
         raise UserError(
-            "Memory ran out outside of a training step: use a smaller model, or lower eval.batch_size or "
-            "eval.generate.batch_size, with resume=<the run's folder> where it has a checkpoint."
+            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size, with "
+            "resume=<the run's folder> where it has a checkpoint."
         ) from error

@@ -226,22 +226,11 @@ class RunRecord:
 
     def _write_provenance(self) -> None:
         git = git_state()
-        diff, here = git.pop("diff"), environment()
-        if (self.folder / "git.json").is_file():
-            before = self.read("git")
-            git["started_from"] = before.get("started_from") or before["sha"]
-            patch = self.folder / "diff.patch"
-            code = (git["sha"], diff) != (before["sha"], patch.read_text("utf-8") if patch.is_file() else "")
-            if code or here["versions"] != self.read("environment").get("versions"):
-                print(
-                    f"warning: the run resumes with other {'code' if code else 'libraries'} than before, so steps "
-                    "since its checkpoint may differ and have the same noise: publish nothing of what these showed.",
-                    file=sys.stderr,
-                )
+        diff = git.pop("diff")
         write_json(self.folder / "git.json", git)
         if diff:
             write_text(self.folder / "diff.patch", diff)
-        write_json(self.folder / "environment.json", here)
+        write_json(self.folder / "environment.json", environment())
 
 
 def neighbours_of(config: RunConfig) -> str:
@@ -250,6 +239,10 @@ def neighbours_of(config: RunConfig) -> str:
     return (
         "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
     )
+
+
+PROMISED = ("private", "neighbours_differ_by", "earlier", "total")
+"""What an exported model says of privacy.json, beside the plan."""
 
 
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -267,11 +260,8 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
         "config": stable_config(record.config),
         "git": {key: git[key] for key in ("sha", "dirty")},
         "privacy": {
-            "private": privacy["private"],
-            "neighbours_differ_by": neighbours_of(record.config),
             **privacy["plan"],
-            **({"earlier": privacy["earlier"]} if privacy.get("earlier") else {}),
-            **({"total": privacy["total"]} if "total" in privacy else {}),
+            **{name: privacy[name] for name in PROMISED if name in privacy},
         },
     }
     if privacy["plan"]["noise_multiplier"] == 0.0:

@@ -83,11 +83,6 @@ class Trainer:
         if self.private.ranks.main:
             save_checkpoint(path, state)
 
-    def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write the model for other programs, on the main process."""
-        self.task.export(folder, provenance)
-        print(f"Exported: {folder}")
-
     def machine(self) -> dict[str, Any]:
         """Columns of the result row about the machines of all processes."""
         return {}

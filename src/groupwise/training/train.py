@@ -193,9 +193,9 @@ def _close(
     if not main:
         return {}
     if record.config.export is not None:
-        trainer.export(
-            Path(record.config.export).expanduser(), provenance_of(record, trainer.task.describe_data(), final)
-        )
+        provenance = provenance_of(record, trainer.task.describe_data(), final)
+        trainer.task.export(Path(record.config.export).expanduser(), provenance)
+        print(f"Exported: {record.config.export}")
     said = {name: privacy[name] for name in ("private", "neighbours_differ_by", "replayed_steps")}
     said |= {f"total_{name}": value for name, value in privacy.get("total", {}).items()}
     row = record.finish(
