@@ -21,7 +21,7 @@ from groupwise.private import Private
 from groupwise.private.data import fingerprint
 from groupwise.private.settings import MODES, resolve_clip
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from tests import tiny_training as points
 from tests.private_use import DATA, Use, network
 
@@ -71,7 +71,7 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
     config.train.microbatch, config.debug.noise_seed = MICROBATCH, SEED
     engine = make_engine(task.model, clip)
     private = start(own, clip=mode, **budget)
-    trainer = build_trainer(config, task, engine, private.plan, torch.device("cpu"), Alone(), None)
+    trainer = build_trainer(config, task, engine, private.plan, torch.device("cpu"), Ranks(), None)
     for step in range(STEPS):
         trainer.step(step)
     assert go_on(private) == STEPS

@@ -14,7 +14,6 @@ from groupwise.clipping import per_layer
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.privacy import make_plan
-from groupwise.training.ranks import Alone
 from tests.private_use import BATCH, DATA, EXAMPLES, Misuse, Use, X, Y, cross_entropy, network, refuses
 
 
@@ -62,10 +61,6 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
-class Stages(Alone):
-    stages = 2
-
-
 ARGUMENTS: dict[str, Misuse] = {
     "none of epsilon, noise_multiplier and plan": (lambda: make(noise_multiplier="none"), "0 of epsilon"),
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
@@ -108,7 +103,6 @@ ARGUMENTS: dict[str, Misuse] = {
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
-    "stages of a pipeline": (lambda: make(ranks=Stages()), "pipelines of 2 stages"),
     "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),

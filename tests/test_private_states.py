@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from tests.private_use import Misuse, Use, network, refuses
 
 
@@ -55,10 +55,15 @@ def state_within_a_step() -> None:
     use.train()
 
 
-class Apart(Alone):
+class Apart(Ranks):
     """Two processes, of which one loaded a state."""
 
-    replicas = 2
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas = 2
+
+    def copy_(self, tensors: Any) -> None:
+        pass
 
     def gather(self, value: Any) -> list[Any]:
         return [value, ("another", 2) if isinstance(value, tuple) else value]

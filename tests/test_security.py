@@ -129,7 +129,7 @@ def test_checkpoints_and_weights(tmp_path, bomb, make):
     from groupwise.pipeline import checkpoint
     from groupwise.run import start_from
     from groupwise.training.checkpoint import load_checkpoint, load_newest, save_checkpoint
-    from groupwise.training.ranks import Alone
+    from groupwise.training.ranks import Ranks
 
     path = tmp_path / "model.pt"
     path.write_bytes(make(bomb))
@@ -142,7 +142,7 @@ def test_checkpoints_and_weights(tmp_path, bomb, make):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "stage-0.pt").write_bytes(make(bomb))
     save_checkpoint(tmp_path / "checkpoint.pt", {"stages": 1, "folder": "checkpoint-1"})
-    attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", Alone(), torch.device("cpu")))
+    attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", Ranks(), torch.device("cpu")))
     bare_pickle = make is PLACES[0]  # no file of torch's
     for attempt in attempts:
         with pytest.raises(UserError, match="truncated or altered" if bare_pickle else "could run code"):

@@ -26,7 +26,7 @@ from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Microbatch, Task
 
@@ -37,7 +37,7 @@ def build_trainer(
     engine: ClippingEngine | None,
     plan: PrivacyPlan,
     device: torch.device,
-    ranks: Alone | Ranks,
+    ranks: Ranks,
     state: dict[str, Any] | None,
 ) -> Trainer:
     """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
@@ -87,7 +87,7 @@ def _task_sums(
     engine: ClippingEngine | None,
     plan: PrivacyPlan,
     device: torch.device,
-    ranks: Alone | Ranks,
+    ranks: Ranks,
     new: bool,
 ) -> tuple[BatchSums, ClippingEngine | None]:
     """The sums of a whole model, after its engine was verified, and the engine, another where the model is sharded."""
@@ -151,7 +151,7 @@ def _stage_sums(
     return StageSums(runner, feed, max(1, microbatch or 1), config.clip.grouping == "flat")
 
 
-def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state: dict[str, Any] | None) -> NoiseSource:
+def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Ranks, state: dict[str, Any] | None) -> NoiseSource:
     """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
     seed (no secret)."""
     secure, seed = config.noise.secure, config.debug.noise_seed
@@ -164,7 +164,7 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Alone | Ranks, state
     return agreed_noise(noise, ranks)
 
 
-def build_stage_task(config: RunConfig, ranks: Alone | Ranks, device: torch.device) -> Task:
+def build_stage_task(config: RunConfig, ranks: Ranks, device: torch.device) -> Task:
     """The task of `config`, whose model is this process's stage on `device`.
 
     Weights that lie in a folder, of a model where only adapters train, are read for the stage alone. Otherwise every

@@ -27,7 +27,7 @@ from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
 from groupwise.training.provenance import resources
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import result_lines
 from groupwise.training.step import Trainer
@@ -37,7 +37,7 @@ from groupwise.training.train import train
 
 @oom_as_user_error()
 @environment_errors()
-def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]:
+def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train one cell, or resume it where it was left; returns its result row.
 
     Nothing is written before data, model, clipping and plan have been checked.
@@ -48,7 +48,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
     Raises:
         UserError: anything that the user can fix.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     record = RunRecord.open(config)
     finished, resumable = ranks.broadcast((record.finished, record.resumable))
     if finished and not config.explain:
@@ -70,9 +70,7 @@ def run(config: RunConfig, ranks: Alone | Ranks | None = None) -> dict[str, Any]
         return _run(config, record, device, ranks, resumable)
 
 
-def _run(
-    config: RunConfig, record: RunRecord, device: torch.device, ranks: Alone | Ranks, resumable: bool
-) -> dict[str, Any]:
+def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Ranks, resumable: bool) -> dict[str, Any]:
     matmul.use(config.train.matmul)
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -184,7 +182,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Alone | Ranks) -> int | None:
+def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> int | None:
     """K, over all stages; flat clipping is one group of all of them. None without clipping."""
     if engine is None:
         return None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from tests.pipeline.tiny import Case, make_trainer
 
 BATCH = np.arange(6)
@@ -13,7 +13,7 @@ BATCH = np.arange(6)
 def gradients(grouping: str = "device", rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
     """Clipped sums of one step of dropout, whatever the default generator was."""
     case = Case(stages=1, grouping=grouping, rematerialize=rematerialize, dropout=0.4)
-    trainer = make_trainer(case, Alone(), (tuple(BATCH),))
+    trainer = make_trainer(case, Ranks(), (tuple(BATCH),))
     trainer.private.engine.set_thresholds(0.01)
     torch.rand(1)
     trainer.private.sums.add(trainer.private, step, BATCH)

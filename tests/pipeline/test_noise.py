@@ -9,7 +9,7 @@ from scipy import stats
 from groupwise.errors import UserError
 from groupwise.pipeline.trainer import stage_noise
 from groupwise.privacy import FixedThresholds, NoiseSource
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import EXPECTED, QUANTILE, STEP, Case, make_trainer
 
@@ -113,7 +113,7 @@ def test_a_stage_noise_is_as_secret_as_the_run_and_tells_nothing_of_its_key():
 
 
 def test_noise_that_would_need_other_stages_thresholds_is_refused():
-    trainer = make_trainer(Case(stages=1, sigma=SIGMA), Alone(), EMPTY)
+    trainer = make_trainer(Case(stages=1, sigma=SIGMA), Ranks(), EMPTY)
     object.__setattr__(trainer.private.plan, "num_groups", 2)
     trainer.private.allocation = "global"
     with pytest.raises(UserError, match=r"noise\.allocation=equal_budget"):

@@ -12,7 +12,7 @@ import torch
 from groupwise.errors import UserError
 from groupwise.pipeline.runner import SteppedStage, held_at_once
 from groupwise.pipeline.trainer import PipelineTrainer
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.task import Microbatch
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import BATCHES, MICROBATCH, WORDS, Case, Texts, make_trainer
@@ -145,7 +145,7 @@ def test_what_two_stages_run_and_keep(seen):
 
 
 def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
-    alone = make_trainer(Case(stages=1), Alone())
+    alone = make_trainer(Case(stages=1), Ranks())
     expected = alone.runner.run(drawn(alone, len(BATCHES[0])), nothing_random)
     assert seen[0]["losses"] == (None, None)
     found, none = seen[1]["losses"]
@@ -166,7 +166,7 @@ def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
 
 
 def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
-    trainer = make_trainer(Case(stages=1), Alone())
+    trainer = make_trainer(Case(stages=1), Ranks())
     microbatches = drawn(trainer, MICROBATCH)
     errors = {"lower it": UserError("lower it"), "Stage 0 ran out of its device's memory": torch.OutOfMemoryError()}
     for sentence, cause in errors.items():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.pipeline.split import choose_ranges
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import (
     BATCHES,
@@ -71,7 +71,7 @@ def run_cases(rank: int, world: int, by_stages: dict[int, list[Case]]) -> list[t
     return found
 
 
-def run_case(case: Case, ranks: Ranks | Alone) -> tuple[dict[str, Tensor], list, list]:
+def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list, list]:
     """Three steps of one case on this process."""
     trainer = make_trainer(case, ranks)
     reports = [trainer.report(ranks.agree(*trainer.step(step))) for step in range(len(BATCHES))]
@@ -188,7 +188,7 @@ def test_so_does_every_other_model_schedule_and_policy(stages):
 @pytest.mark.parametrize("grouping", ["device", "layer", "flat", "none"])
 def test_one_stage_equals_the_loop_over_single_examples(grouping):
     case = Case(stages=1, grouping=grouping, policy="adaptive", rematerialize=True)
-    _check(case, [run_case(case, Alone())])
+    _check(case, [run_case(case, Ranks())])
 
 
 def test_the_reference_clips_some_examples_and_not_others():

@@ -19,7 +19,7 @@ from groupwise.tasks.text_generation import TextFeed
 from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.tiny_training import Batches, Trained
 
 WORDS, EXAMPLES, EXPECTED, LEARNING_RATE, MICROBATCH = 20, 16, 8, 0.5, 3
@@ -88,8 +88,8 @@ class Given(Trained):
         self.model, self.train_size = model, EXAMPLES
 
 
-def make_trainer(case: Case, ranks: Ranks | Alone, batches=BATCHES) -> PipelineTrainer:
-    """This process's part of a run; with `Alone`, a pipeline of one stage."""
+def make_trainer(case: Case, ranks: Ranks, batches=BATCHES) -> PipelineTrainer:
+    """This process's part of a run; alone, a pipeline of one stage."""
     model = make_model(case)
     stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
     device = torch.device("cpu")

@@ -9,7 +9,7 @@ from groupwise.config.schema import ClipConfig, RunConfig, TrainConfig
 from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
 from groupwise.training.microbatches import examples_to_trace
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from trust.planted_bugs.worst import Given
 
 
@@ -37,7 +37,7 @@ def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_i
     engine = make_engine(task.model, config.clip)
     sizes = {"dataset_size": 40, "expected_batch_size": 40, "steps": 1, "delta": 1e-5}
     plan = make_plan(**sizes, noise_multiplier=1.0, num_groups=len(engine.groups), accountant="rdp")
-    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+    trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Ranks(), None)
     assert "checking with 4 examples at once" in capsys.readouterr().err and trainer.private.sums.size == 32
     trainer.step(0)
     assert trainer.private.sums.size == 4

@@ -9,7 +9,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
 from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from tests.checked import checked_once
 from tests.tiny_training import Batches, Points
@@ -65,7 +65,7 @@ class PointsTask(Points):
 
 def build(
     clip: ClipConfig,
-    ranks: Alone | Ranks,
+    ranks: Ranks,
     kind: str = "ddp",
     sigma: float = 0.0,
     optim: OptimConfig | None = None,
@@ -93,7 +93,7 @@ def build(
         quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
         accountant="rdp",
     )
-    with checked_once((clip.name, type(task)) if isinstance(ranks, Alone) else "one of several processes"):
+    with checked_once((clip.name, type(task)) if ranks.replicas == 1 else "one of several processes"):
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
     trainer.private.sampler = Batches(batches)
     return trainer

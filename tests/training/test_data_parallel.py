@@ -10,7 +10,7 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.training.checkpoint import load_checkpoint
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.training.data_parallel import ADAPTIVE_LAYER, FLAT, GHOST, NONE, PointsTask, build, parameters, steps
 
@@ -145,7 +145,7 @@ def four():
 
 @pytest.fixture(scope="module")
 def one_noise():
-    return _noises(Alone(), "ddp")
+    return _noises(Ranks(), "ddp")
 
 
 def same(found, expected):
@@ -158,13 +158,13 @@ def same(found, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_are_one(two, case):
     for process in two:
-        same(process["outcomes"][case], outcome(case, Alone()))
+        same(process["outcomes"][case], outcome(case, Ranks()))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_so_are_four_of_which_some_hold_no_part_of_the_smallest_parameter(four, kind):
     for process in four:
-        same(process[kind][1], outcome(f"{kind} adaptive_layer", Alone()))
+        same(process[kind][1], outcome(f"{kind} adaptive_layer", Ranks()))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,7 +20,7 @@ from groupwise.training import microbatches
 from groupwise.training.from_config import make_engine
 from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.microbatches import TaskSums
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from tests.checked import only_traced
 from tests.tapes import Tape
 from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
@@ -125,7 +125,7 @@ def whole(task, clip, *more):
     plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("groupwise.build.verify", only_traced)  # both runs are of one engine, right or wrong
-        return build_trainer(config, made, engine, plan, CPU, Alone(), None)
+        return build_trainer(config, made, engine, plan, CPU, Ranks(), None)
 
 
 def evenly(trainer):

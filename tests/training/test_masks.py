@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.privacy import NoiseSource
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from tests.training.test_step import FLAT, make_trainer
 
@@ -46,10 +46,8 @@ def test_every_process_has_masks_of_its_own(process):
     made = trainer()
     alone = sums(made)
 
-    class Other(Alone):
-        replica, stage, stages = process
-
-    made.private.ranks = Other()
+    ranks = made.private.ranks = Ranks()
+    ranks.replica, ranks.stage, ranks.stages = process
     assert torch.equal(sums(made), alone) == (process == (0, 0, 1))
 
 

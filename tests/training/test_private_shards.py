@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import groupwise
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.private_use import cross_entropy
 from tests.tiny_training import Batches
@@ -95,8 +95,8 @@ def refusals(ranks) -> dict[str, str]:
     part = Network().double()
     fully_shard(part.blocks[0], mesh=init_device_mesh("cpu", (2,)))
     halves = network(True, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    models = {"flat": network(True), "alone": network(True)}
-    settings = {"flat": {"clip": "flat"}, "tied": {}, "part": {}, "halves": {}, "alone": {"ranks": Alone()}}
+    models = {"flat": network(True)}
+    settings = {"flat": {"clip": "flat"}, "tied": {}, "part": {}, "halves": {}}
     found = {}
     for name, model in {**models, "tied": tied, "part": part, "halves": halves}.items():
         given = {"ranks": ranks, "noise_multiplier": 1.0, "steps": 1, "batch_size": 8, **settings[name]}
@@ -158,7 +158,7 @@ def two():
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_take_the_steps_of_one(two, case):
     """The batches hold every kind: one process has a microbatch more, one has no example, nobody has one."""
-    (weights, thresholds, executed), _ = outcome(case, Alone(), False)
+    (weights, thresholds, executed), _ = outcome(case, Ranks(), False)
     for process in two:
         (found, at, steps), _ = process["outcomes"][case]
         assert torch.allclose(found, weights, rtol=0, atol=1e-12) and steps == executed == len(BATCHES)
@@ -184,7 +184,6 @@ def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
         ("tied", "untie them"),
         ("part", "call fully_shard on the model, last"),
         ("halves", "leave mp_policy out"),
-        ("alone", "ranks=Ranks()"),
     ],
 )
 def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, words):

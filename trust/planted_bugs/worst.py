@@ -13,7 +13,7 @@ from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, DebugConfig, OptimConfig, RunConfig, TrainConfig
 from groupwise.privacy import AdaptiveThresholds, NoiseSource, PoissonSampler, PrivacyPlan, make_plan
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone
+from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 
 
@@ -80,7 +80,7 @@ class Handed(Exception):
     """A replica has handed in what is to be summed."""
 
 
-class InTurn(Alone):
+class InTurn(Ranks):
     """What `groupwise.training.ranks.Ranks` does in a step, for replicas that take their turns.
 
     Args:
@@ -88,11 +88,8 @@ class InTurn(Alone):
     """
 
     def __init__(self, replica: int, hands: list[list[Tensor]]) -> None:
+        super().__init__()
         self.replica, self.replicas, self._hands = replica, len(hands), hands
-
-    def share(self, examples: np.ndarray) -> np.ndarray:
-        """Every D-th example."""
-        return examples[self.replica :: self.replicas]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum over the replicas, in place, on the first; the others hand in and stop."""
@@ -199,7 +196,7 @@ class Worst:
             gradients = gradients.repeat(2, 1, 1, 1)
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
-        trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Alone(), None)
+        trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Ranks(), None)
         size = len(self.others) + canary
         key = trainer.private.noise.derive("sampling")
         trainer.private.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]

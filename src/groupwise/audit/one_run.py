@@ -24,7 +24,7 @@ from groupwise.processes.environment import Place
 from groupwise.processes.start import spawn
 from groupwise.run import plan_run
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
 
@@ -81,9 +81,9 @@ def level_of(setting: Setting) -> float:
     return max(clip.threshold, clip.initial_threshold or 0.0)
 
 
-def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Alone | Ranks | None = None) -> Trainer:
+def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Ranks | None = None) -> Trainer:
     """The trainer that a run has, of the examples that are present, (N,) bool; each stage of a pipeline calls it."""
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
     plan = plan_run(config, task.train_size, sum(ranks.gather(len(engine.groups))))

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from groupwise.errors import UserError
 from groupwise.training.checkpoint import load_checkpoint, previous, save_checkpoint
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 
 LARGEST = 8 << 30
 """Bytes up to which a model is also written as one file."""
 
 
-def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone | Ranks) -> None:
+def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
     """Write a checkpoint; all processes call it together, and the stages of the first replica write.
 
     Args:
@@ -43,7 +43,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Alone |
         _remove_others(path)
 
 
-def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, Any]:
+def load(path: Path, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """The stage's own state and what is common, from checkpoint.pt (`path`) and the stage's file.
 
     Raises:
@@ -62,7 +62,7 @@ def load(path: Path, ranks: Alone | Ranks, device: torch.device) -> dict[str, An
     return {**state, **load_checkpoint(path.with_name(state["folder"]) / f"stage-{ranks.stage}.pt", device)}
 
 
-def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tensor], ranks: Alone | Ranks) -> None:
+def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write model-<stage>.pt beside `path` and, unless the model is larger than `LARGEST`, the whole model to `path`.
 
     All processes call it together.
@@ -130,7 +130,7 @@ def _remove_others(path: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _together(ranks: Alone | Ranks, here: bool, write: Callable[..., None], *args: Any) -> None:
+def _together(ranks: Ranks, here: bool, write: Callable[..., None], *args: Any) -> None:
     """Let the processes write that are to; all wait for them, and raise the first error."""
     problem = None
     try:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from groupwise.config.keys import OURS
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
-from groupwise.training.ranks import Alone, Ranks
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules that are in a private training."""
@@ -95,12 +94,8 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_model(model: nn.Module, ranks: Alone | Ranks) -> None:
-    """Refuse a model that is in stages, or in a private training already, with a `UserError`."""
-    if ranks.stages > 1:
-        raise UserError(
-            f"ranks has pipelines of {ranks.stages} stages, which run.py alone trains: use Ranks(stages=1)."
-        )
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that is in a private training already, with a `UserError`."""
     if any(module in PRIVATE_MODULES for module in model.modules()):
         raise UserError(
             "The model, or a part of it, is in a private training already, and a second would noise it twice: "

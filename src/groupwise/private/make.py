@@ -31,7 +31,7 @@ from groupwise.training.guards import optimizers_blocked
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
 from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 
 
 @knows_names
@@ -58,7 +58,7 @@ def make_private(
     accountant: str = "prv",
     cuda_graph: bool = False,
     noise_source: NoiseSource | None = None,
-    ranks: Alone | Ranks | None = None,
+    ranks: Ranks | None = None,
     **settings: Any,
 ) -> Private:
     """Make the training of ``model`` on ``data`` private (Algorithm 1), in a loop of your own.
@@ -91,8 +91,8 @@ def make_private(
         cuda_graph: on an NVIDIA GPU, launch a microbatch as one CUDA graph: faster where the host is the bottleneck, as
             with transformers in bfloat16. The batch is moved to the model's device; there should be few shapes.
         noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
-        ranks: the processes of a run with replicas (`groupwise.training.ranks.Ranks`); each calls everything at the
-            same time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
+        ranks: the processes of the run, by default those of ``torch.distributed``; each calls everything at the same
+            time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
             all processes (``torch.distributed.fsdp.fully_shard``, before the optimiser is made), for clipping per layer
             or by ghost norms.
         **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
@@ -105,8 +105,7 @@ def make_private(
             f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
             "where batch is what the collate function makes, and return one loss per example."
         )
-    ranks = ranks or Alone()
-    check_model(model, ranks)
+    check_model(model)
     check_parameters(model, optimizer)
     check_fresh(optimizer)
     if noise not in ALLOCATIONS:
@@ -120,6 +119,9 @@ def make_private(
             "fixed: call model.train() first if that is not meant."
         )
     config = resolve_clip(clip, threshold, settings)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = next((parameter.device for parameter in trainable), torch.device("cpu"))
+    ranks = ranks or Ranks(device=device)
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:
         if sharded:
@@ -137,8 +139,6 @@ def make_private(
         if not made.noise_multiplier:
             warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.")
         source = noise_source or NoiseSource.fresh()
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        device = trainable[0].device
         if cuda_graph and sharded:
             raise UserError("cuda_graph=True is not for parameters in shards: leave it out.")
         graphs = Graphs(recorder_of(device), model) if cuda_graph else None

@@ -238,8 +238,8 @@ class Private:
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if processes > ranks.replicas:
             raise UserError(
-                f"{processes} processes train, and make_private knows of {ranks.replicas}: give it ranks=Ranks(), or "
-                "start one process (devices=1, num_processes=1)."
+                f"{processes} processes train, and make_private knows of {ranks.replicas}: call it after "
+                "init_process_group, or start one process (devices=1, num_processes=1)."
             )
         if ranks.replicas > 1:
             key = sha256(b"groupwise agreed" + core.noise.key).hexdigest()

@@ -16,7 +16,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from groupwise.atomic import remove, write_atomically
 from groupwise.errors import UserError, reason
 from groupwise.training.plain import plain
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 
 
 def previous(path: Path) -> Path:
@@ -67,7 +67,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
 
 
 def load_newest(
-    path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Alone | Ranks | None = None
+    path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Ranks | None = None
 ) -> tuple[Path, dict[str, Any]]:
     """The last checkpoint, or the one before it where that is no good; with a line on stderr that says so.
 
@@ -81,7 +81,7 @@ def load_newest(
     Raises:
         UserError: neither is sound on all processes.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     problems: list[str] = []
     for candidate in (path, previous(path)):
         state: dict[str, Any] = {}

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.errors import UserError
 from groupwise.training.graphs import Graphs
-from groupwise.training.memory import halve_on_oom, is_oom
+from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 from groupwise.training.task import Task, to_device
 
 ROUNDED = 16
@@ -30,14 +29,9 @@ class Microbatches(ABC):
 
     def __init__(self, size: int, graphs: Graphs | None = None) -> None:
         self.size, self.graphs = size, graphs
-        self.rounds = graphs is not None
+        self.rounds = self.keeps_gradients = graphs is not None
 
-    @property
-    def keeps_gradients(self) -> bool:
-        """See `groupwise.training.private_step.BatchSums`."""
-        return self.graphs is not None
-
-    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+    def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
         """This process's examples of a batch, (n,), in the order in which they share microbatches."""
         return ranks.share(drawn)
 
@@ -73,18 +67,11 @@ class Microbatches(ABC):
 
         if engine is not None:
             engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
-        try:
-            with nullcontext() if self.graphs is None else self.graphs.running():
+        with nullcontext() if self.graphs is None else self.graphs.running():
+            loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
+            if engine is not None and engine.has_nonfinite:
+                engine.masks_rows = True
                 loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
-                if engine is not None and engine.has_nonfinite:
-                    engine.masks_rows = True
-                    loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
-        except (RuntimeError, MemoryError) as error:
-            if not is_oom(error):
-                raise
-            if self.size == 1:
-                raise UserError("One example does not fit into memory: use a smaller model.") from error
-            raise UserError(f"{self.size} examples do not fit into memory: use a smaller microbatch.") from error
         return loss
 
     def split(
@@ -129,7 +116,7 @@ class TaskSums(Microbatches):
         super().__init__(size, graphs)
         self.task = task
 
-    def share(self, drawn: np.ndarray, ranks: Alone | Ranks) -> np.ndarray:
+    def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
         """This process's part of the batch in the task's order, so that all replicas have equally long examples."""
         return ranks.share(self.task.order(drawn))
 

@@ -30,7 +30,7 @@ from groupwise.privacy.secure_noise import SecurePoissonSampler
 from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.memory import TRIMMED, return_freed_memory
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
 """Indices of examples -> one loss for each, (n,), of that example alone."""
@@ -112,7 +112,7 @@ class PrivateStep:
     optimizer: torch.optim.Optimizer
     device: torch.device
     sums: BatchSums
-    ranks: Alone | Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=Ranks)
     sampler: Sampler = field(init=False)
     """The one that the plan names, from the run's key."""
     executed: int = field(init=False, default=0)
@@ -344,7 +344,7 @@ def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
-def agreed_noise(noise: NoiseSource, ranks: Alone | Ranks) -> NoiseSource:
+def agreed_noise(noise: NoiseSource, ranks: Ranks) -> NoiseSource:
     """The main process's source, in all processes."""
     return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.generator)))
 

@@ -1,7 +1,7 @@
 """The processes of one run: their numbers, what they agree on, and sums over replicas.
 
 A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S + s has stage s of replica d. One process
-alone is D = S = 1.
+alone, where torch.distributed is not initialised, is D = S = 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,45 +20,13 @@ BUCKET = 1 << 26
 """Bytes that are sent at once: few messages, and little extra memory."""
 
 
-class Alone:
-    """A run of one process."""
-
-    main = True
-    """Whether this process writes the record and shows the progress."""
-    replica = stage = 0
-    replicas = stages = 1
-
-    def agree(self, *numbers: float) -> list[float]:
-        """The sums over all processes, in float64: the numbers themselves."""
-        return list(numbers)
-
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over the replicas, in place: nothing to do."""
-
-    def copy_(self, tensors: Sequence[Tensor]) -> None:
-        """Give every replica the first one's values, in place: nothing to do."""
-
-    def share(self, examples: np.ndarray) -> np.ndarray:
-        """This replica's part of a drawn batch: all of it."""
-        return examples
-
-    def broadcast(self, value: Any) -> Any:
-        """The main process's value: ``value``."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in their order: this one alone."""
-        return [value]
-
-    def barrier(self) -> None:
-        """Wait for all processes: nothing to do."""
-
-
 class Ranks:
-    """A run of several processes, of which this is one; all of them call every method but `share` at the same time.
+    """The processes of torch's default group, of which this is one; without a group, this one alone.
+
+    All of them call every method but `share` at the same time.
 
     Args:
-        stages: S; the number of processes is a multiple of it. The default process group must be up.
+        stages: S; the number of processes is a multiple of it.
         device: of this process; small sums go through it if the backend takes no tensors on the CPU (NCCL).
         timeout: how long a process waits for the others; None takes torch's.
 
@@ -72,21 +40,26 @@ class Ranks:
         device: torch.device | str = "cpu",
         timeout: timedelta | None = None,
     ) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
+        several = dist.is_available() and dist.is_initialized()
+        world, rank = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
         if world % stages:
             raise UserError(f"{world} processes cannot form pipelines of {stages} stages each: start a multiple of it.")
         self.replicas, self.stages = world // stages, stages
         self.replica, self.stage = divmod(rank, stages)
         self.main = rank == 0
+        """Whether this process writes the record and shows the progress."""
+        self._several = several
         places = np.arange(world).reshape(self.replicas, stages)
         self.data = _group_of(places.T, rank, timeout)
         """The process group of this stage in every replica."""
         self.pipeline = _group_of(places, rank, timeout)
         """That of every stage of this replica."""
-        self._device = "cpu" if "cpu:" in dist.get_backend_config() else device
+        self._device = "cpu" if several and "cpu:" in dist.get_backend_config() else device
 
     def agree(self, *numbers: float) -> list[float]:
         """The sums over all processes, in float64 and the same everywhere, by one small all-reduce."""
+        if not self._several:
+            return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
         return sums.tolist()
@@ -121,11 +94,14 @@ class Ranks:
     def broadcast(self, value: Any) -> Any:
         """The main process's value, in every process; for small objects."""
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        if self._several:
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in their order, to all; for small things."""
+        if not self._several:
+            return [value]
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values

@@ -19,7 +19,7 @@ from groupwise.clipping import ClippingEngine, per_block
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError
 from groupwise.training.from_config import make_engine
-from groupwise.training.ranks import Alone, Ranks
+from groupwise.training.ranks import Ranks
 
 
 def shard(
@@ -50,7 +50,7 @@ def shard(
     return sharded_engine
 
 
-def use_shards(model: nn.Module, ranks: Alone | Ranks) -> None:
+def use_shards(model: nn.Module, ranks: Ranks) -> None:
     """Check a model that a user has sharded, and have its gradients summed.
 
     Raises:
@@ -65,7 +65,7 @@ def use_shards(model: nn.Module, ranks: Alone | Ranks) -> None:
         if (mesh := tuple(shard.device_mesh.shape)) != (ranks.replicas,):
             raise UserError(
                 f"Parameter {name!r} is in shards over a mesh of shape {mesh}, and ranks has {ranks.replicas} "
-                "replicas: shard over all processes in one dimension, and give ranks=Ranks()."
+                "replicas: shard over all processes in one dimension."
             )
     for module in sharded(model):
         policy: Any = module._get_fsdp_state()._mp_policy
