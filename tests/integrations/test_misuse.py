@@ -129,11 +129,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 """In an empty folder."""
 AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
     "train() where a killed run can go on": (lambda f: trainer(f).train(), "a private training that did not end"),
-    "resuming with other settings": (lambda f: resume(f, weight_decay=0.1), "weight_decay is 0.1 and was 0.0"),
-    "resuming with another optimizer": (other_optimizer, "optimizer is Adam and was AdamW"),
+    "resuming with other settings": (lambda f: resume(f, weight_decay=0.1), "made with weight_decay=0.0, and here it is 0.1"),
+    "resuming with another optimizer": (other_optimizer, "made with optimizer=AdamW, and here it is Adam"),
     "resuming with another budget": (
         lambda f: resume(f, budget=privacy(threshold=2.0)),
-        "threshold is 2.0 and was 1.0",
+        "made with threshold=1.0, and here it is 2.0",
     ),
     "resuming without the optimiser's state": (no_optimizer_state, "is no whole checkpoint of a private training"),
     "resuming on other data": (lambda f: resume(f, train_dataset=Texts(48)), "was made with dataset_size="),

@@ -1,7 +1,7 @@
 """Says what a private training by transformers is given, and refuses what of `TrainingArguments` cannot be private."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import transformers
@@ -95,9 +95,4 @@ SETTINGS = (
     "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "train_sampling_strategy",
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
 )  # fmt: skip
-"""Fields of `TrainingArguments` that change the weights."""
-
-
-def training_settings(args: TrainingArguments, privacy: PrivacyArguments) -> dict[str, str]:
-    """All settings that a step depends on, in words: a replayed step repeats its noise, so none of them may change."""
-    return {name: str(getattr(args, name)) for name in SETTINGS} | {name: str(v) for name, v in asdict(privacy).items()}
+"""Fields of `TrainingArguments` that change the weights: a replayed step repeats its noise, so they stay."""

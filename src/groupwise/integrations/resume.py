@@ -61,28 +61,20 @@ def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
     return Path(found)
 
 
-def save(folder: Path, private: Private, settings: dict[str, str]) -> None:
+def save(folder: Path, private: Private) -> None:
     """Write ``privacy.pt`` into a checkpoint's folder, where weights and optimiser are."""
     state = private._state()  # without copies of the weights
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
-    save_checkpoint(folder / STATE, {**kept, "settings": settings, "of_key": private.core.noise.derive("checkpoint")})
+    save_checkpoint(folder / STATE, {**kept, "of_key": private.core.noise.derive("checkpoint")})
 
 
-def load(folder: Path, private: Private, settings: dict[str, str]) -> None:
+def load(folder: Path, private: Private) -> None:
     """Resume from a checkpoint whose weights and optimiser were read already, with its key.
-
-    A replayed step repeats its noise, which is private only if it repeats everything else too.
 
     Raises:
         UserError: other settings, another key, or none.
     """
     saved, path, core = load_checkpoint(folder / STATE), key_path(folder.absolute().parent), private.core
-    for name, value in settings.items():
-        if saved["settings"].get(name) != value:
-            raise UserError(
-                f"{name} is {value} and was {saved['settings'].get(name)} when {folder} was written: steps that are "
-                "taken again would add the same noise to other gradients, so give the same settings."
-            )
     if not path.exists():
         raise UserError(
             f"The key of the noise is not at {path}: bring it there if the run was killed or its folder moved; one "

@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.integrations import resume
-from groupwise.integrations.arguments import PrivacyArguments, check_arguments, training_settings
+from groupwise.integrations.arguments import SETTINGS, PrivacyArguments, check_arguments
 from groupwise.integrations.losses import LossesOf, find_losses
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
@@ -109,7 +109,11 @@ class PrivateTrainer(Trainer):
         """Where model, optimiser and the number of steps are settled, so the private training is made here."""
         if self.is_in_train:
             self._begin(num_training_steps)
-        return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.private is not None:
+            kinds = {"model": self.model, "optimizer": self.private.core.optimizer, "lr_scheduler": scheduler}
+            self.private.settings |= {name: type(of).__name__ for name, of in kinds.items()}
+        return scheduler
 
     def _begin(self, steps: int) -> None:
         model: Any = self.model
@@ -136,6 +140,7 @@ class PrivateTrainer(Trainer):
             noise_source=self._noise_source or NoiseSource.fresh(self.privacy.secure_noise),
             **self.privacy.settings(),
         )
+        self.private.settings |= {name: str(getattr(self.args, name)) for name in SETTINGS}
         if not self._resuming:
             resume.keep_key(self._folder, self.private.core.noise)
 
@@ -223,15 +228,10 @@ class PrivateTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.private is not None:
-            resume.save(Path(output_dir), self.private, self._settings())
+            resume.save(Path(output_dir), self.private)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.private is None:
             return
         super()._load_optimizer_and_scheduler(checkpoint)
-        resume.load(Path(checkpoint), self.private, self._settings())
-
-    def _settings(self) -> dict[str, str]:
-        assert self.private is not None
-        kinds = {"model": self.model, "optimizer": self.private.core.optimizer, "lr_scheduler": self.lr_scheduler}
-        return training_settings(self.args, self.privacy) | {name: type(of).__name__ for name, of in kinds.items()}
+        resume.load(Path(checkpoint), self.private)

@@ -77,14 +77,6 @@ class DatasetSums(Microbatches):
 
         return losses_of
 
-    def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
-        """See `Microbatches`; worker processes end with a step that fails, as they have read what it did not take."""
-        try:
-            return super().add(private, step, drawn)
-        except BaseException:
-            self.forget()
-            raise
-
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`; a microbatch that has to be traced is read once more."""
         batch = self._batch(private, step, start, rows)

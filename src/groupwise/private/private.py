@@ -84,7 +84,8 @@ class Private:
 
     def __init__(self, core: PrivateStep, undo: ExitStack, settings: dict[str, Any]) -> None:
         assert core.engine is not None and isinstance(core.sums, DatasetSums), "make_private makes no other"
-        self.core, self.engine, self._sums, self._settings = core, core.engine, core.sums, settings
+        self.core, self.engine, self._sums, self.settings = core, core.engine, core.sums, settings
+        """`settings`, which may not change when the training resumes."""
         self._names = [group.name for group in core.engine.groups]
         self._restore = undo
         """Restores the model."""
@@ -295,7 +296,7 @@ class Private:
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
-        return self.core.state_dict() | {"processes": self._processes, "clip": self._settings}
+        return self.core.state_dict() | {"processes": self._processes, "clip": self.settings}
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` atomically to a file that its owner alone may read; replicas write a single file."""
@@ -320,7 +321,7 @@ class Private:
                 "gradients: call make_private again, and load the state before the first step."
             )
         named = state if isinstance(state, dict) else {}
-        for part, here in (("plan", self.plan.to_dict()), ("clip", self._settings)):
+        for part, here in (("plan", self.plan.to_dict()), ("clip", self.settings)):
             there = named.get(part, here)
             if isinstance(there, dict) and there != here:
                 name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
