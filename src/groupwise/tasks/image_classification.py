@@ -97,7 +97,8 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
 
     def prepare(images: Tensor) -> Tensor:
         pixels = images.dtype == torch.uint8  # else features, which the network normalises itself
-        return (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
+        images = (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
+        return images.view(images.shape)  # of one channel with torch's usual strides, by which kernels are chosen
 
     return ImageClassification(
         model,
