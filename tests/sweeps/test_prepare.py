@@ -50,7 +50,7 @@ def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(swept):
     assert (first.returncode, rows(first.stdout)) == (0, ran)
     counts, *cells = first.stdout.splitlines()[-9:]
     assert counts == "  smoke  8 cells: 8 done"
-    assert cells[0] == "  done         clip=flat privacy.epsilon=3 task=cifar seed=0  valid/accuracy 50.00, 60 s"
+    assert cells[0] == "  done     clip=flat privacy.epsilon=3 task=cifar seed=0  valid/accuracy 50.00, 60 s"
     assert [cell.split()[-3] for cell in cells] == ["50.00,"] * 4 + ["51.00,"] * 4
     again = checkout.sweep()
     assert (again.returncode, rows(again.stdout)) == (0, [])
