@@ -7,19 +7,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact
+from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip, clip_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
-
-MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
-
-
-def attached(model: nn.Module, mode: str):
-    make_partition, options = MODES[mode]
-    return attach(model, make_partition(model), 1.0, **options)
 
 
 class FusedLoss(torch.autograd.Function):
@@ -35,7 +28,7 @@ class FusedLoss(torch.autograd.Function):
         return ctx.g.mul_(g[:, None]), None
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_a_loss_whose_backward_changes_what_it_keeps_is_exact(double, mode):
     model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(6, 5)
     with attached(model, mode) as engine:

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
 from groupwise.training.microbatches import TaskSums
+from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip_batch
 from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, STEPS, after, make_trainer
 
 on_a_gpu = pytest.mark.usefixtures("as_on_a_gpu")
-WAYS = [(per_layer, "bookkeeping"), (flat, "bookkeeping"), (flat, "ghost")]
 
 
 def network(bad: float) -> tuple[nn.Module, torch.Tensor]:
@@ -29,15 +28,15 @@ def sums(model: nn.Module) -> torch.Tensor:
 
 @on_a_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
-@pytest.mark.parametrize(("partition", "norms"), WAYS)
-def test_sums_without_masks_are_those_with_them_or_spoiled(partition, norms, bad):
+@pytest.mark.parametrize("mode", FEW)
+def test_sums_without_masks_are_those_with_them_or_spoiled(mode, bad):
     model, x = network(bad)
     found = {}
 
     def losses_of(rows: torch.Tensor) -> torch.Tensor:
         return model(rows).flatten(1).square().sum(1)
 
-    with attach(model, partition(model), 0.3, norms=norms) as engine:
+    with attached(model, mode, 0.3) as engine:
         for masks in (True, False):
             for last in (1, 0):  # without the first image, and with it
                 engine.masks_rows = masks
