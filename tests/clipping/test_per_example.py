@@ -8,19 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer
+from groupwise.clipping import attach, flat
 from groupwise.clipping.calls import ParameterUse
-from groupwise.clipping.clip_plan import FIRST, CallSite, ClipPlan
-from groupwise.clipping.example_by_example import _for_all
 from groupwise.errors import UserError
 from tests.clipping import alone
 from tests.clipping.alone import looped, middle_thresholds
+from tests.clipping.modes import FEW, MODES, attached
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
-MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
 BATCHES = {1: [5], 2: [0, 5], 3: [0, 2, 5], 5: [0, 1, 2, 4, 5], 6: [0, 1, 2, 3, 4, 5]}
 """Some of six examples; every axis of an input (B, 3, 5) has the size of some batch."""
 
@@ -51,11 +49,10 @@ def loop_over(model, x):
 
 def assert_exact(model, x, mode, loop=None, examples=None):
     """For all examples or some, at thresholds in the middle of all examples' norms."""
-    make_partition, options = MODES[mode]
-    partition, everybody = make_partition(model), list(range(len(x)))
+    partition, everybody = MODES[mode][0](model), list(range(len(x)))
     loop = loop_over(model, x) if loop is None else loop
     thresholds = middle_thresholds(model, loop, partition, everybody)
-    with attach(model, partition, thresholds, **options) as engine:
+    with attached(model, mode, thresholds) as engine:
         alone.assert_exact(engine, rows_of(model, x), examples or everybody, thresholds, loop)
 
 
@@ -138,6 +135,9 @@ EXACT |= PRODUCTS | {
     "twice, and in part": ((5, 5), lambda p, layer, x: layer(x @ p) @ p.T + p[0]),
     "of itself": ((5, 5), lambda p, layer, x: layer(x) @ (p @ p.T)),
     "one vector": ((5,), lambda p, layer, x: layer(x) @ p),
+    "cdist to rows": ((6, 5), lambda p, layer, x: torch.cdist(layer(x[:, 0]), p)),
+    "einsum with rows": ((3, 5), lambda p, layer, x: torch.einsum("kd,bd->bk", p, layer(x[:, 0]))),
+    "cosine_similarity to rows": ((6, 5), lambda p, layer, x: F.cosine_similarity(layer(x), p[:1], dim=-1)),
     "bilinear": ((4, 5, 5), lambda p, layer, x: F.bilinear(layer(x), x, p)),
     "without a batching rule": ((4, 5), lambda p, layer, x: F.linear(layer(x), torch._weight_norm(p, p[:, :1], 0))),
 }
@@ -178,129 +178,11 @@ def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
     assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: no axis but the first can hold the batch
 
 
-def test_a_product_with_a_computed_bias_makes_no_copies_of_the_weight(monkeypatch):
-    copied, real = set(), ParameterUse.copies
-
-    def copies(use):
-        copied.add(use.group.names[use.place])
-        return real(use)
-
-    def use(p, layer, x):
-        return F.linear(x, layer.weight, torch.cat([p, p.new_zeros(2)]))
-
-    monkeypatch.setattr(ParameterUse, "copies", copies)
-    model = Uses((3,), use)
-    model.layer.bias = None
-    assert_exact(model, torch.randn(7, 3, 5), "flat")
-    assert copied == {"p"}
-
-
-def test_a_row_that_is_repeated_takes_no_memory_for_each_time():
-    taken = []
-
-    def repeated(p, layer, x):
-        rows = p.unsqueeze(0).repeat(len(x), 1, 1)
-        taken.append(rows.untyped_storage().nbytes() // x.element_size())
-        return layer(x) + rows
-
-    model = Uses((3, 5), repeated)
-    with attach(model, flat(model), 1.0) as engine:
-        clip(engine, rows_of(model, torch.randn(7, 3, 5)), range(7))
-    assert taken[-1] <= 7 * 15
-
-
 def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
     model = Uses((5,), lambda p, layer, x: layer(x)[..., :5] * p + layer.weight[x[..., 0].long().abs() % 5])
     model.layer = nn.Linear(5, 1000)
     with attach(model, flat(model), 1.0) as engine, pytest.warns(UserWarning, match=r"weight of Linear"):
         clip(engine, rows_of(model, torch.randn(7, 3, 5)), range(7))
-
-
-class Prototypes(nn.Module):
-    """A buffer with as many rows as some batch has examples meets the same parameter as they."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.w = nn.Linear(5, 5), nn.Parameter(torch.rand(5, 4))
-        self.register_buffer("prototypes", torch.randn(3, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) @ self.w) @ (self.w.T @ self.prototypes.T)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_buffer_that_meets_the_same_parameter_as_the_batch_is_no_batch(mode):
-    model, x = Prototypes(), torch.randn(6, 5)
-    loop = loop_over(model, x)
-    for examples in BATCHES.values():
-        assert_exact(model, x, mode, loop, examples)
-
-
-OVER_THE_BATCH = {
-    "from the left": lambda p, layer, x: p @ layer(x[:, 0]),
-    "transposed": lambda p, layer, x: (layer(x[:, 0]).T @ p).T,
-    "of the input": lambda p, layer, x: p @ x[:, 0],
-    "of the input, transposed": lambda p, layer, x: (x[:, 0].T @ p).T,
-}
-
-
-@pytest.mark.parametrize("batch", [3, 5])
-@pytest.mark.parametrize("name", OVER_THE_BATCH)
-def test_a_product_over_the_batch_does_not_run_for_other_batches(name, batch):
-    model = Uses((batch, batch), OVER_THE_BATCH[name])
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(RuntimeError, match=r"shapes cannot be multiplied"):
-        clip(engine, rows_of(model, torch.randn(batch, 3, 5)), range(batch))
-
-
-def test_gradients_of_what_has_no_batching_rule_are_written_once():
-    v, g = torch.randn(6, 4, 5, requires_grad=True), torch.rand(6, 4, 1, requires_grad=True)
-    (made,) = _for_all(lambda v, g: (torch._weight_norm(v, g, 0),), [v, g])
-    torch.testing.assert_close(made, v * (g / v.norm(dim=2, keepdim=True)))
-    stack, kinds = [made.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        kinds.add(node.name())
-        stack += [following for following, _ in node.next_functions if following is not None]
-    assert "UnbindBackward0" in kinds and "SelectBackward0" not in kinds  # its gradient is as large as all examples'
-
-
-def indices(layer, x):
-    return (layer(x[:, 0])[:, :2] > 0).long()
-
-
-ROWS = {
-    "gather": lambda p, layer, x: layer(x[:, 0])[:, :2] + p.gather(1, indices(layer, x)),
-    "take_along_dim": lambda p, layer, x: layer(x[:, 0])[:, :2] + torch.take_along_dim(p, indices(layer, x), 1),
-    "scatter": lambda p, layer, x: layer(x[:, 0]).scatter(1, indices(layer, x), p),
-    "gather along the rows": lambda p, layer, x: layer(x[:, 0])[:, :2] + p[:, :2].gather(0, indices(layer, x)),
-    "stack": lambda p, layer, x: torch.stack([layer(x[:, 0]), p], 1).sum(1),
-    "cosine_similarity": lambda p, layer, x: F.cosine_similarity(layer(x[:, 0]), p),
-    "cdist": lambda p, layer, x: torch.cdist(layer(x[:, 0]), p),
-    "cdist to one": lambda p, layer, x: torch.cdist(p[:1], layer(x[:, 0]))[0],
-    "outer": lambda p, layer, x: torch.outer(p[0, :1], layer(x[:, 0])[:, 0])[0],
-    "einsum": lambda p, layer, x: torch.einsum("kd,bd->bk", p, layer(x[:, 0])),
-    "einsum, turned": lambda p, layer, x: torch.einsum("kd,bd->kb", p[:1], layer(x[:, 0]))[0],
-    "einsum over the batch": lambda p, layer, x: torch.einsum("bd,bd->d", p[:, :1], layer(x[:, 0])[:, :1]),
-    "one number for the batch": lambda p, layer, x: F.pairwise_distance(layer(x[:, 0])[:, 0], p[0, :1], keepdim=True),
-}
-
-
-@pytest.mark.parametrize("rows", [4, 6])
-@pytest.mark.parametrize("name", ROWS)
-def test_a_parameter_of_as_many_rows_as_the_batch_or_more_leaves_the_outputs_as_they_are_or_is_refused(name, rows):
-    model, x = Uses((rows, 5), ROWS[name]), torch.randn(4, 3, 5)
-    try:
-        plain = model(x)
-    except RuntimeError:
-        return  # a mistake without an engine too
-    first = (CallSite((FIRST,)),) * 4
-    with attach(model, flat(model), 1.0) as engine:
-        engine.plan = ClipPlan({"Parameter 'p'": first, "Layer 'layer'": first})  # other batches may not even run
-        try:
-            with engine.forward(4):
-                torch.testing.assert_close(model(x), plain)
-        except UserError:
-            assert name not in ("gather along the rows", "cdist", "einsum")
 
 
 @cache
@@ -310,7 +192,7 @@ def use_of(name):
     return model, x, loop_over(model, x)
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(EXACT, list(MODES), list(BATCHES)))
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(EXACT, FEW, list(BATCHES)))
 def test_any_use_is_exact_for_any_batch(name, mode, batches):
     model, x, loop = use_of(name)
     for batch in batches:
@@ -322,7 +204,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize(("cell", "mode", "batches"), in_turn(CELLS, list(MODES), list(BATCHES)))
+@pytest.mark.parametrize(("cell", "mode", "batches"), in_turn(CELLS, FEW, list(BATCHES)))
 def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(cell, mode, batches):
     kind, rows = CELLS[cell]
 
@@ -355,7 +237,7 @@ EXACT_OR_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", EXACT_OR_REFUSED)
 def test_what_shapes_do_not_tell_is_exact_or_refused(name, mode):
     model, x = Uses(*EXACT_OR_REFUSED[name]), torch.randn(6, 3, 5)

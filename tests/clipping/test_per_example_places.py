@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import WSConv2d, attach, flat
+from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
-from groupwise.privacy import NoiseSource, release_gradients
-from tests.clipping.test_per_example import EXACT, MODES, Uses, assert_exact, loop_over, rows_of
+from tests.clipping.modes import FEW, attached
+from tests.clipping.test_per_example import assert_exact, loop_over, rows_of
 from tests.clipping.traced import clip
 from tests.combinations import pairs_fast
 
@@ -32,7 +32,7 @@ class Again(nn.Module):
         return checkpoint(part, self.first(x) * self.p, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_a_checkpointed_module_with_parameters_of_its_own(mode):
     model, x = Again(), torch.randn(3, 3, 5)
     loop = loop_over(model, x)
@@ -40,41 +40,11 @@ def test_a_checkpointed_module_with_parameters_of_its_own(mode):
         assert_exact(model, x, mode, loop, examples)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_reentrant_checkpointing_is_refused(mode):
-    make_partition, options = MODES[mode]
     model, x = Again(reentrant=True), torch.randn(4, 3, 5)
-    refused = pytest.raises(UserError, match="use_reentrant=False")
-    with attach(model, make_partition(model), 1.0, **options) as engine, refused:
+    with attached(model, mode) as engine, pytest.raises(UserError, match="use_reentrant=False"):
         clip(engine, rows_of(model, x), range(4))
-
-
-def test_a_temperature_is_released_with_noise():
-    model = Uses((), lambda p, layer, x: p * layer(x))
-    with attach(model, flat(model), 0.5) as engine:
-        clip(engine, rows_of(model, torch.randn(4, 3, 5)), range(4))
-        clipped = model.p.grad.clone()
-        release_gradients(
-            engine.sensitivity("add_remove"),
-            allocation="global",
-            noise_multiplier=1.0,
-            expected_batch_size=4,
-            noise=NoiseSource(bytes(32), is_secret=False),
-            step=0,
-        )
-    assert model.p.grad.shape == () and bool(model.p.grad.isfinite()) and model.p.grad != clipped / 4
-
-
-def test_nothing_stays_after_an_exception_or_after_detaching():
-    model, x = Uses((5,), EXACT["times"][1]), torch.randn(4, 3, 5)
-    before = {name: set(module.__dict__) for name, module in model.named_modules()}
-    with attach(model, flat(model), 1.0) as engine:
-        with pytest.raises(RuntimeError, match="shapes"):
-            clip(engine, rows_of(model, torch.randn(4, 3, 4)), range(4))
-        assert "p" not in model.__dict__ and type(model.p) is nn.Parameter
-        clip(engine, rows_of(model, x), range(4))
-        assert "p" not in model.__dict__
-    assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
 
 
 BATCHED = {
@@ -111,7 +81,7 @@ class LearnedImage(nn.Module):
 
 IMAGES = [
     cell
-    for cell in product(BATCHED, AS_BATCH, MODES)
+    for cell in product(BATCHED, AS_BATCH, FEW)
     if cell[:2] != ("group_norm", "unbatched")  # GroupNorm takes no image without a batch
 ]
 
