@@ -6,43 +6,52 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping import attach, flat
 from tests.clipping.alone import assert_bounded, assert_exact, looped
+from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import losses_of
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
-MODES = {
-    "flat": (flat, {}),
-    "ghost": (flat, {"norms": "ghost"}),
-    "layer": (per_layer, {}),
-    "block": (per_block, {}),
-    "gram": (per_layer, {"formula": "gram"}),
-    "materialized": (per_layer, {"formula": "materialize"}),
-}
+MODES = (*FEW, "block", "gram", "materialized")
 
 
 class Recurrence(nn.Module):
-    def __init__(self, kind, first: bool = True, **options):
+    """Outputs and last states, of sequences of one length or packed ones, from zeros or from given states."""
+
+    def __init__(self, kind, first: bool = True, packed: bool = False, given: bool = False, **options):
         super().__init__()
         self.body, self.head, self.first = kind(4, 5, batch_first=first, **options), nn.LazyLinear(3), first
+        self.packed, self.given = packed, given
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x if self.first else x.transpose(0, 1))[0]
-        return self.head(y if self.first else y.transpose(0, 1))
+        body, sequences = self.body, x if self.first else x.transpose(0, 1)
+        if self.packed:
+            lengths = (x[:, 0, 0] > 0).long() * 2 + 2
+            sequences = pack_padded_sequence(sequences, lengths, self.first, enforce_sorted=False)
+        h = F.pad(x.mean(1), (1, 0)).expand(body.num_layers * (1 + body.bidirectional), -1, -1)
+        given = (h, h.sin()) if isinstance(body, nn.LSTM) else h
+        y, states = body(sequences, given if self.given else None)
+        if self.packed:
+            y, _ = pad_packed_sequence(y, self.first, total_length=x.shape[1])
+        y = self.head(y if self.first else y.transpose(0, 1)).flatten(1)
+        return torch.cat([y, *(state.transpose(0, 1).flatten(1) for state in tree_leaves(states))], 1)
 
 
 class Cells(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, given: bool = True, **options):
         super().__init__()
-        self.cell, self.start = kind(4, 5), nn.Parameter(torch.rand(5))
+        self.cell, self.given = kind(4, 5, **options), given
+        self.start = nn.Parameter(torch.rand(5)) if given else None
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.start.expand(len(x), -1)
-        state = (h, h) if isinstance(self.cell, nn.LSTMCell) else h
+        h = self.start.expand(len(x), -1) if self.given else None
+        state = (h, h) if self.given and isinstance(self.cell, nn.LSTMCell) else h
         for t in range(32):
             state = self.cell(x[:, t % x.shape[1]], state)
         return state[0] if isinstance(state, tuple) else state
@@ -83,16 +92,17 @@ class EncoderDecoder(nn.Module):
 
 
 class Bags(nn.Module):
-    """Bags of several lengths, filled up with padding."""
+    """Bags of several lengths, filled up with padding, and some of nothing else."""
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, padding_idx: int = 0):
         super().__init__()
-        self.bags, self.head = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=0), nn.Linear(4, 3)
+        self.bags, self.head = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding_idx), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         ids = (x * 10).abs().long() % 7
-        lengths = (x[:, 0, 0] > 0).long() + 3
-        return self.head(self.bags(ids.flatten(1).masked_fill(torch.arange(16) >= lengths.unsqueeze(1), 0)))
+        lengths = (x[:, 0, 0] > 0).long() * 4
+        absent = torch.arange(16) >= lengths.unsqueeze(1)
+        return self.head(self.bags(ids.flatten(1).masked_fill(absent, self.bags.padding_idx)))
 
 
 class ManyBags(nn.Module):
@@ -159,16 +169,24 @@ MODELS = {
     "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
     "attention as a function": PooledByAttention,
     "lstm": lambda: Recurrence(nn.LSTM, num_layers=2, bidirectional=True, proj_size=3),
-    "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False),
+    "lstm sequences first": lambda: Recurrence(nn.LSTM, first=False, given=True),
+    "lstm packed": lambda: Recurrence(nn.LSTM, packed=True, given=True, num_layers=2, bidirectional=True),
     "gru": lambda: Recurrence(nn.GRU, num_layers=2, bidirectional=True),
+    "gru without bias": lambda: Recurrence(nn.GRU, given=True, bias=False),
+    "gru packed": lambda: Recurrence(nn.GRU, first=False, packed=True),
     "rnn": lambda: Recurrence(nn.RNN, bias=False),
+    "rnn relu": lambda: Recurrence(nn.RNN, packed=True, nonlinearity="relu", num_layers=2, bidirectional=True),
     "lstm cell": lambda: Cells(nn.LSTMCell),
     "gru cell": lambda: Cells(nn.GRUCell),
     "rnn cell": lambda: Cells(nn.RNNCell),
+    "lstm cell from zeros": lambda: Cells(nn.LSTMCell, given=False, bias=False),
+    "gru cell from zeros": lambda: Cells(nn.GRUCell, given=False, bias=False),
+    "rnn cell relu": lambda: Cells(nn.RNNCell, given=False, nonlinearity="relu"),
     "attention": SelfAttention,
     "attention with biases": lambda: SelfAttention(False, add_bias_kv=True, add_zero_attn=True),
     "encoder and decoder": lambda: EncoderDecoder(True),
     "encoder and decoder, sequences first": lambda: EncoderDecoder(False),
+    "bags of sums": lambda: Bags("sum", 3),
     "bags of means": lambda: Bags("mean"),
     "bags of maxima": lambda: Bags("max"),
     "many bags of one table": ManyBags,
@@ -196,14 +214,12 @@ def loop_over(name: str, frozen: bool = False):
 
 
 def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False) -> None:
-    make_partition, options = MODES[mode]
     model, x, loop = loop_over(name, frozen)
-    partition = make_partition(model)
-    with attach(model, partition, 0.3, **options) as engine:
-        assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), examples, [0.3] * len(partition), loop)
+    with attached(model, mode, 0.3) as engine:
+        assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), examples, [0.3] * len(engine.groups), loop)
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(MODELS, list(MODES), list(BATCHES)))
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(MODELS, MODES, list(BATCHES)))
 def test_equals_a_loop_over_single_examples(name, mode, batches):
     for batch in batches:
         assert_equal(name, mode, BATCHES[batch])
@@ -244,10 +260,9 @@ DROPPING = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_leaves_every_example_within_its_threshold(name, mode):
-    make_partition, options = MODES[mode]
     model = DROPPING[name]().train()
     model(torch.randn(2, 4, 4))
-    with attach(model, make_partition(model), 0.01, **options) as engine:
+    with attached(model, mode, 0.01) as engine:
         x = torch.randn(4, 4, 4)
         clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
         assert engine.nonfinite == 0
@@ -266,9 +281,8 @@ def test_one_weight_in_two_kinds_of_use():
             return nn.functional.linear(self.body(x)[0], self.body.weight_hh_l0[2:6]) * self.body.bias_ih_l0[:4]
 
     model, x = Tied(), torch.randn(4, 4, 4)
-    for mode in ("flat", "ghost", "layer"):
-        make_partition, options = MODES[mode]
-        with attach(model, make_partition(model), 0.3, **options) as engine:
+    for mode in FEW:
+        with attached(model, mode, 0.3) as engine:
             assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), range(4), [0.3])
 
 
