@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from groupwise import make_private
-from groupwise.clipping import attach, flat, per_layer, verify
+from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact
-from tests.clipping.traced import clip_batch, rows_of
+from tests.clipping.modes import FEW, attached
+from tests.clipping.traced import clip, rows_of
 
 BATCH = 6
 
@@ -67,14 +66,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "bookkeeping"), (flat, "ghost")]
-)
+@pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_eval_mode_it_is_exact(double, name, make_partition, norms):
+def test_in_eval_mode_it_is_exact(double, name, mode):
     model, x = MODELS[name]().eval(), torch.randn(BATCH, 3, 5, 5)
     buffers, plain = copy.deepcopy(dict(model.named_buffers())), model(x)
-    with attach(model, make_partition(model), 1.0, norms=norms) as engine:
+    with attached(model, mode) as engine:
         for rows in (range(BATCH), range(4), range(4, BATCH)):
             assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum(1), rows)
     assert all(torch.equal(there, buffers[at]) for at, there in model.named_buffers())
@@ -97,13 +94,16 @@ def test_without_running_statistics_it_is_always_refused():
         per_layer(model)
 
 
-@pytest.mark.parametrize(("trained", "compiled"), [("fc", False), ("bn", False), ("fc", True)])
-def test_training_mode_later_is_refused_in_that_step(trained, compiled):
+@pytest.mark.parametrize(
+    ("trained", "compiled", "mode"),
+    [("fc", False, "flat"), ("bn", False, "flat"), ("fc", True, "flat"), ("fc", False, "direct")],
+)
+def test_training_mode_later_is_refused_in_that_step(trained, compiled, mode):
     model, x = freeze(Residual(), trained).eval(), torch.randn(BATCH, 3, 5, 5)
-    with attach(model, flat(model), 1.0) as engine:
+    with attached(model, mode) as engine:
         run = torch.compile(model, backend="eager") if compiled else model
         losses_of = rows_of(lambda x: run(x).sum(1), x)
-        engine.clip(losses_of, range(BATCH))
+        clip(engine, losses_of, range(BATCH))
         trains = [p for p in model.parameters() if p.requires_grad]
         before = [p.grad.clone() for p in trains]
         model.train()
@@ -114,58 +114,3 @@ def test_training_mode_later_is_refused_in_that_step(trained, compiled):
         model.bn1.eval(), model.bn2.eval()
         engine.clip(losses_of, range(BATCH))  # dropout may train
         model.train()(x).sum().backward()  # nothing refuses it outside of the engine's passes
-
-
-def test_shards_refuse_it_too():
-    model, x = freeze(Residual(), "fc").eval(), torch.randn(BATCH, 3, 5, 5)
-    with attach(model, per_layer(model), 1.0, direct=True) as engine:
-        clip_batch(engine, lambda x: model(x).sum(1), x)
-        model.train()
-        with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes"):
-            clip_batch(engine, lambda x: model(x).sum(1), x)
-
-
-@pytest.mark.parametrize("trained", ["fc", ""])
-def test_private_steps_keep_eval_mode(trained):
-    torch.manual_seed(0)
-    model = freeze(Residual(), trained).eval()
-    x, y = torch.randn(30, 3, 5, 5), torch.randint(0, 3, (30,))
-
-    def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    private = make_private(
-        model,
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        TensorDataset(x, y),
-        losses,
-        noise_multiplier=1.0,
-        steps=3,
-        batch_size=10,
-    )
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for _ in private.steps():
-        model.train()  # each step puts modules into the modes that they were in when `make_private` was called
-    assert private.executed == 3
-    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
-
-
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_a_frozen_layer_whose_channels_become_tokens_is_exact_for_one_example_at_a_time(double, make_partition):
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
-            self.norm.running_var.uniform_(0.5, 2.0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.norm(self.conv(x)).flatten(2).transpose(1, 2)).square().sum((1, 2))
-
-    model, x = Tokens(), torch.randn(6, 3, 6, 6)
-    model.norm.eval()
-    losses_of = rows_of(model, x)
-    with attach(model, make_partition(model), 1.0) as engine:
-        engine.trace(losses_of, range(6))
-        verify(engine, losses_of, range(6))
-        for i in range(6):
-            assert_exact(engine, losses_of, [i])

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_layer, shared_parameters
+from groupwise.clipping import shared_parameters
 from tests.clipping.alone import assert_exact
+from tests.clipping.modes import FEW, attached
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
-
-MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
 
 
 class Model(nn.Module):
@@ -141,6 +140,24 @@ class Frames(nn.Module):
         return self.conv(self.conv(x.flatten(0, 1)).tanh()).unflatten(0, x.shape[:2]).square()
 
 
+class Turned(nn.Module):
+    """Channels become tokens, or tokens channels, whose strides in one example are those of another layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class Squeezed(nn.Module):
+    """Without its batch axis where there is one example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv1d(2, 3, 2), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.conv(x.squeeze(0)).tanh().flatten(-2)).view(len(x), 4)
+
+
 def under(layer: nn.Module) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3))
 
@@ -170,26 +187,37 @@ MODELS = {
     "a mask that is learned, by name": (lambda: LearnedMask(True), (6, 4)),
     "queries that all share": (FixedQueries, (10, 8)),
     "frames, twice": (Frames, (2, 3, 4, 4)),
+    "channels that become tokens": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Turned(), nn.Tanh(), nn.Linear(4, 3)
+        ),
+        (4, 5, 5),
+    ),
+    "tokens that become an image": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Turned(), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
+        (9, 4),
+    ),
+    "a batch axis that is squeezed away": (Squeezed, (2, 5)),
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_sums_and_norms_are_those_of_single_examples(monkeypatch, name, mode):
     monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)  # a few examples at a time
-    (make, shape), (make_partition, options) = MODELS[name], MODES[mode]
+    make, shape = MODELS[name]
     model = make()
-    partition = make_partition(model)
-    bounds = [0.1] * len(partition)
 
     def losses_of(x: Tensor, rows) -> Tensor:
         out = model(x).flatten(1)
         return (out * torch.arange(float(out.shape[1])).cos()).sum(1) * (torch.tensor(list(rows)) + 1.0)
 
-    with attach(model, partition, bounds, **options) as engine:
+    with attached(model, mode, 0.1) as engine:
         for batch in (5, 3, 6, 1, 2, 5):
             x = torch.randn(batch, *shape)
             plain = model(x)
-            assert_exact(engine, lambda rows, x=x: losses_of(x[list(rows)], rows), range(batch), bounds)
+            assert_exact(
+                engine, lambda rows, x=x: losses_of(x[list(rows)], rows), range(batch), [0.1] * len(engine.groups)
+            )
             with engine.forward(batch):
                 torch.testing.assert_close(model(x), plain)

@@ -1,9 +1,7 @@
 """Gradient norms for a look: equal to a loop over examples, and the model is as it was."""
 
-import random
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,21 +38,17 @@ def norms_by_hand(model, losses, partition):
     return {group.name: row for group, row in zip(partition, norms, strict=True)}
 
 
-@pytest.mark.parametrize("of", [per_layer, flat])
+@pytest.mark.parametrize(
+    "of", [per_layer, flat, lambda model: by_mapping(model, {"block*": "block", "*": "rest"}), None]
+)
 def test_norms_equal_a_loop_over_examples(of):
     model, losses = problem()
-    expected = norms_by_hand(model, losses, of(model))
-    found = gradient_norms(model, losses, range(EXAMPLES), of(model), microbatch=4)
+    partition = None if of is None else of(model)
+    expected = norms_by_hand(model, losses, partition or per_layer(model))
+    found = gradient_norms(model, losses, range(EXAMPLES), partition, microbatch=4)
     assert list(found) == list(expected)
     for name, norms in found.items():
         torch.testing.assert_close(norms, expected[name], rtol=1e-9, atol=1e-12)
-
-
-def test_groups_may_be_ones_own_and_a_layer_is_one_by_default():
-    model, losses = problem()
-    groups = by_mapping(model, {"block*": "block", "*": "rest"})
-    assert list(gradient_norms(model, losses, range(EXAMPLES), groups)) == [group.name for group in groups]
-    assert list(gradient_norms(model, losses, range(EXAMPLES))) == [group.name for group in per_layer(model)]
 
 
 @pytest.mark.parametrize(("examples", "microbatch"), [([], 4), ([3], 4), ([3, 1, 3], 1), ([5, 0, 5, 2], 3)])
@@ -74,48 +68,43 @@ def test_texts_of_any_length_are_measured():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
-class Careless(nn.Module):
-    """Draws random numbers of every kind, and counts its calls in a buffer."""
+class Stateful(nn.Module):
+    """Draws random numbers, some from a generator of its own, and counts its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.drop = nn.Linear(5, 3), nn.Dropout(0.5)
+        self.layer, self.drop, self.own = nn.Linear(5, 3), nn.Dropout(0.5), torch.Generator()
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.layer(self.drop(x)) * (1 + random.random() + np.random.rand())
+        return self.layer(self.drop(x + torch.rand(x.shape, generator=self.own)))
 
 
-def everything(model):
-    state = np.random.get_state()
-    return {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*state[1].tolist(), state[2]]),
-        "python": torch.tensor(random.getstate()[1]),
-        **{name: value.clone() for name, value in model.state_dict().items()},
-    }
+def traces(model, losses):
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(losses, range(6))
+        assert engine.examples == 0
 
 
+@pytest.mark.parametrize("looks", [traces, lambda model, losses: gradient_norms(model, losses, range(6))])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_model_is_untouched(fails):
-    torch.manual_seed(0)
-    model, x = Careless(), torch.randn(EXAMPLES, 5)
-    model.layer.weight.grad = gradient = torch.ones_like(model.layer.weight)
-    forwards = [dict(module.__dict__).get("forward") for module in model.modules()]
+def test_gradients_buffers_and_generators_are_left_alone(looks, fails):
+    model, x = Stateful(), torch.randn(6, 5)
+    gradient = model.layer.weight.grad = torch.ones_like(model.layer.weight)
+    before, own = torch.get_rng_state(), model.own.get_state()
 
     def losses(rows):
-        if fails and 8 in rows:
+        if fails and 5 in rows:
             raise LookupError
-        return model(x[rows]).sum(1)
+        return model(x[list(rows)]).square().sum(1)
 
-    before = everything(model)
     with pytest.raises(LookupError) if fails else nullcontext():
-        gradient_norms(model, losses, range(EXAMPLES), microbatch=4)
-    after = everything(model)
-    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        looks(model, losses)
     assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and model.layer.bias.grad is None
-    assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+    assert float(model.calls) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert looks is not traces or torch.equal(model.own.get_state(), own)
 
 
 def test_a_mistake_is_a_sentence_and_leaves_the_model_free():

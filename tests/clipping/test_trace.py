@@ -7,16 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import ClippingEngine, attach, flat, per_layer
-from groupwise.clipping.reference import clipped_sums
+from groupwise.clipping import ClippingEngine
 from tests.clipping.alone import assert_exact
+from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 from tests.combinations import pairs_fast
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
-MODES = {"flat": (flat, {}), "layer": (per_layer, {}), "ghost": (flat, {"norms": "ghost"})}
 ROWS, WIDE = 6, 5
 
 
@@ -37,11 +36,6 @@ def of_rows(run, x: Tensor, weigh=None):
         return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(list(rows)) + 1.0)
 
     return losses_of
-
-
-def attached(model: nn.Module, mode: str):
-    make_partition, options = MODES[mode]
-    return attach(model, make_partition(model), 1.0, **options)
 
 
 def pairs(a, b, x):
@@ -76,7 +70,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(LAYOUTS, list(MODES), [1, 2, 3, 5, 6]))
+@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(LAYOUTS, FEW, [1, 2, 3, 5, 6]))
 def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batches):
     for batch in batches:
         model = Two(LAYOUTS[name])
@@ -128,7 +122,7 @@ MET_TWICE = {
 
 @pytest.mark.parametrize(
     ("name", "mode", "batches"),
-    pairs_fast(product(MET_TWICE, MODES, [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])),
+    pairs_fast(product(MET_TWICE, FEW, [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])),
 )
 def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(name, mode, batches):
     model = MetTwice(*MET_TWICE[name])
@@ -153,7 +147,7 @@ class SequencesFirst(nn.Module):
         return self.head((self.embed(x).transpose(0, 1) + self.places).tanh().mean(0))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_gradients_that_are_zero_hide_nothing(mode):
     model = SequencesFirst()
     for parameter in model.embed.parameters():
@@ -169,17 +163,6 @@ def shared_grid(x):
     return torch.arange(1.0, 1 + ROWS).outer(torch.arange(1.0, 1 + WIDE)).sin().to(x.dtype)
 
 
-class Towers(nn.Module):
-    """Two towers: one gets the examples, the other rows that all of them share."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_examples, self.of_rows = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
-
-    def forward(self, x):
-        return self.of_examples(x[:, 0]).tanh() @ self.of_rows(shared_grid(x)).tanh().mT
-
-
 class Attends(nn.Module):
     """Examples attend to a table that is computed; the head is zero at first."""
 
@@ -193,11 +176,10 @@ class Attends(nn.Module):
         return self.head((x[:, 0] @ keys.mT).softmax(-1) @ keys)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [Towers, Attends])
-def test_tables_that_all_examples_share_are_as_long_as_a_batch(make, mode):
+@pytest.mark.parametrize("mode", FEW)
+def test_tables_that_all_examples_share_are_as_long_as_a_batch(mode):
     for batches in ((ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)):
-        model = make()
+        model = Attends()
         with attached(model, mode) as engine:
             for batch in batches:
                 losses_of = of_rows(model, torch.randn(batch, ROWS, WIDE))
@@ -214,7 +196,7 @@ class Normed(nn.Module):
         return F.relu(self.norm(self.conv(x)).mul_(2), inplace=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_in_place_operations_after_a_norm(mode):
     model = Normed()
     with attached(model, mode) as engine:
@@ -231,20 +213,7 @@ def test_an_example_that_is_not_finite_is_left_out_whatever_the_layout():
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
-def test_a_pipeline_looks_layouts_up_as_well():
-    model, x = Two(LAYOUTS["two layouts in one pass"]), torch.randn(3, 3, 5)
-    partition, losses_of = flat(model), of_rows(model, x)
-    truth = clipped_sums(model, lambda i: losses_of([i])[0], range(3), partition, [0.5])
-    with attach(model, partition, 0.5) as engine:
-        engine.trace(losses_of, range(3))
-        with engine.forward(3, microbatch=0):
-            losses = losses_of(range(3))
-        with engine.backward_of(0):
-            losses.sum().backward()
-    torch.testing.assert_close(model.a.weight.grad, truth.sums["a.weight"])
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEW)
 def test_gradients_of_many_rows_are_formed_for_some_examples_at_a_time(monkeypatch, mode):
     monkeypatch.setattr("groupwise.clipping.rules.base.chunk_floats", lambda g: 200)  # two examples of three rows each
     for name, batch in (("grouped", 5), ("tiled", 7)):

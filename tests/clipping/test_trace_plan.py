@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.clip_plan import SHARED, CallSite, ClipPlan, Layout, Order, UntracedCall
+from groupwise.clipping.clip_plan import Layout, UntracedCall
 from tests.clipping.alone import assert_exact
 from tests.clipping.test_trace import of_rows
 
@@ -133,77 +133,53 @@ def test_two_paths_are_both_exact_whichever_was_traced(first):
                 assert_exact(engine, losses_of(shown, length), range(rows), [1.0])
 
 
+SOURCES, TARGETS = (9, 3, 5, 4, 6, 2, 7), (2, 8, 3, 5, 4, 6, 3)
+
+
+class Translator(nn.Module):
+    """Reads as many tokens as the longest source and the longest target of the batch have."""
+
+    def __init__(self):
+        super().__init__()
+        self.source, self.target, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+        read = self.source(x[:, : int(sources.max())]).tanh()
+        read = (read * (torch.arange(read.shape[1]) < sources[:, None])[..., None]).sum(1, keepdim=True)
+        written = self.target(x[:, : int(targets.max())])
+        written = written * (torch.arange(written.shape[1]) < targets[:, None])[..., None]
+        return self.head(written.tanh() * read).sum(1)
+
+
+def translations(model: Translator):
+    x = torch.randn(7, 9, 4)
+    sources, targets = torch.tensor(SOURCES), torch.tensor(TARGETS)
+
+    def run(at: Tensor) -> Tensor:
+        rows = at[:, 0].long()
+        return model(x[rows], sources[rows], targets[rows])
+
+    return of_rows(run, torch.arange(7.0)[:, None])
+
+
+@pytest.mark.parametrize("order", [range(7), (0, 2, 1, 3, 4, 5, 6), (3, 2, 4, 5, 0, 1)])
+def test_two_lengths_are_traced_wherever_the_longest_examples_stand(order):
+    torch.manual_seed(0)
+    model = Translator()
+    losses = translations(model)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(losses, list(order))
+        plan = engine.plan
+        for rows in ([0, 1, 2], [4, 5, 6, 3], [2], [1, 5]):
+            assert_exact(engine, losses, rows)
+        assert engine.plan == plan
+
+
 def test_one_example_alone_needs_no_trace():
     model = Positions()
     with attach(model, per_layer(model), 0.1) as engine:
         assert_exact(engine, texts(model, [4, 9]), [1])
         assert not engine.plan.calls
-
-
-def test_a_plan_goes_through_a_checkpoint():
-    model = Positions()
-    with attach(model, flat(model), 0.3) as engine:
-        for lengths in ([5, 3, 4, 2, 5, 1], [8, 1]):
-            engine.trace(texts(model, lengths), range(len(lengths)))
-        state = engine.plan.state_dict()
-        assert state["Layer 'places'"] == [[[], [[5], [8]]]]
-        assert state["Layer 'words'"] == [[[[0, 1, "GROUPED"]], []]]
-        again = ClipPlan.from_state_dict(state)
-        assert again == engine.plan
-    with attach(model, flat(model), 0.3) as engine:
-        engine.plan = again
-        with engine.forward(4):
-            losses = texts(model, [8] * 4)(range(4))
-        engine.backward(losses)
-
-
-def test_a_site_tells_by_sizes_which_of_its_layouts_an_input_has():
-    grouped, second = Layout(0, 3), Layout(1, 1)
-    site = CallSite((grouped, second), frozenset({(7, 2)}))
-    assert site.find((12, 5), 4) == grouped
-    assert site.find((5, 4), 4) == second
-    assert site.find((7, 2), 4) == site.find((9, 2), 4) == SHARED
-    assert site.find((12, 4), 4) is None, "two fit"
-    assert site.find((5, 5, 5), 4) is None and site.find((7, 2, 1), 4) is None, "none fits"
-    assert CallSite((Layout(),)).find((9, 1), 3) is None, "one row stays one"
-
-
-def test_rows_of_an_example_may_be_as_many_as_they_are_once_three_numbers_of_them_were_traced():
-    two, three, five = (CallSite((Layout(0, n, Order.TILED),)) for n in (2, 3, 5))
-    assert two.find((9, 1), 3) is None and two.joined(three).find((12, 1), 3) is None
-    site = two.joined(three).joined(five)
-    assert site.find((12, 1), 3) == Layout(0, 4, Order.TILED) and site.find((10, 1), 3) is None
-    assert site.joined(CallSite((Layout(0, 7, Order.TILED),))) == site, "nothing new"
-
-
-def test_plans_are_joined_call_by_call():
-    one, two = CallSite((Layout(0, 2),)), CallSite((Layout(0, 2), Layout(1)), frozenset({(3,)}))
-    joined = ClipPlan({"a": (one,), "b": (two,)}).joined(ClipPlan({"a": (two, one)}))
-    assert joined.calls == {"a": (CallSite((Layout(0, 2), Layout(1)), frozenset({(3,)})), one), "b": (two,)}
-
-
-class Stateful(nn.Module):
-    """Draws random numbers, some from a generator of its own, and counts its calls in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.drop, self.own = nn.Linear(5, 3), nn.Dropout(0.5), torch.Generator()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.layer(self.drop(x + torch.rand(x.shape, generator=self.own)))
-
-
-def test_a_trace_leaves_gradients_buffers_and_generators_alone():
-    model, x = Stateful(), torch.randn(6, 5)
-    gradient = model.layer.weight.grad = torch.ones_like(model.layer.weight)
-    before, own = torch.get_rng_state(), model.own.get_state()
-    with attach(model, flat(model), 1.0) as engine:
-        engine.trace(of_rows(model, x), range(6))
-        assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and engine.examples == 0
-    assert float(model.calls) == 0
-    assert torch.equal(torch.get_rng_state(), before) and torch.equal(model.own.get_state(), own)
 
 
 NUMBERS = {
@@ -235,23 +211,3 @@ def test_random_numbers_that_follow_values_are_not_taken_for_mixing(name):
             engine.trace(of_rows(model, x), rows)
             engine.clip(of_rows(model, x), rows)
             assert engine.plan.calls["Layer 'second'"][0].layouts == (Layout(),)
-
-
-class Squeezed(nn.Module):
-    """Without its batch axis where there is one example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.layer = nn.Conv1d(2, 3, 2), nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(x.squeeze(0)).tanh()
-        return self.layer(h.flatten(-2)).view(len(x), 4)
-
-
-def test_a_batch_axis_that_is_squeezed_away_from_one_example_is_put_back():
-    model, x = Squeezed(), torch.randn(6, 2, 5)
-    with attach(model, flat(model), 0.3) as engine:
-        engine.trace(lambda rows: model(x[list(rows)]).square().sum(1), range(6))
-        for rows in (range(4), [5], [2]):
-            assert_exact(engine, lambda some: model(x[list(some)]).square().sum(1), rows)

@@ -166,39 +166,6 @@ def test_a_layer_that_runs_once_for_each_example_is_refused():
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(5, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.gate(x)
-        for expert, tokens in zip(self.experts, (x[..., 0] > 0, x[..., 0] <= 0), strict=True):
-            y = y.index_put((tokens,), expert(y[tokens]))
-        return y
-
-
-def test_a_mixture_of_experts_is_refused():
-    model, x = Experts(), torch.randn(8, 3, 5)
-    with attach(model, flat(model), 1.0) as engine:
-        with pytest.raises(UserError, match=r"'experts.0'.* data choose"):
-            engine.trace(of_rows(model, x), range(8))
-        x[..., 0], x[:, 0, 0] = -1, 1  # one token of each example, until one is replaced by an example with more
-        x[5, :, 0] = 1
-        with pytest.raises(UserError, match=r"'experts.0'.* data choose"):
-            engine.trace(of_rows(model, x), range(8))
-
-
-def test_experts_that_have_other_rows_in_a_later_step_are_refused_where_their_number_tells():
-    model, x = Experts(), torch.randn(4, 3, 5)
-    x[..., 0], x[:, 0, 0] = -1, 1
-    with attach(model, flat(model), 1.0) as engine:
-        engine.trace(of_rows(model, x), range(4))
-        x[0, 1, 0] = 1
-        with pytest.raises(UserError, match=r"'experts.0'"):
-            clip(engine, of_rows(model, x), range(4))
-
-
 def contrastive(h: Tensor) -> Tensor:
     return F.cross_entropy(h @ h.roll(1, 1).T, torch.arange(len(h)), reduction="none")
 
