@@ -4,25 +4,26 @@ In the batch rows are padded on the right, with an attention mask and explicit p
 as it is, and the model makes its own positions. The loss of an example is the mean over its own predicted tokens.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, flat, per_block, per_layer
+from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.torchvision_import import import_torchvision
-from tests.clipping.alone import assert_equal, assert_sums, gradients, looped, middle_thresholds
-from tests.clipping.traced import clip
+from tests.clipping.alone import assert_sums, looped, middle_thresholds
+from tests.clipping.modes import FEW, MODES, attached
+from tests.clipping.traced import clip, clip_batch
 
 RTOL = 1e-9
 LENGTHS = (9, 4, 7, 2, 6, 5)
@@ -65,14 +66,6 @@ CLASSIFIERS = {
     "bert": ModelConfig(architecture="bert", shape=BERT),
     "distilbert": ModelConfig(architecture="distilbert", shape=DISTIL),
     "gpt2_classifier": ModelConfig(architecture="gpt2", shape=GPT2),
-}
-MODES = {
-    "flat": (flat, {}),
-    "ghost": (flat, {"norms": "ghost"}),
-    "layer": (per_layer, {}),
-    "block": (per_block, {}),
-    "layer_gram": (per_layer, {"formula": "gram"}),
-    "layer_materialized": (per_layer, {"formula": "materialize"}),
 }
 
 
@@ -153,7 +146,7 @@ def truth_of(name: str, make_partition) -> tuple[list[float], Reference]:
     return thresholds, clipped_sums(case.model, loss_of, range(6), partition, thresholds)
 
 
-OTHER_FORMULA = ("layer_materialized", "layer_gram")
+OTHER_FORMULA = ("materialized", "gram")
 """That of models with even and odd numbers, which the next model tries: their layers are of the same kinds, adapters
 and tied weights among them."""
 
@@ -163,78 +156,41 @@ and tied weights among them."""
     [
         pytest.param(name, mode, marks=[pytest.mark.slow] if mode == OTHER_FORMULA[number % 2] else [])
         for number, name in enumerate([*CAUSAL, *CLASSIFIERS])
-        for mode in MODES
+        for mode in (*FEW, "block", "gram", "materialized")
     ],
 )
 def test_clipped_sums_norms_and_counts(double, name, mode):
-    make_partition, options = MODES[mode]
-    thresholds, truth = truth_of(name, make_partition)
+    thresholds, truth = truth_of(name, MODES[mode][0])
     case, _ = loop_over(name)
     case.model.zero_grad()
-    partition = make_partition(case.model)
     assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
-    with attach(case.model, partition, thresholds, **options) as engine:
+    with attached(case.model, mode, thresholds) as engine:
         clip(engine, case.losses, range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
         assert torch.equal(engine.counts, truth.counts)
     assert_sums(case.model, truth.sums, atol=1e-15)
 
 
-def found_by(case: Case, make_partition=flat, threshold: float = 0.5, seed: int = 0, **options) -> dict[str, Tensor]:
-    """The engine's clipped sums, with dropout from this seed."""
-    case.model.zero_grad()
-    torch.manual_seed(seed)
-    with attach(case.model, make_partition(case.model), threshold, **options) as engine:
-        clip(engine, case.losses, range(6))
-    return gradients(case.model)
-
-
-def distance(found: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Relative, over all parameters."""
-    difference = torch.stack([(found[name] - other[name]).square().sum() for name in other]).sum().sqrt()
-    return float(difference / torch.stack([gradient.square().sum() for gradient in other.values()]).sum().sqrt())
-
-
-BOTH = {"dropout": 0.1, "attention_dropout": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("name", "rates"),
-    [
-        *product(["gpt2_tied", "roberta", "bert"], [{"dropout": 0.2}, {"attention_dropout": 0.2}]),
-        ("gpt2_tied", BOTH),
-        ("gpt2_lora", {"lora": LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=LORA.targets)}),
-        *(pytest.param(name, BOTH, marks=pytest.mark.slow) for name in ("roberta", "bert")),
-    ],
-)
-def test_ghost_clips_with_the_masks_of_its_one_forward_pass(double, name, rates):
-    """Both of its backward passes belong to the same dropout masks, which the seed makes those of book-keeping."""
-    case = make_case(name, **rates)
-    kept, ghost = found_by(case), found_by(case, norms="ghost")
-    assert_equal(ghost, kept, atol=1e-15)
-    assert distance(found_by(case, seed=1), kept) > 0.01  # other masks, other sums
-    without = case.model.eval()
-    assert distance(found_by(Case(without, case.rows, case.prompts, case.classes, case.first)), kept) > 0.01
-
-
-def test_a_tied_head_is_one_group_and_an_untied_one_two(double):
-    tied, untied = (per_layer(make_case(name).model) for name in ("gpt2_tied", "gpt2_untied"))
-    assert ("transformer.wte", "lm_head") in [group.layers for group in tied]
-    assert {("transformer.wte",), ("lm_head",)} < {group.layers for group in untied}
-
-
-@pytest.mark.parametrize("mode", ["flat", "ghost", "layer"])
+@pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", ["gpt2_tied", "roberta", "bert", "distilbert", "opt"])
 def test_the_model_may_make_its_positions_for_all_rows_at_once(double, name, mode):
     """RoBERTa makes them from the padding of each row; OPT's feed-forward layers see (B·T, d), rows end to end."""
-    make_partition, options = MODES[mode]
-    thresholds, truth = truth_of(name, make_partition)
+    thresholds, truth = truth_of(name, MODES[mode][0])
     case, _ = loop_over(name)
     case.model.zero_grad()
-    with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
+    with attached(case.model, mode, thresholds) as engine:
         clip(engine, partial(case.losses, explicit=name == "opt"), range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
     assert_sums(case.model, truth.sums, atol=1e-15)
+
+
+def test_norms_of_transformers_have_a_rule_and_nothing_warns():
+    import_torchvision()  # before transformers
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    model = Qwen3RMSNorm(8)
+    with warnings.catch_warnings(action="error"), attach(model, per_layer(model), 1.0) as engine:
+        clip_batch(engine, lambda x: model(x).sum((1, 2)), torch.randn(3, 4, 8))
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])

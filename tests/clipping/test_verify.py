@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer, verify
 from groupwise.clipping.norm_terms import squares_together
@@ -217,19 +216,6 @@ def test_a_clipped_sum_may_be_off_by_a_twentieth(monkeypatch, error, refused):
             assert found == pytest.approx(error, rel=1e-2)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_parameter_that_no_loss_depends_on_is_named(frozen):
-    model, x = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)}), torch.randn(8, 4)
-    model["b"].requires_grad_(not frozen)
-    for partition in (flat, per_layer):
-        with attach(model, partition(model), 0.1) as engine:
-            if frozen:
-                verify(engine, lambda examples: model["a"](x[list(examples)]).square().sum(1), EXAMPLES)
-            else:
-                with pytest.raises(UserError, match=r"'b\.weight'"):
-                    verify(engine, lambda examples: model["a"](x[list(examples)]).square().sum(1), EXAMPLES)
-
-
 @pytest.mark.parametrize(
     ("alone", "together", "refused"),
     [(0.5, 0.5004, False), (0.5, 0.5006, True), (50.0, 50.049, False), (50.0, 50.051, True), (1e-3, 1.09e-3, False)],
@@ -245,12 +231,6 @@ def test_a_loss_may_move_by_a_thousandth_among_others(alone, together, refused):
             verify(engine, losses, EXAMPLES)
     else:
         verify(engine, losses, EXAMPLES)
-
-
-def test_one_loss_for_all_is_found():
-    engine, losses_of = attached(nn.Tanh())
-    with pytest.raises(UserError, match="one value per example"):
-        verify(engine, lambda examples: losses_of(examples).mean(), [0, 3])
 
 
 class Lazy(nn.Module):
@@ -374,20 +354,3 @@ def test_it_runs_a_handful_of_examples():
     rows.clear(), kept.clear()
     verify(engine, counted, EXAMPLES, rows=2, most=2)
     assert sum(rows) <= 12 and max(kept) <= 4
-
-
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_dropout_inside_a_checkpoint_draws_the_same_once_more(make_partition):
-    """The backward pass runs such layers again, and their masks are at their expectation there as well."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.part, x, use_reentrant=False)
-
-    model, x = Checkpointed(), torch.randn(8, 4)
-    with attach(model, make_partition(model), 0.1) as engine:
-        assert verify(engine, lambda examples: model(x[list(examples)]).square().sum(1), EXAMPLES) < 1e-3

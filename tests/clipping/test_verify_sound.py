@@ -8,17 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import attach, flat, per_block, per_layer, verify
+from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import LoraConfig
 from groupwise.models import WideResNet
+from tests.clipping.modes import FEW, attached
 from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, PADDING, Case, make_case
 
 Losses = Callable[[Sequence[int]], Tensor]
 LENGTHS = (9, 4, 7, 2, 6, 5, 9, 3)
 EXAMPLES = (0, 3, 7, 4, 1)
 """The longest first, as tasks hand them over."""
-MODES = {"flat": (flat, {}), "ghost": (flat, {"norms": "ghost"}), "layer": (per_layer, {}), "block": (per_block, {})}
 
 
 class Residual(nn.Module):
@@ -68,6 +69,13 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
+
+
+class Remade(nn.Sequential):
+    """Layers that run once more in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def mlp() -> nn.Module:
@@ -123,6 +131,7 @@ def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
 ADAPTERS = LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=LORA.targets)
 MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
     "mlp": lambda: on_rows(mlp),
+    "remade": lambda: on_rows(lambda: Remade(*mlp())),
     "convolutional": lambda: on_rows(convolutional),
     "transformer": lambda: on_rows(transformer),
     "recurrent": lambda: on_rows(Recurrent),
@@ -135,7 +144,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
 }
 
 
-FEW = ("mlp", "transformer", "wide_resnet", "gpt2_tied", "roberta")
+KINDS = ("mlp", "remade", "transformer", "wide_resnet", "gpt2_tied", "roberta")
 """One of each kind, which the fast tests see on two rows as well."""
 
 
@@ -143,7 +152,11 @@ FEW = ("mlp", "transformer", "wide_resnet", "gpt2_tied", "roberta")
     ("mode", "rows"),
     [
         ("layer", 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(MODES, (5, 2)) if case != ("layer", 5)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product((*FEW, "block"), (5, 2))
+            if case != ("layer", 5)
+        ),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
@@ -151,18 +164,17 @@ def test_ordinary_models_pass(name, mode, rows):
     check(name, mode, rows)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", KINDS)
 def test_ordinary_models_pass_on_two_rows(name):
     check(name, "layer", 2)
 
 
 def check(name: str, mode: str, rows: int) -> None:
     torch.manual_seed(1)
-    make_partition, options = MODES[mode]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="groupwise has no rule")
         model, losses = MODELS[name]()
-        with attach(model, make_partition(model), 0.3, **options) as engine:
+        with attached(model, mode, 0.3) as engine:
             assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
 
 

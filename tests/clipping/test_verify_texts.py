@@ -1,12 +1,14 @@
-"""The check before training on texts of several lengths, and where other axes are as long as the batch."""
+"""The check before training on texts: padding, lengths, losses by the batch, and axes as long as the batch."""
 
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, per_layer, verify
+from groupwise.clipping import attach, flat, per_layer, verify
 from groupwise.errors import UserError
 
 EXAMPLES = [0, 3, 5, 2, 7]
@@ -78,3 +80,71 @@ def test_positions_as_many_as_the_examples_that_are_tried_are_told_from_them(len
     model, x = Positions(), torch.randn(8, length, 4)
     with attach(model, per_layer(model), 0.05) as engine:
         assert verify(engine, lambda examples: model(x[list(examples)]).square().sum(1), EXAMPLES) < 1e-3
+
+
+LENGTHS = (9, 3, 7, 2, 5)
+
+
+class Encoder(nn.Module):
+    """One layer of self-attention over texts, padded with 0, and the mean over positions."""
+
+    def __init__(self, masks: bool, dropout: float) -> None:
+        super().__init__()
+        self.masks = masks
+        self.embed = nn.Embedding(20, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        absent = tokens == 0
+        h = self.layer(self.embed(tokens), src_key_padding_mask=absent if self.masks else None)
+        kept = (~absent).unsqueeze(2)
+        return self.head((h * kept).sum(1) / kept.sum(1))
+
+
+def check(model: nn.Module, loss) -> None:
+    torch.manual_seed(0)
+    texts = [torch.randint(1, 20, (length,)) for length in LENGTHS]
+    labels = torch.arange(len(texts)) % 3
+
+    def losses(rows) -> Tensor:
+        tokens = nn.utils.rnn.pad_sequence([texts[i] for i in rows], batch_first=True)
+        return loss(model(tokens), labels[list(rows)])
+
+    with attach(model, flat(model), 1.0) as engine:
+        verify(engine, losses, range(len(texts)))
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def pseudo_labels(logits, labels):
+    """Classes that are drawn from the model's own probabilities."""
+    return cross_entropy(logits, torch.multinomial(logits.softmax(1).detach(), 1)[:, 0])
+
+
+def weighed(logits, labels):
+    return cross_entropy(logits, labels) * torch.empty(len(logits)).log_normal_()
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, weighed])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_over_padding_is_refused_and_a_mask_passes(dropout, loss):
+    check(Encoder(True, dropout), loss)
+    with pytest.raises(UserError, match=r"alone but .* among others.*mask padding"):
+        check(Encoder(False, dropout), loss)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, weighed])
+def test_a_loss_by_the_size_of_the_batch_is_refused(loss):
+    with pytest.raises(UserError, match=r"alone but .* among others"):
+        check(Encoder(True, 0.0), lambda logits, labels: loss(logits, labels) / len(logits))
+
+
+def test_numbers_that_cannot_be_repeated_for_an_example_alone_are_warned_of():
+    def augmented(logits, labels):
+        return cross_entropy(logits * torch.tensor([[1 + random.random()] for _ in labels]), labels)
+
+    with pytest.warns(UserWarning, match="by Python or numpy.*make sure that padding is masked"):
+        check(Encoder(True, 0.0), augmented)
