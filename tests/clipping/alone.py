@@ -71,15 +71,18 @@ def assert_exact(
     thresholds: list[float] | None = None,
     loop: Loss | None = None,
 ) -> None:
-    """The engine's norms and sums of these examples, at given thresholds or in the middle, are those of a loop."""
+    """The engine's norms, sums and counts of these examples, at given thresholds or in the middle, are a loop's."""
     model, partition = engine.model, engine.partition
     loop = looped(model, lambda i: losses_of([i])[0], rows) if loop is None else loop
     thresholds = middle_thresholds(model, loop, partition, rows) if thresholds is None else thresholds
     engine.set_thresholds(thresholds)
     truth = clipped_sums(model, loop, rows, partition, thresholds)
     model.zero_grad()
+    counted = engine.counts
     clip(engine, losses_of, rows)
     torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
+    if len(rows) > 1:  # the threshold in the middle of one norm is that norm
+        assert torch.equal(engine.counts - counted, truth.counts)
     assert_sums(model, truth.sums, rtol=1e-9, atol=1e-10 * max(thresholds))
 
 

@@ -336,12 +336,6 @@ def case(request, double) -> Case:
     return make_case(request.param)
 
 
-@pytest.fixture
-def build(double) -> Callable[[str], Case]:
-    """Make one named case."""
-    return make_case
-
-
 def make_case(name: str) -> Case:
     make_model, make_inputs = CASES[name]
     model, inputs = make_model(), make_inputs()

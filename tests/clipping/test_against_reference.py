@@ -7,7 +7,7 @@ import torch
 
 from groupwise.clipping import attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
-from tests.clipping.alone import assert_bounded, assert_sums, gradients, looped, middle_thresholds
+from tests.clipping.alone import assert_bounded, assert_sums, looped, middle_thresholds
 from tests.clipping.conftest import CASES, make_case
 from tests.clipping.traced import clip
 
@@ -87,23 +87,13 @@ def test_clipped_sums_norms_and_counts(case, mode):
     assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, **options)
 
 
-def test_any_mapping(build):
-    case = build("conv2d")
+def test_any_mapping(double):
+    case = make_case("conv2d")
     partition = by_mapping(case.model, {"0": "first", "*": "rest"})
     assert [group.layers for group in partition] == [("0",), ("2",)]
     thresholds = middle_thresholds(case.model, case.loss_of, partition, range(6))
     truth = clipped_sums(case.model, case.loss_of, range(6), partition, thresholds)
     assert_equal_to_reference(case, partition, thresholds, truth)
-
-
-def test_infinite_thresholds_are_plain_sgd(case):
-    case.losses().sum().backward()
-    plain = gradients(case.model)
-    for norms, partition in (("bookkeeping", per_layer(case.model)), ("ghost", flat(case.model))):
-        case.model.zero_grad()
-        with attach(case.model, partition, 1e30, norms=norms) as engine:
-            clip(engine, case.losses, range(6))
-        assert_sums(case.model, plain)
 
 
 def test_no_example_exceeds_its_threshold(case):

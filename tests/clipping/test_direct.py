@@ -1,20 +1,17 @@
 """direct=True: layers return clipped gradients themselves. The same sums as through a gate, and what it cannot do."""
 
-import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, automatic_factors, clip_factors, flat, per_block, per_layer
 from groupwise.errors import UserError
-from tests.clipping.alone import assert_equal, gradients
 from tests.clipping.conftest import CASES, make_case
+from tests.clipping.modes import DIRECT, attached
 from tests.clipping.test_against_reference import assert_equal_to_reference, truth_of
-from tests.clipping.traced import clip, clip_batch, trace_batch
+from tests.clipping.traced import clip, clip_batch
 
 REFUSED = ("fallback", "reused", "tied", "parametrized", "conv_transpose", "frozen_transposed", "std_conv")
 SIMPLE = [name for name in CASES if not name.startswith(REFUSED)]
@@ -43,49 +40,8 @@ def test_clipped_sums_norms_and_counts(case, mode):
     assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, direct=True, **options)
 
 
-def squares_of(model: Callable) -> Callable:
-    """Losses (n,) of rows, through a model."""
-    return lambda *batch: model(*batch).square().sum(1)
-
-
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-@pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-def test_microbatches_dropped_forwards_and_checkpoints_change_nothing(double, make_partition, norms):
-    model, x = mlp(), torch.randn(6, 5)
-    found = []
-    for direct in (False, True):
-        model.zero_grad()
-        with attach(model, make_partition(model), 0.3, norms=norms, direct=direct) as engine:
-            for rows in (x[:4], x[4:]):
-                run = partial(checkpoint, model, use_reentrant=False) if direct else model
-                if direct:
-                    trace_batch(engine, squares_of(run), x)
-                    for dropped in (rows, rows[:1]):
-                        with engine.forward(len(dropped)):
-                            model(dropped)  # its losses never come
-                clip_batch(engine, squares_of(run), rows)
-            found.append((gradients(model), engine.counts))
-    assert_equal(found[1][0], found[0][0], rtol=1e-12)
-    assert torch.equal(found[0][1], found[1][1])
-
-
-def test_parameters_are_looked_up_when_the_layer_runs(double):
-    """As fully_shard does it: another tensor in the module's place for every pass."""
-    model, x = mlp(), torch.randn(6, 5)
-    twin = copy.deepcopy(model)
-    with attach(twin, per_layer(twin), 0.3) as engine:
-        clip_batch(engine, squares_of(twin), x)
-    with attach(model, per_layer(model), 0.3, direct=True) as engine:
-        for layer in (model[0], model[2], model[4]):
-            for name in ("weight", "bias"):
-                setattr(layer, name, nn.Parameter(getattr(layer, name).detach().clone()))
-        clip_batch(engine, squares_of(model), x)
-        assert all(p is q for p, q in zip(engine.groups[0].parameters, model[0].parameters(), strict=True))
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
@@ -110,22 +66,19 @@ def test_what_cannot_be_direct_is_refused_by_name(double, make, make_partition, 
         attach(model, make_partition(model), 1.0, norms=norms, direct=True)
 
 
-class TestRefusals:
-    """Each names the layer."""
+@pytest.mark.parametrize("mode", DIRECT)
+def test_a_layer_that_runs_twice_is_refused(double, mode):
+    case = make_case("reused_linear")
+    with attached(case.model, mode) as engine, pytest.raises(UserError, match="Layer 'layer' runs twice"):
+        clip(engine, case.losses, range(6))
 
-    @pytest.mark.parametrize(("make_partition", "norms"), [(per_layer, "bookkeeping"), (flat, "ghost")])
-    def test_a_layer_that_runs_twice(self, double, make_partition, norms):
-        case = make_case("reused_linear")
-        with attach(case.model, make_partition(case.model), 1.0, norms=norms, direct=True) as engine:  # noqa: SIM117
-            with pytest.raises(UserError, match="Layer 'layer' runs twice"):
-                clip(engine, case.losses, range(6))
 
-    def test_half_precision_that_a_shard_turns_into(self):
-        model = nn.Sequential(nn.Linear(5, 3))
-        with attach(model, per_layer(model), 1.0, direct=True) as engine:
-            model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
-            with pytest.raises(UserError, match=r"Layer '0' got '0.weight' in torch.bfloat16"):
-                clip_batch(engine, squares_of(model), torch.randn(4, 5))
+def test_half_precision_that_a_shard_turns_into_is_refused():
+    model = nn.Sequential(nn.Linear(5, 3))
+    with attached(model, "direct") as engine:
+        model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
+        with pytest.raises(UserError, match=r"Layer '0' got '0.weight' in torch.bfloat16"):
+            clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(4, 5))
 
 
 class Pairs(nn.Module):
@@ -140,7 +93,7 @@ class Pairs(nn.Module):
         return (first - second).square().sum(1)
 
 
-@pytest.mark.parametrize("mode", ["layer", "ghost"])
+@pytest.mark.parametrize("mode", DIRECT)
 @pytest.mark.parametrize(
     ("make", "losses", "shapes"),
     [
@@ -151,9 +104,9 @@ class Pairs(nn.Module):
     ids=["two rows of one", "two rows of each", "sequences first"],
 )
 def test_other_layouts_are_refused(mode, make, losses, shapes):
-    (make_partition, options), model = MODES[mode], make()
+    model = make()
     with (
-        attach(model, make_partition(model), 0.3, direct=True, **options) as engine,
+        attached(model, mode, 0.3) as engine,
         pytest.raises(UserError, match="without one row for each example on the first axis"),
     ):
         clip_batch(engine, partial(losses, model), *(torch.randn(shape) for shape in shapes))

@@ -9,23 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
-from groupwise.clipping.rules import conv
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact, assert_sums, gradients
+from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip_batch, trace_batch
-
-
-@pytest.mark.parametrize("make_partition", [flat, per_layer])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_bypass_is_found_on_either_side_of_a_gate(first, make_partition):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
-    with (
-        attach(model, make_partition(model), 1.0) as engine,
-        pytest.raises(UserError, match=r"'2.weight' is used outside"),
-    ):
-        extra = model[2].weight.sum()
-        clip_batch(engine, lambda x: extra + model(x).sum(1) if first else model(x).sum(1) + extra, torch.randn(4, 3))
 
 
 class LastOutput(nn.Module):
@@ -76,33 +64,11 @@ def test_a_norm_that_equals_the_threshold_is_within_it():
         assert engine.counts.tolist() == [2]
 
 
-def test_losses_of_a_forward_pass_of_another_size_are_refused_when_a_new_one_began():
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    with attach(model, flat(model), 1.0) as engine:
-        trace_batch(engine, lambda x: model(x).sum(1), x)
-        with engine.forward(4):
-            first = model(x).sum(1)
-        with engine.forward(2):
-            model(x[:2])
-        with pytest.raises(UserError, match="2 examples gave losses"):
-            engine.backward(first)
-
-
-def test_sums_norms_and_counts_are_of_all_examples_where_a_layer_clips_a_few_at_a_time(monkeypatch, double):
-    layer, x = nn.Conv2d(3, 4, 3), torch.randn(7, 3, 6, 6) * torch.logspace(-1, 0, 7).view(7, 1, 1, 1)
-    monkeypatch.setattr(conv, "GROUPED_FLOATS", 2 * (layer.weight.numel() + 4))
-    with attach(layer, per_layer(layer), 3.0, formula="materialize") as engine:
-        assert_exact(engine, lambda rows: layer(x[list(rows)]).flatten(1).square().sum(1), range(7))
-        assert engine.counts.tolist() == [float((engine.per_example_norms <= engine.thresholds[0]).sum())] != [7]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize(
-    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
-)
+@pytest.mark.parametrize("mode", FEW)
 def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchange_and_normalise(
-    make_partition, norms, checkpointed, bad
+    mode, checkpointed, bad
 ):
     torch.manual_seed(0)
     layers = (
@@ -115,18 +81,11 @@ def test_an_example_that_is_not_finite_counts_for_nothing_in_layers_that_exchang
     sums = []
     for rows in (x[[0, 1, 3, 4]], x.index_fill(0, torch.tensor([2]), bad)):
         model.zero_grad()
-        with attach(model, make_partition(model), 0.5, norms=norms) as engine:
+        with attached(model, mode, 0.5) as engine:
             run = partial(checkpoint, model, use_reentrant=False) if checkpointed else model
             clip_batch(engine, lambda x, run=run: run(x).flatten(1).square().sum(1), rows)
         sums.append(gradients(model))
     torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-6)
-
-
-def test_a_parameter_that_is_not_the_models_is_refused():
-    model, other = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
-    refused = pytest.raises(UserError, match=r"of shape \(2,\) that is not the model's")
-    with attach(model, flat(model), 1.0) as engine, refused:
-        clip_batch(engine, lambda x: model(x) @ other, torch.randn(4, 3))
 
 
 def test_gradients_of_an_embedding_have_a_row_an_example():

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from groupwise.clipping import WSConv2d, attach, flat, per_block, per_layer
+from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
-from tests.clipping.alone import assert_bounded, assert_equal, assert_sums, gradients
+from tests.clipping.alone import assert_bounded, assert_sums, gradients
+from tests.clipping.conftest import Scale
+from tests.clipping.modes import DIRECT, FEW, attached
 from tests.clipping.traced import clip, clip_batch
 
 
@@ -31,20 +32,6 @@ def losses_of(model, batch, rows=slice(None)):
 
 def clipped(engine, batch, rows=range(6)):
     return clip(engine, partial(losses_of, engine.model, batch), rows)
-
-
-def test_a_loss_that_is_not_one_value_per_example_is_refused(batch):
-    model = small_net()
-    with attach(model, per_layer(model), 1.0) as engine:
-        for refused in (engine.trace, engine.clip):
-            with pytest.raises(UserError, match="one value per example"):
-                refused(lambda rows: losses_of(model, batch, rows).mean(), range(6))
-            with pytest.raises(UserError, match=r"gave losses of shape \(\d,\)"):
-                refused(lambda rows: losses_of(model, batch, rows)[1:], range(6))
-        with pytest.raises(UserError, match="carry no gradient"):
-            clip(engine, lambda rows: losses_of(model, batch, rows).detach(), range(6))
-        assert all(p.grad is None for p in model.parameters())
-        clipped(engine, batch)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -87,14 +74,11 @@ class Sneaky(nn.Module):
         return self.net(x) @ self.net._parameters["weight"]
 
 
-@pytest.mark.parametrize(
-    ("make_partition", "options"),
-    [(flat, {}), (per_layer, {}), (per_layer, {"direct": True}), (flat, {"norms": "ghost", "direct": True})],
-)
-def test_a_parameter_used_outside_its_layer_is_refused(double, make_partition, options):
+@pytest.mark.parametrize("mode", ["flat", "layer", *DIRECT])
+def test_a_parameter_used_outside_its_layer_is_refused(double, mode):
     model, x = Sneaky(), torch.randn(4, 3, 5)
     losses = lambda x: model(x).square().sum((1, 2))  # noqa: E731
-    with attach(model, make_partition(model), 1.0, **options) as engine:
+    with attached(model, mode) as engine:
         with pytest.raises(UserError, match=r"'net.weight' is used outside"):
             clip_batch(engine, losses, x)
         with engine.forward(4, 0):
@@ -102,7 +86,7 @@ def test_a_parameter_used_outside_its_layer_is_refused(double, make_partition, o
         with pytest.raises(UserError, match=r"'net.weight' is used outside"):
             engine.check_output(output)
         assert all(p.grad is None for p in model.parameters())
-        if options:
+        if mode in DIRECT:
             model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
             with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
                 clip_batch(engine, losses, x)
@@ -112,18 +96,12 @@ def test_a_parameter_used_outside_its_layer_is_refused(double, make_partition, o
             pass
 
 
-@pytest.mark.parametrize(
-    ("make_partition", "options"),
-    [(per_layer, {}), (per_layer, {"direct": True}), (flat, {"norms": "ghost", "direct": True})],
-)
-def test_a_layer_that_the_loss_never_reaches_is_named(batch, make_partition, options):
+@pytest.mark.parametrize("mode", ["layer", *DIRECT])
+def test_a_layer_that_the_loss_never_reaches_is_named(batch, mode):
     model = small_net()
     model.add_module("head", nn.Identity())
     model.head.spare = nn.Linear(3, 3)
-    with (
-        attach(model, make_partition(model), 1.0, **options) as engine,
-        pytest.raises(UserError, match=r"'head.spare'"),
-    ):
+    with attached(model, mode) as engine, pytest.raises(UserError, match=r"'head.spare'"):
         clipped(engine, batch)
 
 
@@ -155,8 +133,10 @@ def test_two_engines_clip_one_model_in_turn_and_attaching_inside_of_a_pass_is_re
             attach(model, flat(model), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
 def test_the_model_is_plain_before_between_and_after_passes(batch):
     model = small_net()
+    model[3] = nn.Sequential(nn.Flatten(), Scale(128))
     untouched, before = copy.deepcopy(model), set(model.state_dict())
     attributes = [set(vars(module)) for module in model.modules()]
     losses_of(untouched, batch).sum().backward()
@@ -184,9 +164,10 @@ def test_the_model_is_plain_before_between_and_after_passes(batch):
     is_plain()
 
 
-def test_forward_without_backward_does_not_disturb_the_next_step(batch):
+@pytest.mark.parametrize("mode", ["flat", *DIRECT])
+def test_forward_without_backward_does_not_disturb_the_next_step(batch, mode):
     model = small_net()
-    with attach(model, flat(model), 0.5) as engine:
+    with attached(model, mode, 0.5) as engine:
         clipped(engine, batch)
         expected, counts = gradients(model), engine.counts
         model.zero_grad()
@@ -215,32 +196,20 @@ def test_counts_can_use_other_thresholds(batch):
         assert_sums(model, expected, 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("make_partition", "norms"),
-    [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping"), (per_block, "bookkeeping")],
-)
-def test_dropout_keeps_the_norm_bound(batch, make_partition, norms):
+@pytest.mark.parametrize("mode", [*FEW, "block"])
+def test_dropout_keeps_the_norm_bound(batch, mode):
     """Norms and sums must see the same masks: alone, a heavily clipped example has exactly the norm C of its group."""
     model = nn.Sequential(small_net(), nn.Dropout(0.5), nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 4))
-    with attach(model, make_partition(model), 1e-4, norms=norms) as engine:
+    with attached(model, mode, 1e-4) as engine:
         assert_bounded(engine, partial(losses_of, model, batch), range(6))
 
 
-@pytest.mark.parametrize(
-    ("make_partition", "options"),
-    [
-        (flat, {}),
-        (flat, {"norms": "ghost"}),
-        (per_layer, {}),
-        (flat, {"norms": "ghost", "direct": True}),
-        (per_layer, {"direct": True}),
-    ],
-)
+@pytest.mark.parametrize("mode", [*FEW, *DIRECT])
 @pytest.mark.parametrize("poison", ["input", "loss"])
-def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, options, poison):
+def test_an_example_that_is_not_finite_contributes_zero(batch, mode, poison):
     model = small_net()
     x, y = batch[0].clone(), batch[1]
-    with attach(model, make_partition(model), 0.5, **options) as engine:
+    with attached(model, mode, 0.5) as engine:
         clipped(engine, (x, y), range(1, 6))
         expected = gradients(model)
         model.zero_grad()
@@ -254,50 +223,6 @@ def test_an_example_that_is_not_finite_contributes_zero(batch, make_partition, o
         engine.backward(losses)
         assert engine.nonfinite == 1
         assert_sums(model, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
-)
-def test_non_reentrant_checkpointing(double, make_partition, norms):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3))
-            self.on = False
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = x + (checkpoint(block, x, use_reentrant=False) if self.on else block(x))
-            return x
-
-    model, x = Checkpointed(), torch.randn(4, 3, 5)
-    results = []
-    for model.on in (False, True):
-        model.zero_grad()
-        with attach(model, make_partition(model), 0.3, norms=norms) as engine:
-            clip_batch(engine, lambda x: model(x).square().sum((1, 2)), x)
-            results.append((gradients(model), engine.counts))
-    assert_equal(results[1][0], results[0][0], rtol=1e-12)
-    assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize("direct", [False, True])
-def test_bf16_autocast_keeps_norms_and_sums_in_float32(direct):
-    torch.manual_seed(0)
-    model = nn.Sequential(WSConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
-    x, y = torch.randn(1, 3, 6, 6), torch.tensor([1])
-    with attach(model, per_layer(model), 1e-3, direct=direct) as engine:
-        with torch.autocast("cpu", torch.bfloat16), engine.forward(1):
-            logits = model(x)
-        assert logits.dtype == torch.bfloat16
-        engine.backward(F.cross_entropy(logits.float(), y, reduction="none"))
-        assert engine.squared_norms[0].dtype == torch.float64
-        for group in engine.groups:
-            grads = [p.grad for p in group.parameters]
-            assert all(grad.dtype == torch.float32 for grad in grads)
-            norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-            assert float(norm) == pytest.approx(1e-3, rel=1e-5)  # bf16 rounding of the sum would miss by up to 4e-3
 
 
 @pytest.mark.slow
@@ -328,6 +253,10 @@ def test_losses_of_a_forward_that_is_over_are_refused(batch, direct):
             losses_of(model, batch)
         with pytest.raises(UserError, match="forward pass that is over"):
             engine.backward(both[0])
+        with engine.forward(2):
+            losses_of(model, batch, range(2))
+        with pytest.raises(UserError, match="2 examples gave losses"):
+            engine.backward(both[0])
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
@@ -348,19 +277,21 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
         assert released <= 0.01 * (1 + 1e-2), (released, truth)
 
 
-@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
+@pytest.mark.parametrize("mode", [*FEW, *DIRECT])
 @pytest.mark.parametrize("lowered_losses", [True, False])
-def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold(norms, lowered_losses):
+def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold(mode, lowered_losses):
     """Ghost clipping runs backward twice: the second pass rounds as the first has, or the norm is another's."""
     threshold = 0.037
     for seed in range(8):
         torch.manual_seed(seed)
-        blocks = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())]
+        blocks = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU())]
         model = nn.Sequential(*blocks, nn.Linear(32, 4))
-        with attach(model, flat(model), threshold, norms=norms) as engine:
+        with attached(model, mode, threshold) as engine:
             with torch.autocast("cpu", dtype=torch.bfloat16), engine.forward(1):
                 outputs = model(torch.randn(1, 8, 32))
             losses = 100 * ((outputs if lowered_losses else outputs.float()) - 1).abs().mean((1, 2))
             engine.backward(losses)
-        moved = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
-        assert 0.99 * threshold < moved <= threshold * (1 + 1e-6)
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        for group in engine.groups:
+            moved = sum(p.grad.double().square().sum() for p in group.parameters).sqrt()
+            assert 0.99 * threshold < moved <= threshold * (1 + 1e-6)

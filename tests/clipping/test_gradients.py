@@ -45,19 +45,12 @@ def test_gradients_have_their_parameters_strides(name, method, make_partition):
         assert parameter.grad.stride() == parameter.stride()
 
 
-@pytest.mark.parametrize("total", [torch.randn(3, 4).t(), torch.randn(4, 3).double()])
-def test_a_sum_that_is_turned_or_wider_is_copied(total):
-    parameter = nn.Parameter(torch.zeros(4, 3))
+def test_a_wider_sum_becomes_a_gradient_of_the_parameters_own_precision():
+    parameter, total = nn.Parameter(torch.zeros(4, 3)), torch.randn(4, 3).double()
     gradients = ClippedGradients({"weight": parameter})
     with gradients.collected():
         gradients.add(parameter, total)
-    assert parameter.grad is not None and parameter.grad.dtype == torch.float32
-    assert parameter.grad.stride() == (3, 1)
     torch.testing.assert_close(parameter.grad, total.float())
-    with gradients.collected():
-        gradients.add(parameter, total)
-        assert parameter.grad is None
-    torch.testing.assert_close(parameter.grad, 2 * total.float())
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
@@ -77,7 +70,7 @@ def test_a_bypass_is_refused_in_any_backward_pass_and_is_not_in_grad(passes, nor
         before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         penalty = model[0].weight.square().sum()  # inside of the losses it would be clipped
         with pytest.raises(UserError, match=r"'0.weight' is used outside .* weight_decay"):
-            clip(engine, lambda rows: losses_of(rows) + penalty, range(4))
+            clip(engine, lambda rows: penalty + losses_of(rows) if passes % 2 else losses_of(rows) + penalty, range(4))
         assert engine.examples == 4 * (passes + (passes >= 1))
         for parameter, earlier in zip(model.parameters(), before, strict=True):
             if earlier is None:

@@ -214,20 +214,6 @@ def test_norms_then_sums_are_flat_clipping(make, norms, kind, direct):
     assert engine.examples == run.examples
 
 
-@pytest.mark.parametrize("make_partition", [per_layer, per_block])
-def test_norms_of_many_groups(make, make_partition):
-    run = make()
-    partition = make_partition(run.model)
-    truth = clipped_sums(run.model, run.loss_of, range(run.examples), partition, [1.0] * len(partition))
-    with attach_traced(run, partition, 1.0) as engine:
-        output = run_forward(engine, run, 1)
-        with engine.norms_of(1):
-            run_backward(run, output, 1)
-        torch.testing.assert_close(engine.per_example_norms, truth.norms[:, 4:7], rtol=1e-7, atol=1e-9)
-        with pytest.raises(UserError, match="clip one group"), engine.sums_of(1):
-            pass
-
-
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 def test_an_example_that_is_not_finite_contributes_zero_in_both_passes(make, make_partition):
     run = make()
@@ -392,8 +378,12 @@ def test_misuse_is_one_sentence_and_leaves_the_engine_usable(make, name, make_pa
         assert engine.examples == (8 if name == "over" else 4)
 
 
-def test_ghost_norms_are_sent_to_two_passes(make):
+def test_ghost_norms_are_sent_to_two_passes_and_several_groups_to_one(make):
     run = make()
+    with attach_traced(run, per_layer(run.model), 1.0) as engine:
+        run_forward(engine, run, 1)
+        with pytest.raises(UserError, match="clip one group"), engine.sums_of(1):
+            pass
     with attach_traced(run, flat(run.model), 0.5, norms="ghost") as engine:
         run_forward(engine, run, 0)
         with pytest.raises(UserError, match="norms_of, then sums_of"), engine.backward_of(0):

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping import attach, clip_factors, factors, flat, group_pass, per_layer
+from groupwise.clipping import attach, clip_factors, per_layer
 from groupwise.clipping import groups as groups_file
 from groupwise.clipping.factors import keep_finite
-from groupwise.clipping.norm_terms import GramTerms, RowTerms, joined_sums, squares_together
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_sums, gradients
 from tests.clipping.conftest import BATCH
@@ -39,8 +38,7 @@ def test_equal_to_single_examples(together, case, mode):
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3)]
-    return nn.Sequential(*layers)
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 3))
 
 
 def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[dict[str, Tensor], Tensor]:
@@ -49,22 +47,6 @@ def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[di
         sums = gradients(model)
         model.zero_grad()
         return sums, engine.counts
-
-
-@pytest.mark.parametrize("make_partition", [per_layer, flat])
-def test_sums_of_equal_layers_are_made_at_once(together, monkeypatch, make_partition):
-    made = []
-    monkeypatch.setattr(group_pass, "joined_sums", lambda *given: made.append(joined_sums(*given)) or made[-1])
-    model = nn.Sequential(*[nn.LayerNorm(4) for _ in range(3)])
-    with attach(model, make_partition(model), 0.3) as engine:
-        clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(5, 4))
-    assert len(made) == 1 and len(made[0]) == 3
-
-
-def test_groups_that_follow_each_other_close_together(together):
-    model = network()
-    engine = attach(model, per_layer(model), 0.3)
-    assert [[other.index for other in group.together] for group in engine.groups] == [[0, 1, 2]] * 3 + [[3, 4]] * 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -105,16 +87,6 @@ def test_a_layer_that_the_losses_do_not_reach_is_named(together):
             clip_batch(engine, losses_of, torch.randn(4, 3, 4))
 
 
-def test_terms_of_several_layers_are_each_layers_own():
-    torch.manual_seed(0)
-    sides = [(torch.randn(5, 6, d), torch.randn(5, 6, 3)) for d in (4, 7, 2)]
-    reported = [[GramTerms(x @ x.mT, g @ g.mT, False, 7), RowTerms((None, g.sum(1)))] for x, g in sides]
-    for (x, g), squares in zip(sides, squares_together(reported), strict=True):
-        true = (g.mT @ x).square().sum((1, 2)) + g.sum(1).square().sum(1)
-        torch.testing.assert_close(squares.float(), true, rtol=1e-4, atol=1e-5)
-        assert bool((squares >= true * (1 - 1e-6)).all())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_what_is_not_finite_once_rounded_is_left_out(dtype):
     largest = torch.finfo(dtype).max
@@ -123,18 +95,3 @@ def test_what_is_not_finite_once_rounded_is_left_out(dtype):
     expected = [0.0 if math.isinf(each) else 1.0 for each in squares.to(dtype).tolist()]
     assert {0.0, 1.0} == set(expected)
     assert keep_finite(torch.ones(10), squares, dtype).tolist() == expected
-
-
-@pytest.mark.parametrize(("examples", "numbers"), [(7, 40), (64, 3), (1, 9)])
-@pytest.mark.parametrize("total", [False, True])
-def test_rows_that_are_left_out_are_not_read(together, monkeypatch, examples, numbers, total):
-    """Whatever those hold that are left out."""
-    monkeypatch.setattr(factors, "is_async_device", lambda t: True)
-    rows, weights = torch.randn(examples, numbers, 2, dtype=torch.float64), torch.rand(examples, dtype=torch.float64)
-    before = torch.randn(numbers, 2, dtype=torch.float64) if total else None
-    for gone in (torch.zeros(0, dtype=torch.long), torch.arange(0, examples, 3), torch.arange(examples)):
-        spoilt, kept = rows.clone(), weights.clone()
-        spoilt[gone], kept[gone] = torch.tensor([math.nan, -math.inf], dtype=torch.float64), 0.0
-        expected = torch.einsum("i,i...->...", kept, rows) + (0.0 if before is None else before)
-        found = factors.add_weighed_rows(None if before is None else before.clone(), factors.Factors.of(kept), spoilt)
-        torch.testing.assert_close(found, expected)
