@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from groupwise.clipping import attach, automatic_factors, clip_factors, flat
-from groupwise.clipping import factors as factors_module
-from groupwise.clipping.factors import (
-    CLIP_RULES,
-    Factors,
-    add_weighed_rows,
-    is_async_device,
-    keep_finite,
-    scale_rows,
-    without_rows,
-)
+from groupwise.clipping.factors import CLIP_RULES, is_async_device, keep_finite
 from groupwise.config.keys import CHOICES
 
 positive = st.floats(1e-20, 1e20)
@@ -40,19 +31,6 @@ def test_short_gradients_are_kept_as_they_are():
     assert clip_factors(torch.tensor([0.0, 0.5, 1.0, 2.0]), torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 4)])
-def test_rows_of_any_shape_are_scaled_and_added_up(shape):
-    rows, factors = torch.randn(shape, dtype=torch.float64), torch.tensor([0.5, 0.0, 2.0])
-    weights = factors.double().view(-1, *[1] * (len(shape) - 1))
-    assert torch.equal(scale_rows(rows, factors), rows * weights)
-    if len(shape) > 1:
-        expected = (rows * weights).sum(0)
-        torch.testing.assert_close(add_weighed_rows(None, Factors.of(factors), rows), expected)
-        total = torch.ones_like(expected)
-        assert add_weighed_rows(total, Factors.of(factors), rows) is total
-        torch.testing.assert_close(total, 1 + expected)
-
-
 def test_a_square_that_overflowed_either_way_is_left_out():
     squares = torch.tensor([-math.inf, math.inf, math.nan, -1e-3, 0.0, 2.0], dtype=torch.float64)
     assert keep_finite(torch.ones(6), squares).tolist() == [0, 0, 0, 1, 1, 1]
@@ -60,14 +38,6 @@ def test_a_square_that_overflowed_either_way_is_left_out():
     engine = attach(layer, flat(layer), 1.0)
     engine.count_norms(squares.unsqueeze(0))
     assert engine.nonfinite == 3
-
-
-def test_rows_left_out_are_masked_where_values_may_not_be_looked_at(monkeypatch):
-    monkeypatch.setattr(factors_module, "is_async_device", lambda t: True)
-    rows = torch.tensor([[1.0], [float("nan")], [3.0]])
-    assert without_rows(rows, Factors.of(torch.tensor([1.0, 0.0, 0.5])).dropped).tolist() == [[1.0], [0.0], [3.0]]
-    assert not Factors.of(torch.ones(3)).dropped.any()
-    assert Factors.of(torch.zeros(3), masks=False).dropped is None
 
 
 def test_values_are_looked_at_on_a_cpu_only():

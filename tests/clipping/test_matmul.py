@@ -107,17 +107,6 @@ def test_clipped_sums_are_those_of_the_loop(calls, norms: str, formula: str) -> 
             close(parameter.grad, truth[name])
 
 
-def test_a_frozen_layer_is_as_it_was(calls) -> None:
-    model = Tokens()
-    with attach(model, per_layer(model), 1.0) as engine:
-        engine.trace(lambda rows: model(torch.ones(len(rows), 4, 12)), range(3))
-    assert "forward" not in model.frozen.__dict__
-    x = torch.randn(2, 4, 12, requires_grad=True)
-    (first,) = torch.autograd.grad(torch.tanh(model.frozen(x)).sum(), x, create_graph=True)
-    first.square().sum().backward()
-    assert x.grad is not None
-
-
 def test_names_are_checked_and_the_choice_is_made_once() -> None:
     with pytest.raises(UserError, match="matmul is 'mkl'"):
         matmul.use("mkl")

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import Rates, WSConv2d, attach, explain, flat, per_layer
-from groupwise.clipping.norm_methods import RATES, NormMethods, Sizes, seconds
 from groupwise.errors import UserError
+from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip_batch
+from tests.tapes import Tape
 
 EVEN = Rates(product=1e10, gram=1e10, outer=1e10, bytes=1e10, starts=1e300)
 
@@ -21,33 +21,6 @@ def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
         every = [member.rule.methods for group in engine.groups for member in group.members]
         return [methods[methods.last] if methods.last else "one" for methods in every]
-
-
-def test_costs_are_those_of_the_table_in_the_file():
-    sizes, rates = Sizes(1, 3, 5, 7, reused=False), Rates(product=2.0, gram=4.0, outer=8.0, bytes=16.0, starts=1e300)
-    product = 2 * 3 * 5 * 7 / 2 + 8 * 3 * 5 / 16
-    gram = 2 * 9 * (5 + 7) / 4 + 4 * (2 * 9 + 4 * 9) / 16
-    formed = 2 * 3 * 5 * 7 / 8
-    assert seconds(sizes, rates) == {"gram": gram + product, "materialize": formed + 8 * 35 / 16 + product}
-    reused = seconds(dataclasses.replace(sizes, reused=True), rates)
-    assert reused == {"gram": gram + product, "materialize": formed + 12 * 35 / 16}
-    given = seconds(dataclasses.replace(sizes, products=(100.0, 10.0)), rates)
-    assert given["gram"] == (100 + 2 * 9 * 7) / 4 + 4 * (10 + 4 * 9) / 16 + product
-
-
-def test_a_method_is_chosen_once_for_a_size_and_by_the_devices_rates():
-    asked = []
-
-    def sizes() -> Sizes:
-        asked.append(1)
-        return Sizes(100, 4, 64, 64, reused=True)
-
-    methods = NormMethods()
-    assert [methods.choose((1,), "cpu", sizes) for _ in range(2)] == ["gram", "gram"]
-    assert len(asked) == 1 and methods.last == (1,)
-    assert methods.costs[(1,)] == seconds(sizes(), RATES["cpu"])
-    methods.choose((2,), "meta", sizes)
-    assert methods.costs[(2,)] == seconds(sizes(), RATES["cuda"])
 
 
 @pytest.mark.parametrize(("length", "method"), [(4, "gram"), (500, "materialize"), (1, "one")])
@@ -100,30 +73,18 @@ def test_explain_says_where_there_is_no_choice():
     assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
 
 
-class NoQuestions(TorchDispatchMode):
-    """Fails when a value is asked for, which on a GPU makes the host wait."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket.__name__ not in {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}, (
-            func
-        )
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("make_partition", "norms"), [(flat, "bookkeeping"), (flat, "ghost"), (per_layer, "bookkeeping")]
-)
-def test_backward_asks_a_gpu_nothing(make_partition, norms, monkeypatch):
+@pytest.mark.parametrize("mode", FEW)
+def test_backward_asks_a_gpu_nothing(mode, monkeypatch):
     monkeypatch.setattr("groupwise.clipping.factors.is_async_device", lambda t: True)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),
         nn.Unflatten(1, (2, 2)), nn.Flatten(2), nn.Unflatten(2, (3, 4)), WSConv2d(2, 4, 3, padding=1, gain=True),
         nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(24, 2),
     )  # fmt: skip
-    with attach(model, make_partition(model), 0.1, norms=norms) as engine:
+    with attached(model, mode, 0.1) as engine:
         ids = torch.randint(0, 7, (3, 4))
         clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # paths are checked
-        with NoQuestions():
+        with Tape():
             with engine.forward(3):
                 losses = model(ids).square().sum(1)
             engine.backward(losses)

@@ -20,16 +20,18 @@ def names(partition) -> list[str]:
     return [group.name for group in partition]
 
 
-def test_per_layer_has_a_group_a_layer_in_model_order():
+def test_per_layer_has_a_group_a_layer_in_model_order_and_per_block_one_for_each_residual_block():
     partition = per_layer(residual_like())
     assert names(partition)[0] == "stem" and names(partition)[-1] == "head"
     assert all(len(group.layers) == 1 for group in partition) and len(partition) == 8
-
-
-def test_per_block_groups_residual_blocks_and_leaves_the_rest_alone():
-    partition = per_block(residual_like())
+    model = residual_like()
+    partition = per_block(model)
     assert names(partition) == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert partition[1].layers == ("blocks.0.0", "blocks.0.1")
+    model.blocks[2][1].weight = model.blocks[0][1].weight  # blocks that share become one
+    partition = per_block(model)
+    assert names(partition) == ["stem", "blocks.0", "blocks.1", "head"]
+    assert partition[1].layers == ("blocks.0.0", "blocks.0.1", "blocks.2.0", "blocks.2.1")
 
 
 def test_layers_that_share_a_parameter_become_one_group():
@@ -40,9 +42,10 @@ def test_layers_that_share_a_parameter_become_one_group():
     assert [group.layers for group in per_layer(model)] == [("0", "1", "2", "3")]
 
 
-def test_a_mapping_that_splits_a_shared_parameter_is_refused():
+def test_a_mapping_may_hold_a_shared_parameter_in_one_group_and_not_in_two():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
+    attach(model, by_mapping(model, {"*": "both"}), 1.0)
     with pytest.raises(UserError, match=r"'0.weight' and '1.weight' are one tensor but in two groups"):
         attach(model, by_mapping(model, {"0": "a", "1": "b"}), 1.0)
 
@@ -83,19 +86,6 @@ def test_what_is_no_partition_is_refused_by_name(made, words):
         made(residual_like())
 
 
-def test_a_function_maps_layers_too():
-    partition = by_mapping(residual_like(), lambda name: "norms" if name.endswith(".0") else "rest")
-    assert sorted(names(partition)) == ["norms", "rest"]
-
-
-def test_layers_that_share_stay_in_one_block_and_blocks_that_share_become_one():
-    model = residual_like()
-    model.blocks[2][1].weight = model.blocks[0][1].weight
-    partition = per_block(model)
-    assert names(partition) == ["stem", "blocks.0", "blocks.1", "head"]
-    assert partition[1].layers == ("blocks.0.0", "blocks.0.1", "blocks.2.0", "blocks.2.1")
-
-
 def block(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), *more)
 
@@ -121,17 +111,11 @@ def test_what_counts_as_a_block(model, groups):
     assert names(per_block(model())) == groups
 
 
-def test_the_first_pattern_that_fits_wins_and_case_counts():
+def test_the_first_pattern_that_fits_wins_and_case_counts_and_a_function_maps_layers_too():
     model = nn.ModuleDict({"A": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
     assert names(by_mapping(model, {"A": "first", "*": "rest"})) == ["first", "rest"]
     assert names(by_mapping(model, {"*": "rest", "A": "first"})) == ["rest"]
-
-
-def test_one_group_may_hold_a_shared_parameter():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    assert names(by_mapping(model, {"*": "both"})) == ["both"]
-    attach(model, by_mapping(model, {"*": "both"}), 1.0).detach()
+    assert names(by_mapping(model, lambda name: "first" if name == "A" else "rest")) == ["first", "rest"]
 
 
 def test_statistics_that_examples_leave_behind_are_refused():

@@ -1,43 +1,19 @@
 """No norm is under-stated by more than 1e-6, and no clipped example exceeds its threshold by more, in float32."""
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, automatic_factors, flat, per_layer
-from groupwise.clipping.gram import gram_norms, inner_products
-from groupwise.clipping.precision import (
-    BLOCK,
-    floor,
-    full_float32,
-    longest_sum,
-    rounding_slack,
-    slack_of,
-    squared_row_norms,
-)
+from groupwise.clipping.gram import gram_norms
+from groupwise.clipping.precision import BLOCK, floor, longest_sum, rounding_slack, slack_of, squared_row_norms
 from tests.clipping.traced import clip_batch
-from trust.norms.__main__ import ALLOWED, LAWS
+from trust.norms.__main__ import ALLOWED
 
 
 def understated(rows: Tensor, squares: Tensor) -> float:
     return float((1 - (squares.double() / rows.flatten(1).double().square().sum(1)).sqrt()).max())
-
-
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("shape", [(1, 4_000_003), (3, 1000, 1024)])
-def test_norms_of_millions_of_numbers(law, shape):
-    torch.manual_seed(0)
-    rows = LAWS[law](shape)
-    assert understated(rows, squared_row_norms(rows)) <= ALLOWED
-
-
-@pytest.mark.parametrize("law", ["normal", "one spike", "all equal"])
-def test_the_laws_show_what_is_lost_by_adding_up_one_by_one(law):
-    rows = LAWS[law]((1, 8_000_000))
-    assert understated(rows, torch.linalg.vector_norm(rows, dim=1).square()) > 10 * ALLOWED
 
 
 def test_the_worst_block_is_within_its_bound():
@@ -55,12 +31,6 @@ def test_every_number_of_a_row_counts_once(size, kind):
     tolerance = 1e-12 if kind == torch.float64 else 1e-6
     torch.testing.assert_close(squares, rows.double().square().sum(1), rtol=tolerance, atol=0)
     assert squared_row_norms(rows[:0]).shape == (0,)
-
-
-def test_the_layout_of_images_changes_nothing():
-    rows = torch.randn(3, 5, 6, 7)
-    last = rows.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(squared_row_norms(last), squared_row_norms(rows), rtol=1e-6, atol=0)
 
 
 def test_what_is_no_number_or_too_large_has_no_finite_norm():
@@ -198,12 +168,6 @@ def test_equal_terms_do_not_make_a_sum_longer_than_its_threshold(kind, norms):
         assert own_sum(model, (x,), norms) < 1e-6
 
 
-@pytest.mark.parametrize("width", [1, 1024, 1025, 2048, 3000])
-def test_inner_products_of_long_rows_are_whole(width):
-    a, b = torch.randn(2, 3, width, dtype=torch.float64), torch.randn(2, 5, width, dtype=torch.float64)
-    torch.testing.assert_close(inner_products(a, b), a @ b.mT, rtol=1e-12, atol=1e-12)
-
-
 def test_slack_is_of_the_precision_that_was_computed_in():
     double = torch.ones(1, dtype=torch.float64)
     assert float(rounding_slack(double, 4, torch.float32)) == 8 * torch.finfo(torch.float32).eps
@@ -236,32 +200,3 @@ def test_norms_of_many_layers_add_up_in_float64():
     with attach(model, flat(model), 1.0) as engine:
         clip_batch(engine, model, torch.ones(1, 1))
         assert float(engine.squared_norms[0][0]) == pytest.approx(1 + 200 * 1e-8, rel=1e-9)
-
-
-class Watch(torch.autograd.Function):
-    """Notes the precision of convolutions while a backward pass runs."""
-
-    seen: ClassVar[list[str]] = []
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        Watch.seen.append(torch.backends.cudnn.conv.fp32_precision)
-        return g
-
-
-@pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
-def test_a_backward_pass_has_full_float32_and_leaves_the_settings_alone(norms):
-    model = nn.Linear(3, 2)
-    settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul)
-    before = [setting.fp32_precision for setting in settings]
-    Watch.seen.clear()
-    with attach(model, flat(model), 1.0, norms=norms) as engine:
-        clip_batch(engine, lambda x: Watch.apply(model(x)).sum(1), torch.randn(4, 3))
-    assert set(Watch.seen) == {"ieee"}
-    with pytest.raises(ZeroDivisionError), full_float32():
-        raise ZeroDivisionError
-    assert [setting.fp32_precision for setting in settings] == before

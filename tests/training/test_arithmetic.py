@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch.backends import cuda, cudnn
 
-from groupwise.clipping import attach, flat
 from groupwise.clipping.precision import kept_precisions
+from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.privacy import FixedThresholds, NoiseSource, make_plan
 from groupwise.training.arithmetic import arithmetic, products
 from groupwise.training.from_config import autocast
-from groupwise.training.private_step import PrivateStep
+from tests.tiny_training import trainer_of
+from tests.training.test_step import FLAT, GHOST, ToyTask
 
 CUDA = torch.device("cuda", 0)
 """Named, never used: settings need no GPU."""
@@ -43,35 +43,20 @@ def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tupl
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
-def clipped() -> PrivateStep:
-    model = nn.Linear(3, 2)
-    engine = attach(model, flat(model), [1.0])
-    engine.trace(lambda rows: model(torch.randn(6, 3)[list(rows)]).sum(1), range(6))
-    return PrivateStep(
-        model=model,
-        engine=engine,
-        thresholds=FixedThresholds([1.0]),
-        plan=make_plan(dataset_size=10, expected_batch_size=5, steps=1, delta=1e-2, noise_multiplier=1.0),
-        noise=NoiseSource.from_seed(0),
-        allocation="global",
-        optimizer=torch.optim.SGD(model.parameters()),
-        device=CUDA,
-        sums=None,  # type: ignore[arg-type]  # no step is taken
-    )
-
-
-def test_the_backward_pass_is_float32_whatever_the_user_set() -> None:
-    seen, private = [], clipped()
+@pytest.mark.parametrize(("clip", "passes"), [(FLAT, 1), (GHOST, 2)], ids=["flat", "ghost"])
+def test_the_backward_pass_is_float32_whatever_the_user_set(clip: ClipConfig, passes: int) -> None:
+    trainer = trainer_of(ToyTask(), clip, OptimConfig(), batch_size=5, steps=1, device=CUDA)
+    seen, private = [], trainer.private
 
     def losses_of(rows: Sequence[int]) -> torch.Tensor:
-        made: torch.Tensor = private.model(torch.zeros(len(rows), 3)).sum(1)
-        made.register_hook(lambda _: seen.append(torch.backends.cuda.matmul.fp32_precision))
+        made: torch.Tensor = trainer.task.losses_of(rows)
+        made.register_hook(lambda _: seen.extend(each.fp32_precision for each in (cuda.matmul, cudnn.conv)))
         return made
 
     with products(tf32=True):
         private.clip(losses_of, range(3))
         assert settings() == (True, True)
-    assert seen == ["ieee"]
+    assert seen == ["ieee"] * 2 * passes
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
