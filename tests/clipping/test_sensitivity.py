@@ -9,6 +9,7 @@ from torch import nn
 from groupwise.clipping import ClippingEngine, attach, automatic_factors, flat, per_layer
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, noise_stds, release_gradients
+from groupwise.privacy.thresholds import centred_counts
 from tests.clipping.traced import clip_batch, trace_batch
 
 SETTINGS = {"noise_multiplier": 1.5, "expected_batch_size": 4.0, "noise": NoiseSource.from_seed(0), "step": 0}
@@ -24,12 +25,13 @@ def backward(engine: ClippingEngine, x: torch.Tensor) -> None:
 
 
 def sums(engine: ClippingEngine, x: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
-    """Clipped sums of a batch, a vector a group."""
+    """Clipped sums of a batch, a vector a group; and its centred counts."""
     engine.model.zero_grad()
     engine.reset()
     for start in range(0, len(x), microbatch):
         backward(engine, x[start : start + microbatch])
-    return [torch.cat([p.grad.flatten() for p in group.parameters]) for group in engine.groups]
+    clipped = [torch.cat([p.grad.flatten() for p in group.parameters]) for group in engine.groups]
+    return [*clipped, centred_counts(engine.counts, len(x))]
 
 
 @pytest.mark.parametrize("clip_rule", [None, automatic_factors(0.01)])
@@ -43,12 +45,15 @@ def test_no_example_moves_a_group_by_more(double, make_partition, thresholds, no
     with attach(model, make_partition(model), thresholds, norms=norms, **options) as engine:
         whole = sums(engine, x, 4)
         bound = engine.sensitivity("add_remove")
-        most = torch.zeros(len(thresholds))
+        most = torch.zeros(len(thresholds) + 1)
         for out in range(6):
             rest = sums(engine, x[[i for i in range(6) if i != out]], 4)
             most = torch.maximum(most, torch.stack([(a - b).norm() for a, b in zip(whole, rest, strict=True)]))
     assert bound.relation == "add_remove" and bound.thresholds.tolist() == thresholds
-    assert bool((most <= bound.thresholds * (1 + 1e-9)).all()) and bool((most > 0.9 * bound.thresholds).all())
+    *most, counted = most.tolist()
+    for moved, threshold in zip(most, thresholds, strict=True):
+        assert 0.9 * threshold < moved <= threshold * (1 + 1e-9)
+    assert counted == pytest.approx(0.5 * len(thresholds) ** 0.5)
     assert [p for group in bound.groups for p in group] == list(model.parameters())
 
 

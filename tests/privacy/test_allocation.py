@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import UserError
+from groupwise.privacy.calibration import split_noise
 from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds, noise_weights, sensitivity
 
 groups = st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=40)
@@ -25,18 +26,6 @@ def spends_the_budget(thresholds, stds, sigma) -> bool:
 def test_all_allocations_cost_one_release_at_sigma(allocation, groups, sigma):
     thresholds, sizes = zip(*groups, strict=True)
     assert spends_the_budget(thresholds, noise_stds(thresholds, sizes, sigma, allocation), sigma)
-
-
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-@given(groups=groups, sigma=sigmas, total=st.floats(1e-3, 1e3))
-def test_rescaled_thresholds_cost_the_same(allocation, groups, sigma, total):
-    raw, sizes = zip(*groups, strict=True)
-    raw = torch.tensor(raw, dtype=torch.float64)
-    rescaled = total * raw / raw.norm()
-    stds = noise_stds(rescaled, sizes, sigma, allocation)
-    assert spends_the_budget(rescaled, stds, sigma)
-    if allocation == "global":
-        assert stds.tolist() == pytest.approx([sigma * total] * len(sizes), rel=1e-9)
 
 
 @given(groups=st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=40), sigma=sigmas)
@@ -74,6 +63,20 @@ def test_other_allocations_need_the_thresholds_of_the_other_devices(allocation):
 def test_the_checker_catches_noise_for_other_thresholds_than_those_that_clipped():
     before, after = [1.0, 2.0], [1.0, 2.5]
     assert not spends_the_budget(after, noise_stds(before, [3, 4], 1.0, "equal_budget"), 1.0)
+
+
+@given(sigma=st.floats(0.01, 1e4), groups=st.integers(1, 10_000), share=st.floats(1e-6, 0.999))
+def test_counts_and_gradients_together_cost_one_release_at_sigma(sigma, groups, share):
+    """1/σ_new² + K/(4σ_b²) = 1/σ², of which the counts have their share."""
+    count, gradient = split_noise(sigma, groups, share)
+    assert 1 / gradient**2 + groups / (4 * count**2) == pytest.approx(1 / sigma**2, rel=1e-9)
+    assert groups * sigma**2 / (4 * count**2) == pytest.approx(share, rel=1e-9)
+
+
+def test_raw_counts_would_not_fit_the_budget():
+    """Uncentred counts have sensitivity √K: four times the share that was set aside."""
+    count, gradient = split_noise(1.0, 5, 0.1)
+    assert 1 / gradient**2 + 5 / count**2 == pytest.approx(1.0 + 3 * 0.1)
 
 
 def test_weights_are_those_of_the_paper():

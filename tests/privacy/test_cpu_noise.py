@@ -38,15 +38,6 @@ def test_compiled_noise_is_numpys_but_for_the_last_bits(divisor: float) -> None:
     assert not torch.equal(noised[0], sums)
 
 
-def test_tails_and_both_of_a_pair_are_there() -> None:
-    drawn = draw(4_000_000)
-    assert (np.abs(drawn) > 4.0).sum() == pytest.approx(4e6 * 6.334e-5, abs=64)  # four standard errors
-    assert len(np.unique(drawn)) > 0.9 * len(drawn)
-    pairs = drawn[: 30 * CHUNK].reshape(30, 2, CHUNK // 2)
-    for part in (pairs, pairs**2, np.sign(pairs)):
-        assert abs(np.corrcoef(part[:, 0].ravel(), part[:, 1].ravel())[0, 1]) < 5 / math.sqrt(15 * CHUNK)
-
-
 @by_either
 def test_pairs_are_those_of_float64(pairs_of: Pairs) -> None:
     random = np.random.default_rng(5)

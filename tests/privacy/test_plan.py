@@ -263,11 +263,6 @@ def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(giv
     assert plan.progress(-1) == plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
 
 
-def test_the_search_is_remembered(own_cache):
-    make()
-    assert len(list(own_cache.rglob("*.json"))) == 1
-
-
 def test_trainings_on_the_same_data_cost_less_together_than_the_sum_of_their_budgets():
     first, second = make(epsilon=2, accountant="prv"), make(epsilon=1.5, steps=50, accountant="prv")
     together = composed_epsilon([first, second], 1e-5)

@@ -23,16 +23,6 @@ def drawn(noise=KEY, step=3, start=64, process=1):
         return mask, random.random(), np.random.random(3)
 
 
-def same(a, b):
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and np.array_equal(a[2], b[2])
-
-
-def test_the_same_place_has_the_same_masks_whatever_was_drawn_before():
-    first = drawn()
-    torch.rand(10), random.random(), np.random.random()
-    assert same(drawn(), first)
-
-
 @pytest.mark.parametrize(
     "other",
     [

@@ -6,14 +6,15 @@ from scipy import stats
 
 from groupwise.privacy.noise import NoiseSource
 from groupwise.privacy.sampling import PoissonSampler, ShuffleSampler
+from groupwise.privacy.secure_noise import SecurePoissonSampler
 
 STEPS = 4000
 
 
-@pytest.fixture(scope="module")
-def drawn() -> np.ndarray:
+@pytest.fixture(scope="module", params=[PoissonSampler(200, 0.05, 1), SecurePoissonSampler(200, 0.05, b"k" * 32)])
+def drawn(request) -> np.ndarray:
     """Which of 200 examples each of 4000 steps drew at rate 0.05, (steps, examples)."""
-    sampler = PoissonSampler(200, 0.05, seed=1)
+    sampler = request.param
     inclusion = np.zeros((STEPS, 200), dtype=bool)
     for step in range(STEPS):
         inclusion[step, sampler.indices(step)] = True
@@ -51,29 +52,40 @@ def test_steps_are_independent_of_one_another(drawn):
         assert abs(np.corrcoef(sizes[lag:], sizes[:-lag])[0, 1]) < 5 / np.sqrt(STEPS)
 
 
-def test_a_batch_may_be_empty():
-    sampler = PoissonSampler(50, 1e-3, seed=0)
+@pytest.mark.parametrize("sampler", [PoissonSampler(50, 1e-3, 0), SecurePoissonSampler(50, 1e-3, b"k" * 32)])
+def test_a_batch_may_be_empty(sampler):
     batches = [sampler.indices(step) for step in range(200)]
     empty = [batch for batch in batches if len(batch) == 0]
     assert len(empty) > 150
     assert all(batch.dtype == np.int64 and batch.shape == (0,) for batch in empty)
 
 
-def test_a_rate_of_one_draws_everything():
-    assert PoissonSampler(7, 1.0, seed=0).indices(3).tolist() == list(range(7))
+def test_a_rate_of_one_draws_everything_and_one_below_the_least_word_nothing():
+    for sampler in (PoissonSampler(7, 1.0, 0), SecurePoissonSampler(7, 1.0, b"k" * 32)):
+        assert sampler.indices(3).tolist() == list(range(7))
+    assert SecurePoissonSampler(50, 1e-20, b"k" * 32).indices(0).tolist() == []
 
 
-@pytest.mark.parametrize("make", [lambda s: PoissonSampler(300, 0.1, s), lambda s: ShuffleSampler(300, 30, s)])
-def test_a_batch_is_a_pure_function_of_seed_and_step(make):
-    key = NoiseSource.from_seed(0).derive("sampling")
-    for seed in (5, key):
+KEYS = [NoiseSource.from_seed(seed).derive("sampling") for seed in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "seeds"),
+    [
+        (lambda s: PoissonSampler(300, 0.1, s), (5, 6, *KEYS)),
+        (lambda s: ShuffleSampler(300, 30, s), (5, 6, *KEYS)),
+        (lambda s: SecurePoissonSampler(300, 0.1, s), KEYS),
+    ],
+)
+def test_a_batch_is_a_pure_function_of_seed_and_step(make, seeds):
+    for seed in seeds:
         forward = [make(seed).indices(step) for step in range(40)]
         sampler = make(seed)
         backward = [sampler.indices(step) for step in reversed(range(40))][::-1]
         assert all(np.array_equal(a, b) for a, b in zip(forward, backward, strict=True))
         assert all(batch.dtype == np.int64 and np.all(np.diff(batch) > 0) for batch in forward)
-    assert not np.array_equal(make(5).indices(0), make(6).indices(0))
-    assert not np.array_equal(make(5).indices(0), make(5).indices(1))
+    assert not np.array_equal(make(seeds[0]).indices(0), make(seeds[1]).indices(0))
+    assert not np.array_equal(make(seeds[0]).indices(0), make(seeds[0]).indices(1))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 10, 23])
@@ -97,11 +109,5 @@ def test_a_checkpoint_of_another_version_goes_on_with_the_same_batches():
     assert PoissonSampler(40, 0.2, 3).indices(1).tolist() == [15, 20, 22, 24]
     assert PoissonSampler(40, 0.2, key).indices(7).tolist() == [14, 16, 19, 22, 27, 28, 33, 36, 39]
     assert ShuffleSampler(20, 5, 3).indices(1).tolist() == [1, 4, 6, 9, 13]
+    assert SecurePoissonSampler(40, 0.2, b"k" * 32).indices(7).tolist() == [8, 16, 24, 27, 29, 35, 38]
     assert ShuffleSampler(20, 5, b"k" * 32).indices(6).tolist() == [1, 8, 12, 14, 16]
-
-
-@pytest.mark.parametrize("first", range(4))
-def test_a_run_may_begin_in_any_epoch(first):
-    whole, resumed = ShuffleSampler(23, 6, seed=0), ShuffleSampler(23, 6, seed=0)
-    batches = [whole.indices(step).tolist() for step in range(16)]
-    assert [resumed.indices(step).tolist() for step in range(4 * first, 16)] == batches[4 * first :]

@@ -9,7 +9,7 @@ from scipy import stats
 
 from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
-from groupwise.privacy.secure_noise import CHUNK, Keystream, SecurePoissonSampler, lattice_spacing
+from groupwise.privacy.secure_noise import Keystream, lattice_spacing
 
 SOURCE = NoiseSource.from_seed(7, secure=True)
 DTYPES = [torch.float32, torch.float64]
@@ -70,12 +70,6 @@ def test_the_lattice_moves_a_sum_by_half_a_spacing_at_most():
     assert float(moved.abs().max()) <= lattice_spacing(1.0) / 2 + 1e-15
 
 
-def test_entries_do_not_repeat_from_chunk_to_chunk():
-    drawn = draw(4 * CHUNK).numpy()
-    assert len(np.unique(drawn)) > 0.999 * len(drawn)
-    assert abs(np.corrcoef(drawn[:-CHUNK], drawn[CHUNK:])[0, 1]) < 5 / np.sqrt(3 * CHUNK)
-
-
 def test_a_std_without_a_lattice_is_refused():
     with pytest.raises(UserError, match="at least 1e-200"):
         draw(std=1e-250)
@@ -85,41 +79,3 @@ def test_without_the_package_the_way_out_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(UserError, match="pip install cryptography"):
         Keystream(bytes(32))
-
-
-class TestSecureSampler:
-    SAMPLER = SecurePoissonSampler(2000, 0.1, b"k" * 32)
-
-    def test_sizes_and_places_follow_poisson_sampling(self):
-        drawn = [self.SAMPLER.indices(step) for step in range(400)]
-        sizes = np.array([len(indices) for indices in drawn])
-        assert stats.kstest(sizes, stats.binom(2000, 0.1).cdf).pvalue > 1e-3
-        assert not stats.kstest(sizes, stats.binom(2000, 0.11).cdf).pvalue > 1e-3
-        counts = np.bincount(np.concatenate(drawn), minlength=2000)
-        assert stats.chisquare(counts).pvalue > 1e-3
-        assert all((np.diff(indices) > 0).all() and indices.dtype == np.int64 for indices in drawn)
-
-    def test_pairs_are_drawn_independently(self):
-        member = np.zeros((2000, 400))
-        for step in range(400):
-            member[self.SAMPLER.indices(step), step] = 1
-        together = (member[:-1] * member[1:]).mean()
-        assert together == pytest.approx(0.01, abs=5 * np.sqrt(0.01 * 0.99 / member.size))
-
-    def test_replays_and_other_steps_and_keys(self):
-        other = SecurePoissonSampler(2000, 0.1, b"l" * 32)
-        assert np.array_equal(self.SAMPLER.indices(3), self.SAMPLER.indices(3))
-        assert not np.array_equal(self.SAMPLER.indices(3), self.SAMPLER.indices(4))
-        assert not np.array_equal(self.SAMPLER.indices(3), other.indices(3))
-
-    def test_a_rate_of_one_draws_everybody(self):
-        assert np.array_equal(SecurePoissonSampler(50, 1.0, b"k" * 32).indices(0), np.arange(50))
-
-    def test_a_rate_below_the_least_word_draws_nobody(self):
-        nobody = SecurePoissonSampler(50, 1e-20, b"k" * 32).indices(0)
-        assert len(nobody) == 0 and nobody.dtype == np.int64
-
-
-def test_a_step_that_is_replayed_by_another_version_draws_the_same_batch():
-    """A known answer: a change here breaks the replay of runs that began before it."""
-    assert SecurePoissonSampler(40, 0.2, b"k" * 32).indices(7).tolist() == [8, 16, 24, 27, 29, 35, 38]

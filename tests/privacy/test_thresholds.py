@@ -142,17 +142,6 @@ def test_thresholds_cannot_be_changed_from_outside():
         assert thresholds.clip_thresholds.tolist() == [1.0, 2.0]
 
 
-def test_state_survives_a_round_trip():
-    before = make(rescale_to=1.0, sigma_b=2.0)
-    before.update(torch.tensor([10, 60]), 80, NoiseSource.from_seed(0), 0)
-    after = make([9.0, 9.0], rescale_to=1.0, sigma_b=2.0)
-    after.load_state_dict(before.state_dict())
-    for thresholds in (before, after):
-        thresholds.update(torch.tensor([10, 60]), 80, NoiseSource.from_seed(0), 1)
-    assert torch.equal(after.clip_thresholds, before.clip_thresholds)
-    assert torch.equal(after.count_thresholds, before.count_thresholds)
-
-
 def test_fixed_thresholds_never_move():
     thresholds = FixedThresholds([1.0, 2.0])
     thresholds.update(torch.tensor([0, 9]), 9, None, 0)
