@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 import groupwise
 from groupwise.errors import UserError
+from tests.private_use import Use
 
 
 def network(norm: nn.Module) -> nn.Module:
@@ -18,18 +19,7 @@ def network(norm: nn.Module) -> nn.Module:
 def train(model: nn.Module) -> None:
     x, y = torch.randn(40, 3, 8, 8), torch.randint(2, (40,))
     model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = groupwise.make_private(
-        model,
-        optimizer,
-        TensorDataset(x, y),
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        noise_multiplier=1,
-        steps=2,
-        batch_size=10,
-    )
-    for _ in private.steps():
-        pass
+    Use(model, TensorDataset(x, y)).train()
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,17 @@ import pydoc
 import sys
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import groupwise
 from groupwise.__main__ import COMMANDS, main
 from groupwise.errors import UserError
 from groupwise.private.arguments import INSTEAD
+from tests.private_use import BATCH, Use
 
 
 def make(**given):
-    model = nn.Linear(4, 2)
-    return groupwise.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        TensorDataset(torch.randn(40, 4), torch.randint(2, (40,))),
-        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
-        **{"noise_multiplier": 1.0, "steps": 4, "batch_size": 10, **given},
-    )
+    return Use(nn.Linear(5, 2), **{"steps": 4, **given}).private
 
 
 @pytest.mark.parametrize(
@@ -71,20 +62,19 @@ def test_opacus_get_epsilon_is_answered():
 
 
 def test_a_private_training_says_what_it_is():
-    private = make(delta=1e-3)
+    private = make()
     assert repr(private) == (
         f"<private training of a Linear: 0 of 4 steps taken; ({private.plan.epsilon:.4g}, 0.001)-DP after all of them>"
     )
 
 
 def test_epsilon_at_another_delta():
-    private = make(delta=1e-3)
+    private = make()
     for _ in private.steps(2):
         pass
     assert private.epsilon_at(1e-3) == private.epsilon < private.epsilon_at(1e-6)
-    plan = groupwise.privacy.make_plan(
-        dataset_size=40, expected_batch_size=10, steps=2, delta=1e-6, noise_multiplier=1.0
-    )
+    given = {"dataset_size": 40, "expected_batch_size": BATCH, "steps": 2, "delta": 1e-6, "accountant": "rdp"}
+    plan = groupwise.privacy.make_plan(**given, noise_multiplier=1.0)
     assert private.epsilon_at(1e-6) == pytest.approx(plan.epsilon, rel=1e-9)
     with pytest.raises(UserError, match="delta is 2"):
         private.epsilon_at(2)
