@@ -79,11 +79,6 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
     assert fullest(estimate, 2, microbatch=4) + 1e9 > need
 
 
-def test_a_model_that_does_not_fit_says_what_it_needs(changed):
-    with pytest.raises(UserError, match=r"does not fit on 2 devices .*: stage \d needs .*; give more devices"):
-        make_plan(changed(microbatch=1, memory=1.0001))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -110,10 +105,12 @@ def test_a_model_that_trains_wholly_has_no_frozen_weights(folder):
     assert plan.memory[0].weights == 0 < plan.memory[0].state
 
 
-def test_a_model_that_does_not_fit_ends_with_2(folder, estimate, capsys, monkeypatch):
+def test_a_model_that_does_not_fit_says_what_it_needs_and_ends_with_2(folder, estimate, capsys, monkeypatch):
     monkeypatch.setattr("groupwise.planner.estimate.footprint", estimate.imagined)
     assert main([f"model={folder}", *SETTINGS, "memory=1.0001"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert re.search(r"does not fit on 2 devices .*: stage \d needs .*; give more devices", said)
+    assert said.count("\n") == 1
 
 
 def test_stages_beyond_three_blocks_are_told_from_three(estimate):
