@@ -5,26 +5,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from groupwise import make_private
 from groupwise.errors import UserError
+from tests.private_use import DATA, X, Y, cross_entropy, network
 
-X = torch.randn(60, 5, generator=torch.Generator().manual_seed(1))
-Y = (X[:, 0] > 0).long()
-DATA = TensorDataset(X, Y)
 SETTINGS = {"noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp", "steps": 3, "batch_size": 20}
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def losses(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def prepared(**options):
@@ -38,9 +26,9 @@ def prepared(**options):
 def test_accelerates_optimizer_is_refused_and_the_one_inside_works():
     _, model, wrapped, plain = prepared()
     with pytest.raises(UserError, match=r"wrapped in AcceleratedOptimizer.*optimizer\.optimizer"):
-        make_private(model, wrapped, DATA, losses, **SETTINGS)
+        make_private(model, wrapped, DATA, cross_entropy, **SETTINGS)
     assert wrapped.optimizer is plain
-    private = make_private(model, wrapped.optimizer, DATA, losses, **SETTINGS)
+    private = make_private(model, wrapped.optimizer, DATA, cross_entropy, **SETTINGS)
     assert [step.number for step in private.steps()] == [1, 2, 3]
 
 
@@ -48,8 +36,8 @@ def test_a_loader_that_accelerate_has_prepared_gives_its_dataset():
     accelerator, model, _, plain = prepared()
     loader = accelerator.prepare(DataLoader(DATA, 4, shuffle=True))
     with pytest.warns(UserWarning, match="data is a DataLoader"):
-        private = make_private(model, plain, loader, losses, **SETTINGS)
-    assert private.plan.dataset_size == 60 and len(list(private.steps())) == 3
+        private = make_private(model, plain, loader, cross_entropy, **SETTINGS)
+    assert private.plan.dataset_size == 40 and len(list(private.steps())) == 3
 
 
 def module(step, automatic: bool, wrapped: bool = False):
@@ -64,12 +52,12 @@ def module(step, automatic: bool, wrapped: bool = False):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
             if not wrapped:
-                self.private = make_private(self.network, optimizer, DATA, losses, **SETTINGS)
+                self.private = make_private(self.network, optimizer, DATA, cross_entropy, **SETTINGS)
             return optimizer
 
         def training_step(self, turn):
             if wrapped:
-                make_private(self.network, self.optimizers(), DATA, losses, **SETTINGS)
+                make_private(self.network, self.optimizers(), DATA, cross_entropy, **SETTINGS)
             return step(self)
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -84,7 +72,7 @@ def module(step, automatic: bool, wrapped: bool = False):
 @pytest.mark.parametrize(
     ("step", "options", "words"),
     [
-        (lambda self: losses(self.network, (X, Y)).mean(), {"automatic": True}, "is part of private.step"),
+        (lambda self: cross_entropy(self.network, (X, Y)).mean(), {"automatic": True}, "is part of private.step"),
         (lambda self: self.optimizers().step(), {"automatic": False}, "is part of private.step"),
         (None, {"automatic": False, "wrapped": True}, "wrapped in LightningSGD"),
     ],
@@ -96,7 +84,7 @@ def test_lightnings_own_steps_are_refused(step, options, words):
 
 def test_lightnings_backward_between_steps_changes_nothing():
     def step(self):
-        self.manual_backward(losses(self.network, (X, Y)).mean())
+        self.manual_backward(cross_entropy(self.network, (X, Y)).mean())
         gradients.append([p.grad.clone() for p in self.network.parameters()])
         self.private.step()
 
@@ -108,7 +96,7 @@ def test_lightnings_backward_between_steps_changes_nothing():
 
 def test_one_of_several_processes_does_not_draw_alone(monkeypatch):
     model = network()
-    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, losses, **SETTINGS)
+    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, cross_entropy, **SETTINGS)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(UserError, match="2 processes train, and make_private knows of 1"):
