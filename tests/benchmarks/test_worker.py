@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.job import Job
+from benchmarks.meters import peak_bytes
 from benchmarks.methods import prepare
 from benchmarks.worker import Bench, answer
 
@@ -27,6 +28,12 @@ def test_an_update_trains_and_its_memory_holds_the_optimizer_s_state() -> None:
     assert facts["parameters"] == facts["trainable"] == sum(p.numel() for p in before)
     assert facts["peak_bytes"] > 4 * 4 * facts["parameters"]  # weights, gradients, two moments
     assert facts["cpu_seconds"] > 0 and facts["wall_seconds"] > 0
+
+
+def test_of_the_memory_only_the_second_step_is_looked_at() -> None:
+    megabytes = iter([16, 2])
+    peak, _ = peak_bytes(lambda: lambda: torch.empty(next(megabytes) << 20, dtype=torch.uint8), "cpu")
+    assert peak == pytest.approx(2 << 20, rel=1e-3)
 
 
 @pytest.mark.parametrize(
