@@ -18,10 +18,7 @@ IMAGES = ["task=cifar", "clip=fixed_layer", "privacy.accountant=rdp", "data.trai
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")
