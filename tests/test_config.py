@@ -82,7 +82,9 @@ PAPER = {
         "optim.name": "adam", "optim.schedule": "linear", "optim.warmup": 0, "privacy.delta": 8e-6,
         "clip.rescale": False, "noise.allocation": "global",
     },
-    "task=dart model=gpt2 clip=adaptive_layer": {"privacy.delta": 1e-5, "optim.learning_rate": 2e-3},
+    "task=dart model=gpt2 clip=adaptive_layer": {
+        "privacy.delta": 1e-5, "optim.learning_rate": 2e-3, "clip.target_quantile": 0.3,
+    },
     "task=samsum clip=flat": {"model.name": "gpt2_xl", "train.epochs": 5, "eval.generate.beams": 4},
     "task=samsum_pipeline pipeline.stages=4": ADAPTERS,
     "task=samsum_pipeline pipeline.stages=16 model=opt_175b": {**ADAPTERS, "model.lora.targets": ["q_proj", "v_proj"]},
@@ -230,6 +232,7 @@ REFUSED = [
     ("model.dropout=1", "[0, 1)"),
     ("data.holdout=1.2", "[0, 1)"),
     ("train.token_loss=max", "mean, sum"),
+    ("model.rematerialize=true", "model.rematerialize=true is not for model.name=wide_resnet"),
     ("model.frozen_dtype=bfloat16", "needs train.precision=bfloat16"),
     ("train.microbatch=0", "greater than zero"),
     ("train.steps=-3", "greater than zero"),
@@ -275,6 +278,7 @@ REFUSED = [
         "train.compile=true is not for pipeline.stages=2",
     ),
     ("task=samsum_pipeline clip=flat pipeline.stages=2 explain=true", "explain=true is not for pipeline.stages=2"),
+    ("task=samsum_pipeline pipeline.stages=2 model.rematerialize=true", "=true is not for pipeline.stages=2"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
 ]
 

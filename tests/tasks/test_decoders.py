@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, flat
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
 from groupwise.tasks import make_task
 from tests.clipping.traced import clip
 from tests.combinations import CONF
@@ -131,24 +130,6 @@ def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_pa
     assert task.tokenizer.pad_token_id is None
     alone = torch.cat([task.losses_of([i]) for i in EXAMPLES])
     torch.testing.assert_close(task.losses_of(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
-
-
-# -- adapters, and what is refused -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("task=cifar model.rematerialize=true", r"model\.rematerialize=true is not for model\.name=wide_resnet"),
-        (
-            "task=samsum_pipeline pipeline.stages=2 model.rematerialize=true",
-            r"model\.rematerialize=true is not for pipeline\.stages=2",
-        ),
-    ],
-)
-def test_keys_that_would_do_nothing_are_refused(words, told):
-    with pytest.raises(UserError, match=told):
-        compose_run(words.split(), CONF)
 
 
 # -- a whole run -----------------------------------------------------------------------------------------------------

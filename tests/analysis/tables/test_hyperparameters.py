@@ -45,15 +45,3 @@ def settings() -> list[object]:
 def test_ours_is_the_papers(cell, key, allowed):
     value = ours(composed(cell), key)
     assert any(value == pytest.approx(number, rel=1e-9) for number in allowed), f"{key}={value}, not of {allowed}"
-
-
-@pytest.mark.parametrize("epsilon", [3, 8])
-def test_fixed_per_layer_keeps_the_product_of_threshold_and_rate(epsilon):
-    config = composed(f"task=cifar clip=fixed_layer privacy.epsilon={epsilon}")
-    assert config.clip.threshold in (1.0, 0.5, 0.1, 0.05)
-    assert config.clip.threshold * config.optim.learning_rate in (pytest.approx(2.0), pytest.approx(4.0))
-
-
-def test_the_target_quantile_of_e2e_is_reused_for_dart():
-    values = [composed(f"task={task} model=gpt2 clip=adaptive_layer").clip.target_quantile for task in ("e2e", "dart")]
-    assert values == [0.3, 0.3]
