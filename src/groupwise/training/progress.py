@@ -28,6 +28,8 @@ class Progress(tqdm):  # type: ignore[type-arg]
 
     def step(self, number: int, note: str = "") -> None:
         """Step ``number`` is done; ``note`` (accuracy, say) stays on view."""
+        if self.disable:  # what ε is bounded by can take a second
+            return
         plan, self._note = self._plan, note or self._note
         spent = f"ε {plan.progress(number):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""
         self.set_postfix_str("  ".join(filter(None, (spent, self._note))), refresh=False)
