@@ -7,7 +7,7 @@ import yaml
 
 from groupwise.privacy import make_plan
 from groupwise.training.model_card import privacy_section, write_model_card
-from tests.integrations.tiny import privacy, trainer
+from tests.integrations.tiny import Texts, privacy, trainer
 
 PLAN = make_plan(dataset_size=1000, expected_batch_size=100, steps=20, delta=1e-5, epsilon=3, num_groups=4).to_dict()
 
@@ -56,3 +56,11 @@ def test_the_trainers_card_has_a_section_of_privacy(tmp_path, tags):
     assert "differential-privacy" not in front and "no guarantee" in text, "its noise is of a seed"
     assert text.count("## Privacy") == 1 and f"| ε | {run.private.plan.epsilon:.6g} |" in text
     assert "train_loss" not in text
+
+
+def test_the_trainers_table_of_results_names_its_epsilon(tmp_path):
+    evaluated = {"eval_dataset": Texts(), "eval_strategy": "steps", "eval_steps": 1}
+    run = trainer(tmp_path, budget=privacy(), max_steps=2, save_strategy="no", **evaluated)
+    run.train()
+    run.create_model_card()
+    assert "| Validation Loss | Epsilon |" in (tmp_path / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,8 @@ class PrivateTrainer(Trainer):
         others["tags"] = [*([known] if isinstance(known, str) else known), *(TAGS if said["private"] else ())]
         super().create_model_card(*args, **others)
         path = self._folder / "README.md"
-        write_text(path, f"{path.read_text(encoding='utf-8').rstrip()}\n\n{privacy_section(said)}")
+        text = re.sub(r"\| +\|\n\|:", "| Epsilon |\n|:", path.read_text(encoding="utf-8"))  # it leaves the name out
+        write_text(path, f"{text.rstrip()}\n\n{privacy_section(said)}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
