@@ -16,7 +16,6 @@ from benchmarks.meters import Seconds, Stopwatch
 from groupwise import run as launch
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
-from groupwise.privacy import release_gradients
 from groupwise.training.from_config import autocast
 from groupwise.training.step import Trainer
 from groupwise.training.train import train
@@ -151,11 +150,13 @@ class BareStep:
 
     def step(self, step: int, batch: list[Microbatch]) -> None:
         """One update; thresholds stay where they are."""
-        self._trainer.private.clear()
+        private = self._trainer.private
+        private.clear()
         for microbatch in batch:
             self._backward(*microbatch)
-        self._release(step)
-        self._trainer.private.optimizer.step()
+        with patch.object(private, "gradient_noise", self._noise):
+            private._release(step)
+        private.optimizer.step()
 
     def _backward(self, examples: int, batch: Any) -> None:
         """One microbatch; a function of its own, so that nothing of it is alive in the next."""
@@ -166,20 +167,3 @@ class BareStep:
             losses.sum().backward()
         else:
             engine.backward(losses)
-
-    def _release(self, step: int) -> None:
-        private = self._trainer.private
-        batch_size = private.plan.expected_batch_size
-        if private.engine is None:
-            for parameter in private.trainable:
-                if parameter.grad is not None:
-                    parameter.grad.div_(batch_size)
-            return
-        release_gradients(
-            private.engine.sensitivity("add_remove"),
-            allocation=private.allocation,
-            noise_multiplier=private.plan.gradient_noise_multiplier,
-            expected_batch_size=batch_size,
-            noise=self._noise,
-            step=step,
-        )
