@@ -6,8 +6,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
-
 from trust.faults.process import (
     SEEDED,
     STEPS,
@@ -79,16 +77,13 @@ def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
 
 def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
     """The data file is harmed between two parts of a run: it is refused, and goes on when the data are back."""
-    chance, lost, generator = random.Random(seed), 0, np.random.default_rng(seed)
-    work.mkdir(parents=True, exist_ok=True)
-    data = work / "data.npz"
-    arrays = {
-        f"{kind}_{part}": generator.integers(0, top, (count, *shape), dtype=np.uint8)
-        for part, count in (("train", 96), ("test", 40))
-        for kind, top, shape in (("x", 256, (8, 8, 3)), ("y", 10, ()))
-    }
-    np.savez(data, **arrays)  # type: ignore[arg-type]
-    settings = ("data.name=cifar10", f"paths.data={data}")
+    chance, lost = random.Random(seed), 0
+    data = work / "SST-2" / "train.tsv"
+    data.parent.mkdir(parents=True)
+    rows = ["sentence\tlabel", *(f"a fine film {i}\t{i % 2}" for i in range(96))]
+    for path in (data, data.with_name("dev.tsv")):
+        path.write_text("\n".join(rows) + "\n")
+    settings = ("task=sst2", "data.name=files", f"paths.data={work}", "train.sample_rate=null")
     interrupted, expected = _interrupted(work, chance, *settings)
     whole = data.read_bytes()
     for trial in range(trials):
