@@ -24,20 +24,9 @@ def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: 
     return Architecture(name, FAMILY, make, own.get("mixes", False))
 
 
-class Pooled(nn.Module):
-    """A tower of CLIP with a linear classifier on its pooled output."""
-
-    def __init__(self, tower: nn.Module, features: int) -> None:
-        super().__init__()
-        self.tower, self.head = tower, nn.Linear(features, 3)
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        return self.head(self.tower(**inputs).pooler_output)
-
-
-def pooled_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): everything but the labels goes to the tower."""
-    return classified(model(**{name: t for name, t in batch.items() if name != "labels"}), batch["labels"])
+def embedded_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """(B,): everything but the labels goes to a tower of CLIP, whose projected output decides."""
+    return classified(model(**{name: t for name, t in batch.items() if name != "labels"})[0], batch["labels"])
 
 
 def clip_config(size: Size) -> Any:
@@ -49,16 +38,16 @@ def clip_config(size: Size) -> Any:
 
 def clip_text(size: Size) -> Subject:
     """The text tower; the token of the end is the last of each example."""
-    model = Pooled(build_model("CLIPTextModel", clip_config(size).text_config), size.width)
+    model = build_model("CLIPTextModelWithProjection", clip_config(size).text_config)
     ids = size.ids().clamp_min(3)
     ids[torch.arange(size.batch), size.lengths - 1] = 2
-    return Subject(model, {"input_ids": ids, "attention_mask": size.mask, "labels": size.labels()}, pooled_losses)
+    return Subject(model, {"input_ids": ids, "attention_mask": size.mask, "labels": size.labels()}, embedded_losses)
 
 
 def clip_vision(size: Size) -> Subject:
     """The image tower."""
-    model = Pooled(build_model("CLIPVisionModel", clip_config(size).vision_config), size.width)
-    return Subject(model, {"pixel_values": size.images(), "labels": size.labels()}, pooled_losses)
+    model = build_model("CLIPVisionModelWithProjection", clip_config(size).vision_config)
+    return Subject(model, {"pixel_values": size.images(), "labels": size.labels()}, embedded_losses)
 
 
 def clip_contrastive(size: Size) -> Subject:

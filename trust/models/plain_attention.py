@@ -1,55 +1,11 @@
 """Attention of torch.nn in both layouts, and transformers that people write themselves."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trust.models.architecture import Architecture, Batch, Size, each_token
 from trust.models.plain_layers import net, words
-
-
-class Attention(nn.Module):
-    """nn.MultiheadAttention from queries to keys of their own widths, and a head on the mean.
-
-    Args:
-        first: the batch is its first axis. crossed: keys and values are another sequence; `keys` and `values` wide.
-        masked: padded keys are masked. biased: learned keys and values are added (bias_k, bias_v).
-    """
-
-    def __init__(
-        self,
-        size: Size,
-        first: bool = True,
-        crossed: bool = False,
-        masked: bool = False,
-        biased: bool = False,
-        keys: int | None = None,
-        values: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(
-            size.width, 4, size.dropout, add_bias_kv=biased, kdim=keys, vdim=values, batch_first=first
-        )
-        self.head = nn.Linear(size.width, 3)
-        self.first, self.crossed, self.masked = first, crossed, masked
-
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        given = (x, keys, values) if self.crossed else (x, x, x)
-        given = given if self.first else tuple(t.transpose(0, 1) for t in given)  # type: ignore[assignment]
-        y, _ = self.attention(*given, key_padding_mask=~mask.bool() if self.masked else None, need_weights=False)
-        return self.head(y.mean(1 if self.first else 0))
-
-
-def attention(name: str, **own: Any) -> Architecture:
-    """A line of the list."""
-
-    def inputs(size: Size) -> Batch:
-        widths = {"x": size.width, "keys": own.get("keys") or size.width, "values": own.get("values") or size.width}
-        return {key: size.vectors(size.tokens, width) for key, width in widths.items()} | {"mask": size.mask}
-
-    return net(name, lambda size: Attention(size, **own), inputs)
 
 
 class Encoder(nn.Module):
@@ -166,13 +122,6 @@ def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
 
 
 ATTENTION = (
-    attention("MultiheadAttention"),
-    attention("MultiheadAttention, padded", masked=True),
-    attention("MultiheadAttention, time first", first=False),
-    attention("MultiheadAttention, crossed", crossed=True),
-    attention("MultiheadAttention, crossed, time first", crossed=True, first=False, masked=True),
-    attention("MultiheadAttention, kdim and vdim", crossed=True, keys=12, values=20),
-    attention("MultiheadAttention, bias_k and bias_v", biased=True),
     encoder("TransformerEncoder"),
     encoder("TransformerEncoder, norm first, causal", before=True, causal=True),
     encoder("TransformerEncoder, time first", first=False),

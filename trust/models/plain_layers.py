@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, decisions, in_eval
+from trust.models.architecture import Architecture, Batch, Size, Subject, decisions, in_eval
 
 FAMILY = "torch.nn"
 
@@ -135,43 +134,6 @@ class Bilinear(nn.Module):
         return self.both(*self.first(x).tanh().chunk(2, 1))
 
 
-class DirectWeight(nn.Module):
-    """A weight and a bias of its own, used by F.linear in a forward of its own."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.below = nn.Linear(size.width, size.width)
-        self.weight, self.bias = nn.Parameter(torch.randn(3, size.width) / 4), nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.below(x).relu(), self.weight, self.bias)
-
-
-class Bag(nn.Module):
-    """nn.EmbeddingBag and a head."""
-
-    def __init__(self, size: Size, mode: str) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(size.vocabulary, size.width, mode=mode)
-        self.head = nn.Linear(size.width, 3)
-
-    def forward(self, ids: Tensor, weights: Tensor | None = None) -> Tensor:
-        return self.head(self.bag(ids, None, weights))
-
-
-def bag(mode: str, weighted: bool = False) -> Callable[[Size], Subject]:
-    """Words of each example."""
-
-    def make(size: Size) -> Subject:
-        def losses(model: nn.Module, batch: Batch) -> Tensor:
-            return classified(model(batch["ids"], batch["weights"] if weighted else None), batch["labels"])
-
-        batch = {"ids": size.ids(), "weights": size.vectors(size.tokens), "labels": size.labels()}
-        return Subject(Bag(size, mode), batch, losses)
-
-    return make
-
-
 class TextCNN(nn.Module):
     """Embedding, transposed for convolutions over time, and back."""
 
@@ -218,9 +180,5 @@ LAYERS = (
     ),
     net("Temperature (0-dim parameter)", lambda s: between(s, Scale()), vectors),
     net("LayerScale", lambda s: Pool(s, nn.Linear(s.width, s.width), Scale(s.width)), sequences),
-    net("A weight in a forward of its own", DirectWeight, vectors),
-    of("EmbeddingBag with rows, mean", bag("mean")),
-    of("EmbeddingBag with rows, sum, weighted", bag("sum", weighted=True)),
-    of("EmbeddingBag with rows, max", bag("max")),
     net("Embedding, transposed, Conv1d", TextCNN, Size.ids),
 )

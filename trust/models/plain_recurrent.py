@@ -1,14 +1,13 @@
-"""Recurrent networks of torch.nn: whole layers, packed sequences, cells in a loop."""
+"""Recurrent networks of torch.nn: whole layers, packed sequences."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trust.models.architecture import Architecture, Size, each_token
-from trust.models.plain_layers import net, sequences, words
+from trust.models.plain_layers import net, words
 
 Recurrent = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
-Cell = type[nn.LSTMCell] | type[nn.GRUCell] | type[nn.RNNCell]
 
 
 class Reader(nn.Module):
@@ -51,25 +50,6 @@ def reader(
     return net(name, model, lambda size: {"ids": size.ids(), "lengths": size.lengths})
 
 
-class Loop(nn.Module):
-    """A cell called once a position, and a decision from its last state."""
-
-    def __init__(self, size: Size, kind: Cell) -> None:
-        super().__init__()
-        self.cell, self.head = kind(size.width, size.width), nn.Linear(size.width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
-        for t in range(x.shape[1]):
-            state = self.cell(x[:, t], state)
-        return self.head(state[0] if isinstance(state, tuple) else state)
-
-
-def loop(name: str, kind: Cell) -> Architecture:
-    """A line of the list: 32 steps."""
-    return net(name, lambda size: Loop(size, kind), lambda size: size.vectors(32, size.width))
-
-
 class Translator(nn.Module):
     """An LSTM reads, another writes from its last state, and both share their words with the head."""
 
@@ -85,20 +65,6 @@ class Translator(nn.Module):
         return self.head(self.writes(self.words(target), state)[0])
 
 
-class Started(nn.Module):
-    """An LSTM whose first state is learned, the same for all examples."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.h, self.c = (nn.Parameter(torch.zeros(1, 1, size.width)) for _ in range(2))
-        self.network = nn.LSTM(size.width, size.width, batch_first=True)
-        self.head = nn.Linear(size.width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = [t.expand(-1, len(x), -1).contiguous() for t in (self.h, self.c)]
-        return self.head(self.network(x, tuple(state))[0][:, -1])
-
-
 RECURRENT = (
     reader("LSTM", nn.LSTM),
     reader("LSTM, 2 layers, both directions", nn.LSTM, 2, both=True),
@@ -110,9 +76,5 @@ RECURRENT = (
     reader("GRU, packed", nn.GRU, packed=True),
     reader("RNN", nn.RNN),
     reader("RNN, 2 layers, both directions, packed", nn.RNN, 2, both=True, packed=True),
-    loop("LSTMCell, 32 steps", nn.LSTMCell),
-    loop("GRUCell, 32 steps", nn.GRUCell),
-    loop("RNNCell, 32 steps", nn.RNNCell),
     net("LSTM to LSTM, tied words", Translator, lambda s: {"source": s.ids(), **words(s)}, each_token),
-    net("LSTM with a learned first state", Started, sequences),
 )
