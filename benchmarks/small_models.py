@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import groupwise
 from benchmarks.growing import Block
+from benchmarks.meters import Stopwatch
 from benchmarks.options import command, names, option, out
 from benchmarks.research_peers import load, put_on_path
 from benchmarks.results import MACHINE, Table
@@ -310,17 +310,11 @@ def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
 def _time(loop: Loop, steps: int, device: str) -> float:
     """Processor seconds a step, on a GPU wall seconds; one step before the clock starts."""
     next(loop)
-    began = _clock(device)
+    watch = Stopwatch(device)
     for _ in range(steps):
         next(loop)
-    return (_clock(device) - began) / steps
-
-
-def _clock(device: str) -> float:
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
+    taken = watch.read(steps)
+    return taken.wall if device == "cuda" else taken.cpu
 
 
 def run(options: SmallModelOptions) -> None:
