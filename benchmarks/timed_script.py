@@ -21,10 +21,10 @@ def split(source: str) -> tuple[str, str, str]:
     Raises:
         ValueError: it has no loop on the top level, or several.
     """
-    before, *rest = re.split(r"^(for .*\n(?:[ \t].*\n|\n)+)", source, flags=re.MULTILINE)
-    if len(rest) != 2:
-        raise ValueError(f"a script with one loop was expected, and this one has {len(rest) // 2}")
-    return before, *rest
+    parts = re.split(r"^(for .*\n(?:[ \t].*\n|\n)+)", source, flags=re.MULTILINE)
+    if len(parts) != 3:
+        raise ValueError(f"a script with one loop was expected, and this one has {len(parts) // 2}")
+    return parts[0], parts[1], parts[2]
 
 
 def lines(source: str) -> dict[str, int]:

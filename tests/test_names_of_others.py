@@ -34,13 +34,13 @@ def make(**given):
     ],
 )
 def test_opacus_arguments_are_answered_with_the_name_here(theirs, ours):
-    with pytest.raises(UserError, match=rf"no setting '{theirs}' \(did you mean {ours}\?\)"):
+    with pytest.raises(UserError, match=rf"no argument '{theirs}' \(did you mean {ours}\?\)"):
         make(**{theirs: 1})
 
 
 @pytest.mark.parametrize("name", INSTEAD)
 def test_what_has_no_name_here_is_answered_too(name):
-    with pytest.raises(UserError, match=f"no setting '{name}': "):
+    with pytest.raises(UserError, match=f"no argument '{name}': "):
         make(**{name: True})
 
 

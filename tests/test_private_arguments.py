@@ -82,7 +82,7 @@ ARGUMENTS: dict[str, Misuse] = {
     "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
     'an unknown mode, or `clip="none"`': (
         lambda: make(clip="adaptive_layers"),
-        "no clipping mode .did you mean adaptive_layer",
+        "not a clipping mode .did you mean adaptive_layer",
     ),
     "an unknown setting": (lambda: make(target_quantle=0.5), "did you mean target_quantile"),
     "an unknown allocation of the noise": (lambda: make(noise="local"), "noise='local'"),
@@ -95,10 +95,10 @@ ARGUMENTS: dict[str, Misuse] = {
     ),
     "a plan whose epsilon is not its noise's": (
         lambda: with_plan(replace(plan(), epsilon=0.1)),
-        "the plan says epsilon=0.1, and its noise comes to",
+        "the plan says epsilon=0.1, but its noise gives",
     ),
     "a threshold below what float32 carries": (lambda: make(threshold=1e-31), "at least 1e-30, as float32 rounds"),
-    "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan says"),
+    "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan has"),
     "data without a length": (lambda: make(data=Stream()), "without a length"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
@@ -128,5 +128,5 @@ def test_a_number_of_workers_may_be_of_numpy():
 def test_a_table_is_answered_by_what_to_make_of_it():
     import pandas as pd
 
-    with pytest.raises(UserError, match=r"data is a DataFrame, whose data\[0\] is no example"):
+    with pytest.raises(UserError, match=r"data is a DataFrame, whose data\[0\] is not an example"):
         Use(data=pd.DataFrame({"a": [0.0, 1.0]}))

@@ -198,7 +198,7 @@ def test_an_example_that_is_not_finite_is_left_out_and_told_as_not_private():
 
 
 def test_data_without_a_finite_loss_are_refused_before_training():
-    with pytest.raises(UserError, match=r"No example of the 5 .* has a finite loss"):
+    with pytest.raises(UserError, match=r"None of the 5 .* has a finite loss"):
         Use(data=torch.utils.data.TensorDataset(X * torch.nan, Y))
 
 

@@ -246,7 +246,7 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a dataset that mixes the items it reads together": (
         lambda: Use(data=Centred(X, Y)),
-        "gives example 0 otherwise among others than alone",
+        "gives another example 0 in a batch than alone",
     ),
     "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
     "losses of the 8 hardest of a batch": (
@@ -275,8 +275,8 @@ REFUSED: dict[str, Misuse] = {
         lambda: in_the_losses(backward_in_the_losses),
         "let the private step run the backward",
     ),
-    "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "changed gradients"),
-    "an optimizer with the momentum of plain training": (momentum_from_before, "has state of earlier steps .SGD."),
+    "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "set gradients"),
+    "an optimizer with the momentum of plain training": (momentum_from_before, ".SGD. has state from earlier steps"),
     "one `noise_source` for two trainings": (one_source_twice, "noise_source was used by another training"),
     "weights that the losses change": (
         lambda: in_the_losses(weights_in_the_losses),
@@ -287,7 +287,7 @@ REFUSED: dict[str, Misuse] = {
     "another optimizer that steps in the losses": (lambda: stepping(fused=False), "stepped inside of a private step"),
     "the same by one kernel (`fused=True`)": (lambda: stepping(fused=True), "stepped inside of a private step"),
     "`optimizer.step()` in the losses": (optimizer_in_the_losses, "stepped inside of a private step"),
-    "`private.step()` in the losses": (a_step_within_a_step, "began inside of another one"),
+    "`private.step()` in the losses": (a_step_within_a_step, "begun inside another one"),
     "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
     "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),
     "`GradScaler.step`": (lambda: between_steps(scaled), r"optimizer.step\(\) is part of private.step"),
@@ -296,9 +296,9 @@ REFUSED: dict[str, Misuse] = {
         r"optimizer.step\(\) is part of private.step",
     ),
     "more steps than were planned": (lambda: Use().train().private.step(), "All 3 steps"),
-    "a parameter frozen or thawed later": (frozen_later, "frozen"),
-    "a parameter added later": (added_later, "0.extra. was added, taken out, replaced, .* after clipping began"),
-    "a parameter replaced later": (replaced_later, "0.weight. was added, taken out, replaced"),
+    "a parameter frozen or unfrozen later": (frozen_later, "frozen"),
+    "a parameter added later": (added_later, "0.extra. was added, removed, replaced, .* after clipping began"),
+    "a parameter replaced later": (replaced_later, "0.weight. was added, removed, replaced"),
     "anything after `detach`": (closed, "detached"),
 }
 

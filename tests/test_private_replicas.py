@@ -68,7 +68,7 @@ def test_processes_that_would_release_something_else_than_each_other_are_refused
     differs = {"data": "data", "plan": "plan or thresholds", "thresholds": "plan or thresholds", "states": "step"}
     for what, named in differs.items():
         for told in run_ranks(_refused, 2, what):
-            assert f"have not the same {named}:" in told, what
+            assert f"do not have the same {named}:" in told, what
 
 
 def _with_dropout(rank, world):

@@ -109,9 +109,9 @@ class Weighted(nn.Module):
     ("options", "args", "message"),
     [
         ({}, (torch.ones(2).long(),), "without offsets"),
-        ({}, (torch.ones(2).long(), torch.tensor([0])), "with offsets.* by places"),
+        ({}, (torch.ones(2).long(), torch.tensor([0])), "with offsets.* as rows"),
         ({}, (torch.ones(2, 2).long(), None, torch.ones(2, 2)), "in mode 'mean'"),
-        ({"mode": "sum"}, (torch.ones(2, 2).long(), None, torch.ones(3)), "like the input"),
+        ({"mode": "sum"}, (torch.ones(2, 2).long(), None, torch.ones(3)), "the input.s shape"),
     ],
 )
 def test_refusals(options, args, message):

@@ -59,7 +59,7 @@ def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
     model[0].bias.requires_grad_(change)
     with attach(model, per_layer(model), 1.0) as engine:
         model[0].bias.requires_grad_(not change)
-        with pytest.raises(UserError, match=f"'0.bias' was .* {'frozen' if change else 'thawed'}"):
+        with pytest.raises(UserError, match=f"'0.bias' was .* {'frozen' if change else 'unfrozen'}"):
             clipped(engine, batch)
 
 

@@ -271,7 +271,7 @@ def test_a_second_forward_pass_of_a_name_takes_the_place_of_the_first(make):
     run = make()
     with attach_traced(run, flat(run.model), 0.5) as engine:
         first, _ = run_forward(engine, run, 0), run_forward(engine, run, 0)
-        with pytest.raises(UserError, match="forward for another microbatch"), engine.backward_of(0):
+        with pytest.raises(UserError, match="forward in another microbatch"), engine.backward_of(0):
             run_backward(run, first, 0)
         run_forward(engine, run, 0)
         output = run_forward(engine, run, 0)
@@ -350,19 +350,19 @@ def of_another_size(engine: ClippingEngine, run: Run) -> None:
 MISUSES: dict[str, tuple[Callable[[ClippingEngine, Run], Any], str]] = {
     "unknown": (lambda engine, run: back(engine, run, 5), "No forward pass of microbatch 5 waits"),
     "over": (over, "No forward pass of microbatch 0 waits"),
-    "without gradients": (without_gradients, "with gradients on"),
+    "without gradients": (without_gradients, "with gradients enabled"),
     "backward in backward": (nested("backward_of", "backward_of"), "begun inside another one"),
     "a plain one in norms": (nested("norms_of", "backward"), "begun inside another one"),
     "forward in forward": (nested("forward", "forward"), "begun inside another pass"),
     "forward in backward": (nested("backward_of", "forward"), "begun inside another pass"),
     "another number": (of_another_size, r"\(4, 7\) in its call 1 of a batch of 3 examples"),
-    "another microbatch's output": (of_another, "forward for another microbatch"),
+    "another microbatch's output": (of_another, "forward in another microbatch"),
     "a plain backward pass": (
         lambda engine, run: run_backward(run, run_forward(engine, run, 0), 0),
         r"loss\.backward\(\) inside of them",
     ),
     "nothing": (lambda engine, run: (run_forward(engine, run, 0), back(engine, run, 0)), "reach no layer of group"),
-    "other groups' norms": (lambda engine, _: engine.count_norms(torch.ones(99, 4)), "one row a group"),
+    "other groups' norms": (lambda engine, _: engine.count_norms(torch.ones(99, 4)), "one row per group"),
 }
 
 
@@ -382,7 +382,7 @@ def test_ghost_norms_are_sent_to_two_passes_and_several_groups_to_one(make):
     run = make()
     with attach_traced(run, per_layer(run.model), 1.0) as engine:
         run_forward(engine, run, 1)
-        with pytest.raises(UserError, match="clip one group"), engine.sums_of(1):
+        with pytest.raises(UserError, match="is for one group"), engine.sums_of(1):
             pass
     with attach_traced(run, flat(run.model), 0.5, norms="ghost") as engine:
         run_forward(engine, run, 0)

@@ -47,7 +47,7 @@ def stepped(request):
 def test_another_parameter_in_its_place_or_none_is_refused(stepped, name, other):
     engine, step = stepped
     setattr(engine.model.head, name, other)
-    with pytest.raises(UserError, match=rf"'head\.{name}' was added, taken out, replaced"):
+    with pytest.raises(UserError, match=rf"'head\.{name}' was added, removed, replaced"):
         step()
 
 

@@ -113,16 +113,16 @@ REFUSED = {
     "reversed": (lambda: Two(lambda a, b, x: b(a(x).flip(0)).flip(0)), "'b'"),
     "all pairs": (lambda: Two(all_pairs), "'b'.* two axes"),
     "batch statistics": (lambda: Two(standardised), "'b'"),
-    "a mean over the batch": (lambda: Two(by_the_mean), "'b'.* no axis for the batch"),
+    "a mean over the batch": (lambda: Two(by_the_mean), "'b'.* no batch axis"),
     "the examples before it": (lambda: Two(lambda a, b, x: b(a(x).cumsum(0))), "'b'"),
     "attention between examples": (lambda: Two(attending), "'b'"),
     "constants of no example": (
         lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.ones(2 * len(x), 5))[: len(x)]),
-        "'b'.* hold nothing of it",
+        "'b'.* do not depend on it",
     ),
     "rows of numbers of their own": (
         lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.arange(10.0 * len(x)).view(-1, 5))[: len(x)]),
-        "'b'.* hold nothing of it",
+        "'b'.* do not depend on it",
     ),
     "rows by two indices": (lambda: Reordered(lambda h, order: h[order[:, None], torch.arange(h.shape[1])]), "'b'"),
     "rows of a table": (lambda: Reordered(lambda h, order: F.embedding(order, h.flatten(1)).view_as(h)), "'b'"),
@@ -209,7 +209,7 @@ def test_one_example_alone_shows_nothing(rows):
 def test_as_many_tokens_as_examples_are_refused(rows):
     """The trace sees those of an example that it replaces; the check, the sums of all."""
     model, x = Two(one_for_each), torch.randn(8, 3, 5)
-    says = r"it is unknown|by a loop over single examples|among others"
+    says = r"it is unknown|by a loop over single examples|in one batch|in a batch"
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
         engine.trace(of_rows(model, x), rows)
         verify(engine, of_rows(model, x), rows)
@@ -233,7 +233,7 @@ def test_constants_that_a_parameter_meets_one_after_the_other_are_refused_from_t
     x = torch.randn(6, 5)
     for many, refused in ((10, False), (14, True)):
         model = Factors(many)
-        found = pytest.raises(UserError, match="too deep") if refused else nullcontext()
+        found = pytest.raises(UserError, match="layers in a row") if refused else nullcontext()
         with attach(model, flat(model), 1.0) as engine, found:
             engine.trace(of_rows(model, x), range(6))
 
@@ -280,3 +280,36 @@ def test_zero_weights_hide_no_table_that_all_share():
     with attach(model, flat(model), 1.0) as engine:
         plan = engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
     assert [site.layouts for site in plan.calls["Layer 'a'"]] == [()]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate(x)
+        for expert, tokens in zip(self.experts, (x[..., 0] > 0, x[..., 0] <= 0), strict=True):
+            y = y.index_put((tokens,), expert(y[tokens]))
+        return y
+
+
+def test_a_mixture_of_experts_is_refused():
+    model, x = Experts(), torch.randn(8, 3, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        with pytest.raises(UserError, match=r"'experts.0'.* rows depend on the data"):
+            engine.trace(of_rows(model, x), range(8))
+        x[..., 0], x[:, 0, 0] = -1, 1  # one token of each example, until one is replaced by an example with more
+        x[5, :, 0] = 1
+        with pytest.raises(UserError, match=r"'experts.0'.* rows depend on the data"):
+            engine.trace(of_rows(model, x), range(8))
+
+
+def test_experts_that_have_other_rows_in_a_later_step_are_refused_where_their_number_tells():
+    model, x = Experts(), torch.randn(4, 3, 5)
+    x[..., 0], x[:, 0, 0] = -1, 1
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(of_rows(model, x), range(4))
+        x[0, 1, 0] = 1
+        with pytest.raises(UserError, match=r"'experts.0'"):
+            clip(engine, of_rows(model, x), range(4))

@@ -1,4 +1,4 @@
-"""Rows that data choose, and parameters in operations of one's own: refused by name where nothing tells whose."""
+"""Rows chosen by the data, and parameters in operations of one's own: refused by name where nothing tells whose."""
 
 import pytest
 import torch

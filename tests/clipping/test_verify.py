@@ -123,25 +123,25 @@ def one_mask(x: Tensor) -> Tensor:
 FAULTS = {
     "batch statistics": (lambda: Does(batch_statistics), r"mixes the examples.*the output of layer '1' \(Does\)"),
     "the batch's mean": (lambda: Does(lambda x: x - x.mean(0)), "mixes the examples.*the output of layer '1'"),
-    "divided by the batch": (lambda: Does(lambda x: x / len(x)), "among.*mixes the examples.*layer '1'"),
+    "divided by the batch": (lambda: Does(lambda x: x / len(x)), "alone but.*mixes the examples.*layer '1'"),
     "random numbers of a given generator": (
         lambda: Does(lambda x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(5))),
-        r"torch.rand draws in layer '1' \(Does\) from a generator that it is given",
+        r"torch.rand draws in layer '1' \(Does\) from a generator that is passed to it",
     ),
     "the eight largest of many": (
         lambda: Does(
             lambda x: torch.where(x >= x.flatten().topk(min(40, x.numel())).values.min(), x, x.detach() * 0.5)
         ),
-        "among 5 examples and|among 2 examples and|alone but|among others",
+        "in one batch and|alone but",
     ),
     "rolled, of more than ten": (
         lambda: Does(lambda x: x if len(x) <= 10 else 0.9 * x + 0.1 * x.roll(5, 0)),
-        "alone but .* among others: a layer or the loss mixes the examples",
+        "alone but .* in a batch: a layer or the loss mixes the examples",
     ),
     "attention over the batch": (AcrossTheBatch, r"mixes the examples.*layer '1' \(AcrossTheBatch\)"),
     "mixup": (lambda: Does(mixup), r"torch.randperm draws .*in layer '1' \(Does\)"),
     "mixup by sorting": (lambda: Does(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
-    "reordered rows": (Reordered, r"(the input of layer|Layer) '1\.b' .*another order|another order.*layer '1\.b'"),
+    "reordered rows": (Reordered, r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'"),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
     "one mask for all": (lambda: Does(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
     "python": (lambda: Scaled(random.random), r"Numbers from random are drawn in layer '1' \(Scaled\)"),

@@ -129,7 +129,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
 """In an empty folder."""
 AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
     "train() where a killed run can go on": (lambda f: trainer(f).train(), "a private training that did not end"),
-    "resuming with other settings": (lambda f: resume(f, weight_decay=0.1), "made with weight_decay=0.0, and here it is 0.1"),
+    "resuming with other settings": (
+        lambda f: resume(f, weight_decay=0.1),
+        "made with weight_decay=0.0, and here it is 0.1",
+    ),
     "resuming with another optimizer": (other_optimizer, "made with optimizer=AdamW, and here it is Adam"),
     "resuming with another budget": (
         lambda f: resume(f, budget=privacy(threshold=2.0)),

@@ -45,7 +45,7 @@ def test_numpy_draws_as_many_runs_as_are_expected(runs):
 
 @pytest.mark.parametrize("runs", [1.0, 0.0, 2e5, float("nan")])
 def test_other_numbers_of_runs_are_refused(runs):
-    with pytest.raises(UserError, match="give how many are expected, above 1"):
+    with pytest.raises(UserError, match="give their expected number, above 1"):
         best_run_epsilon(*CIFAR, runs)
 
 

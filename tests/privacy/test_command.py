@@ -37,7 +37,7 @@ def test_epochs_are_steps_and_delta_has_a_default(monkeypatch, capsys):
 def test_help(monkeypatch, capsys):
     for words in ("--help", "epsilon=3 -h"):
         code, out, _ = said(words, monkeypatch, capsys)
-        assert code == 0 and out.startswith("Works out σ for an ε") and "  delta= " in out
+        assert code == 0 and out.startswith("Computes σ for a given ε") and "  delta= " in out
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,9 @@ def test_scales_that_do_not_fit_together_are_refused(plan, change):
 
 def test_no_noise_means_infinite_epsilon_and_the_other_way_round(plan):
     nothing = {"noise_multiplier": 0.0, "count_noise_multiplier": 0.0, "gradient_noise_multiplier": 0.0}
-    with pytest.raises(UserError, match="no noise exactly when its epsilon is infinite"):
+    with pytest.raises(UserError, match="noise if and only if its epsilon is finite"):
         dataclasses.replace(plan, **nothing)
-    with pytest.raises(UserError, match="no noise exactly when its epsilon is infinite"):
+    with pytest.raises(UserError, match="noise if and only if its epsilon is finite"):
         dataclasses.replace(plan, epsilon=math.inf)
 
 

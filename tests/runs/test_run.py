@@ -103,7 +103,7 @@ REFUSED = {
     ),
     "pattern of no layer": (
         ["clip=flat", "clip.grouping=custom", "+clip.mapping={stm*:early,*:late}"],
-        r"'stm\*', of clipping group 'early', matches no layer that trains, such as 'stem':",
+        r"'stm\*' of clipping group 'early' matches no trainable layer .there are 'stem'",
     ),
     "missing data": (["data.name=cifar10", "data.image_size=16", "paths.data={tmp}/nowhere"], "nowhere"),
     "incomplete data": (["data.name=cifar10", "paths.data={tmp}/broken"], "train_shard1.webp is missing"),

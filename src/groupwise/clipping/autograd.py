@@ -1,14 +1,14 @@
 """Puts clipping inside autograd: layers report squared norms, and their group adds clipped sums to .grad.
 
-A group's `GroupFunction` runs just before the group's first layer and gives a probe, B zeros, to all its layers. So its
-backward runs once the backward pass has left the first layer, when every layer has reported its squared norms. It then
-closes the group (norms, factors and sums, at once for groups that close together) and adds the clipped sums to the
-parameters' gradients. The parameters themselves are no part of the graph, so that a gradient which autograd finds for
-one bypasses its group, and is refused.
+A group's `GroupFunction` runs just before the group's first layer and gives all its layers a probe, a (B,) zero vector.
+So its backward runs after the backward of all these layers, when each has reported its squared norms. It then closes
+the group: it forms the norms, the clip factors and the clipped sums, and adds the sums to .grad. Several groups may
+close together. The parameters themselves are not in the graph. So if autograd finds a gradient for a parameter, that
+gradient has bypassed its group, and is refused.
 
-Parameters in shards become whole tensors only while their layer runs (FSDP2), and a group has nothing whole to add to.
-They are part of the graph, and their layer returns their sums itself. That takes a norm which one layer knows, or two
-backward passes.
+A sharded parameter (FSDP2) is a whole tensor only while its layer runs, so a group cannot add to it later. Such
+parameters are in the graph, and their layer itself returns the clipped sums to autograd. The layer must then know the
+norm: either it is a group by itself, or there are two backward passes.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ Report = Callable[[Saved, Tensor], Gradients]
 
 
 def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, Tensor | None]:
-    """A layer runs, for its group in this pass; what runs once more (checkpointing) joins what has run before.
+    """Register a layer's call with its group in this pass. A recomputed call (checkpointing) joins the same group pass.
 
-    Groups that close together get their probes (B,) with the first of their layers.
+    Groups that close together get their probes (B,) when the first of their layers runs.
 
     Returns:
-        What takes the call's activations and output gradients; and the group's probe, None once it has closed.
+        A callback for the call's activations and output gradients; and the group's probe, None once it has closed.
     """
     group = member.group
     found: GroupPass | None = running.groups.get(group.index)
@@ -61,15 +61,15 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, 
 
 
 class GroupFunction(torch.autograd.Function):
-    """From the anchors of groups that close together to a probe each, B zeros.
+    """Maps the anchors of groups that close together to one probe each, B zeros.
 
-    Its backward runs when the layers of all of them have reported; it closes the groups.
+    Its backward runs when all layers of these groups have reported, and closes the groups.
     """
 
     @staticmethod
     def forward(ctx: Any, passes: list[GroupPass], *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.passes = passes
-        ctx.set_materialize_grads(False)  # layers report to their groups, so that probes have none
+        ctx.set_materialize_grads(False)  # layers report to their groups, so probes get no gradient
         return torch.zeros(len(passes), passes[0].microbatch.examples, device=anchors[0].device).unbind()
 
     @staticmethod
@@ -79,10 +79,10 @@ class GroupFunction(torch.autograd.Function):
 
 
 class LayerFunction(torch.autograd.Function):
-    """A layer's own forward and input gradient; the gradients of its parameters come from its group.
+    """A layer's forward and input gradient; its group computes the gradients of its parameters.
 
-    Parameters come in a list, in which autograd does not look for inputs: they get no gradient from here. Shards come
-    after it instead, and get theirs.
+    Parameters are passed in a list, because autograd does not track tensors in lists. Sharded parameters are passed
+    as separate arguments, and get their gradients from here.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class LayerFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.report, ctx.rule, ctx.shards = report, rule, len(shards)
         if shards:
-            _, parameters = autocast(rule.autocast, x, list(shards))  # in here, so that gradients stay float32
+            _, parameters = autocast(rule.autocast, x, list(shards))  # cast here, so that gradients stay float32
         with no_autocast(x.device.type):
             y, saved = rule.forward(x, *parameters)
         ctx.save_for_backward(*saved)
@@ -113,7 +113,7 @@ class LayerFunction(torch.autograd.Function):
 
 
 def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
-    """A view as an output that may be changed in place, as a layer's own may: of nothing that backward needs."""
+    """Make an output that is a view safe to change in place: copy it if backward needs the same memory."""
     memory = y.untyped_storage().data_ptr()
     if any(t is not None and t.untyped_storage().data_ptr() == memory for t in kept):
         return y.clone()
@@ -121,11 +121,11 @@ def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
 
 
 class ReportFunction(torch.autograd.Function):
-    """A tensor, no part of the graph so far, whose gradient a member of the group gets as its output gradient.
+    """Puts a tensor into the graph, and reports its gradient to a layer of the group as that layer's output gradient.
 
-    Copies of a parameter, one for each example, are such a tensor: their gradients are the per-example gradients. So
-    are zeros (B, T, p), as if added to T products with one weight whose inputs come one after the other (recurrence):
-    with these inputs, (B, T, d), their gradients are those of one linear layer on a sequence.
+    The tensor may be copies of a parameter, one per example: their gradients are the per-example gradients. Or it may
+    be zeros (B, T, p) that are added to the T products of a recurrent weight: their gradients, together with the T
+    inputs (B, T, d), are those of one linear layer on a sequence.
     """
 
     @staticmethod
@@ -140,10 +140,10 @@ class ReportFunction(torch.autograd.Function):
 
 
 def run_backward(losses: Tensor, into: list[Tensor] | None = None) -> None:
-    """Add the gradients of the sum of the losses (B,) to the parameters' .grad, by way of their groups.
+    """Run backward from the sum of the losses (B,); the groups add the clipped sums to .grad.
 
     Args:
         losses: of the last forward pass.
-        into: tensors that alone get a gradient; None lets autograd find all.
+        into: the only tensors for which autograd computes gradients; None: all leaves.
     """
     losses.sum().backward(inputs=into)

@@ -1,7 +1,7 @@
-"""Runs layers, and products with single parameters, inside their groups: as calls of the pass that runs.
+"""Runs each layer call inside its group, in the current pass.
 
-Besides the model's own layers a group may have members that are none: a parameter that a module uses by itself, and
-linear maps and embeddings inside a module. They are made when they are first used.
+A group may also have members that are not layers of the model: a parameter that a module uses directly, and linear maps
+and embeddings inside a module's forward. They are created at their first use.
 """
 
 import warnings
@@ -27,67 +27,67 @@ Values = list[Tensor | None]
 
 
 COPIED = 4096
-"""Parameters of fewer numbers cost little where every example has a copy."""
+"""Entries of a parameter up to which a copy per example is cheap, so that there is no warning."""
 
 
 class LayerCalls:
-    """The calls of an engine's layers, while the model runs.
+    """Runs the calls of an engine's layers.
 
     Args:
-        passes: where the passes of the groups are kept.
+        passes: the engine's passes.
         methods: how the layers' norms are computed.
     """
 
     def __init__(self, passes: Passes, methods: NormMethods) -> None:
         self.passes, self.methods = passes, methods
         self.members: dict[tuple[object, ...], ClippedLayer] = {}
-        """Those that are no layers of the model, by what they are made of."""
+        """Members that are not layers of the model, by rule and parameters."""
         self.compared: set[tuple[object, ...]] = set()
-        """Operations whose results for examples one by one were seen to be those for the batch."""
+        """Operations that were compared: example by example they give the same result as on the batch."""
 
     def layer(self, module: nn.Module, member: ClippedLayer, *args: Any, **kwargs: Any) -> Any:
-        """What stands in place of a layer's forward."""
+        """Replaces a layer's forward during a pass."""
         if not torch.is_grad_enabled():
             return type(module).forward(module, *args, **kwargs)
         if len(args) + len(kwargs) != 1:
             raise UserError(
                 f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
-                "and it is clipped for calls with its input alone: leave the others out, or freeze it."
+                "and only calls with its input alone can be clipped: leave the others out, or freeze it."
             )
-        names, values = member.group.names, member.rule.values()  # whole tensors now, if they are shards in between
+        names, values = member.group.names, member.rule.values()  # sharded parameters are whole tensors here
         for place, value in zip(member.parameter_indices, values, strict=True):
             if place is None or value is None:
                 continue
             if not isinstance(value, nn.Parameter):
                 raise UserError(
-                    f"Layer {member.name!r} of the attached model got a tensor in the place of its parameter "
-                    f"{names[place]!r} (by functional_call, say), which cannot be clipped: compute it inside a "
-                    "module (torch.nn.utils.parametrize)."
+                    f"Layer {member.name!r} got a tensor instead of its parameter {names[place]!r} (by "
+                    "functional_call, say), so its gradient cannot be clipped: compute the weight inside a module "
+                    "(torch.nn.utils.parametrize)."
                 )
             if value.dtype not in (torch.float32, torch.float64):
                 raise UserError(
-                    f"Layer {member.name!r} got {names[place]!r} in {value.dtype}, in which a clipped sum may "
-                    "outgrow its threshold: let fully_shard keep float32 (no param_dtype), and use autocast for speed."
+                    f"Layer {member.name!r} got {names[place]!r} in {value.dtype}, in which rounding may push a "
+                    "clipped sum above its threshold: let fully_shard keep float32 (no param_dtype), and use autocast."
                 )
         x = args[0] if args else next(iter(kwargs.values()))
         return self.run(member, member.rule.prepare(x), values)
 
     def run(self, member: ClippedLayer, x: Tensor, values: Values, layout: Layout | None = None) -> Tensor:
-        """A layer's output for an input x, with its parameters' values; `layout` where it is known already."""
+        """A layer's output for an input x and its parameters' values; `layout`, if it is already known."""
         if isinstance(x, PerExample):
             return PerExample.of_rows(self._run_rows(member, x.rows, values), self._output_of(member))
         running = self.passes.current
-        if running.examples == 1 and _lacks_batch(member.rule, x):  # squeezed away
+        if running.examples == 1 and _lacks_batch(member.rule, x):  # squeeze() removed the batch axis
             return self.run(member, x.unsqueeze(0), values, FIRST).squeeze(0)
         layout = layout or running.find(member.label, x)
         if member.group.direct and layout != FIRST:
             raise UserError(
                 f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
-                "axis, and in shards (direct=True) no other layout is possible: do without fully_shard."
+                "axis, and sharded parameters (direct=True) allow no other layout: do without fully_shard."
             )
         if layout.shared:
             return self._without_batch(member, x, values)
-        if layout.axis and (layout.each > 1 or not member.rule.features_last):
+        if layout.axis and (layout.rows_per_example > 1 or not member.rule.features_last):
             raise UserError(
                 f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
                 "type of layer is clipped with the batch on its first axis."
@@ -103,9 +103,9 @@ class LayerCalls:
         return y
 
     def _run_rows(self, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
-        """The output for each example's own input, rows (B, ...)."""
+        """The output for inputs that differ by example, rows (B, ...)."""
         batch, each = len(rows), rows.shape[1] if member.rule.has_batch(rows.dim() - 1) else 0
-        alike = each > 1 and rows.stride(1) == 0  # a parameter that was expanded: one stands for all
+        alike = each > 1 and rows.stride(1) == 0  # an expanded parameter: all its rows are the same
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
         layout = FIRST if each < 2 or alike else Layout(0, each)
@@ -114,7 +114,7 @@ class LayerCalls:
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
     def _without_batch(self, member: ClippedLayer, x: Tensor, values: Values) -> PerExample:
-        """The output for an input that all examples share; it has a copy for each of them once it is used."""
+        """The output for an input that all examples share; its copies, one per example, are made when it is used."""
         with torch.no_grad():
             inputs, lowered = autocast(member.rule.autocast, x, values)
             like, _ = member.rule.forward(inputs, *lowered)
@@ -133,7 +133,7 @@ class LayerCalls:
 
 
 class GroupOrigin:
-    """The origin of a `PerExample`: what a layer made of an input without a batch axis, or a parameter.
+    """Where a `PerExample` comes from: a parameter, or the output of a layer whose input has no batch axis.
 
     Args:
         calls: of the engine's layers.
@@ -145,22 +145,22 @@ class GroupOrigin:
 
     @property
     def traces(self) -> bool:
-        """Whether the forward pass is one of the trace, in which nothing is clipped."""
+        """Whether the current forward pass is part of a trace, in which nothing is clipped."""
         return self.calls.passes.current.traces
 
     def find(self, x: Tensor, meets: bool = True) -> Layout:
-        """Where a plain tensor that meets the `PerExample` holds the batch; `meets`: in an operation without a rule."""
+        """The layout of a plain tensor combined with the `PerExample`; `meets`: in an operation without a rule."""
         return self.calls.passes.current.find(self.label, x, meets)
 
 
 class ParameterUse(GroupOrigin):
-    """A parameter that modules may read by themselves while the model runs: the origin of a `PerExample`.
+    """A parameter that a module may use directly in its forward: the origin of a `PerExample`.
 
     Args:
         calls: of the engine's layers.
-        group: of the parameter.
-        place: its own there.
-        parameter: itself.
+        group: the parameter's group.
+        place: its index in the group.
+        parameter: the parameter.
         label: its name in the model.
     """
 
@@ -171,15 +171,15 @@ class ParameterUse(GroupOrigin):
         self.group, self.place, self.parameter = group, place, parameter
 
     def copies(self) -> Tensor:
-        """(B, *shape), made once a forward pass."""
+        """One copy per example, (B, *shape), made once per forward pass."""
         group, place, running, members = self.group, self.place, self.calls.passes.current, self.calls.members
         key = ("parameter", group.index, place)
         if key not in members:
             home, local = group.homes[place]
             if self.parameter.numel() > COPIED and running.examples > 1:
                 warnings.warn(
-                    f"groupwise has no rule for what is done with {local} of {type(home).__name__}: it is clipped "
-                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need none.",
+                    f"groupwise has no rule for the operation on {local} of {type(home).__name__}: it is clipped "
+                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need no rule.",
                     stacklevel=2,
                 )
             members[key] = ClippedLayer(group, group.names[place], ParameterRule(home, local), (place,), (None,))
@@ -191,24 +191,24 @@ class ParameterUse(GroupOrigin):
         return running.groups[group.index].copies[place]
 
     def pairs(self, bias: PerExample) -> bool:
-        """Whether a bias may be that of a product with this parameter: a parameter of the same group."""
+        """Whether a bias is a parameter of the same group, so that one rule can take both."""
         return isinstance(bias.origin, ParameterUse) and bias.origin.group is self.group
 
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
-        """x Wᵀ + b by the rule of such layers; W is this parameter, rows of it or its transpose."""
+        """x Wᵀ + b by the rule of linear layers; W is this parameter, rows of it or its transpose."""
         member, values = self._layer(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
         return self.calls.run(member, x, values, layout)
 
     def embedding(self, weight: PerExample, x: Tensor, padding_idx: int | None, layout: Layout) -> Tensor:
-        """The rows that x says, by the rule of such layers."""
+        """The rows with the indices x, by the rule of embeddings."""
         member, values = self._layer(EmbeddingRule, weight, None, padding_idx)
         return self.calls.run(member, x, values, layout)
 
-    def late(
+    def stepwise_linear(
         self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The values of W and b, and zeros (B, T, p) whose gradient is that of x Wᵀ + b for the inputs x (B, T, d) that
-        are first in the list by then; `like` (B, T, ...) holds the examples as x does."""
+        """The values of W and b, and zeros (B, T, p) to add to x Wᵀ + b: the rule of linear layers gets their gradient.
+        The caller puts x (B, T, d) into `inputs` before the backward pass; `like` (B, T, ...) has the layout of x."""
         member, (w, b) = self._layer(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
         report, probe = enter(self.calls.passes.current, member, layout)
@@ -219,12 +219,12 @@ class ParameterUse(GroupOrigin):
     def _layer(
         self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None, padding_idx: int | None = None
     ) -> tuple[ClippedLayer, Values]:
-        """A layer of single parameters, or of rows of them, made when they are first used so; and their values.
+        """A member for single parameters, or rows of them, created at its first use; and the parameters' values.
 
         Args:
             kind: its rule: `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`.
             weight: its weight.
-            bias: its bias, if that trains; a parameter of the same group.
+            bias: its trainable bias, a parameter of the same group; or None.
             padding_idx: of an embedding.
         """
         parameters = (weight,) if kind is EmbeddingRule else (weight, bias)

@@ -1,4 +1,4 @@
-"""Proves at every step that nothing bypasses clipping, and that every layer and parameter takes part and is the same.
+"""Checks that no gradient bypasses clipping, that the losses reach every group, and that no parameter was replaced.
 
 A parameter's gradient may come from its group (or from a layer that clips by itself) and from nowhere else.
 """
@@ -19,19 +19,19 @@ from groupwise.errors import UserError
 
 
 def check_options(norms: str, partition: Partition, formula: str) -> None:
-    """Refuse options that are unknown, or do not go together, by name."""
+    """Raise a `UserError` for options that are unknown, or cannot be combined."""
     if norms not in ("bookkeeping", "ghost"):
         raise UserError(f"norms={norms!r} is unknown: choose 'bookkeeping' or 'ghost'.")
     if norms == "ghost" and len(partition) != 1:
         raise UserError(
-            f"Ghost clipping has one factor an example, so it needs one group; {len(partition)} were given."
+            f"Ghost clipping has one factor per example, so it needs one group; {len(partition)} were given."
         )
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that runs in several copies of itself, by name."""
+    """Raise a `UserError` for a model that is wrapped in DataParallel or DistributedDataParallel."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise UserError(
             f"The model is wrapped in {type(model).__name__}, which averages gradients before the noise: attach to "
@@ -40,11 +40,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
-    """Refuse losses that are not one number for each of the examples.
+    """Check that the losses are one number per example.
 
     Raises:
-        UserError: not a tensor, another shape, whole numbers, what holds no batch, or no gradient, which some have none
-            of while they are `traced`.
+        UserError: not a tensor, another shape or dtype, no batch axis, or no gradient (allowed if `traced`).
     """
     if not isinstance(losses, Tensor):
         raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
@@ -57,7 +56,7 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
         )
     if isinstance(losses, PerExample):
         raise UserError(
-            f"The losses hold no batch (they come from {losses.origin.label[0].lower()}{losses.origin.label[1:]}): "
+            f"The losses have no batch axis, coming from {losses.origin.label[0].lower()}{losses.origin.label[1:]}: "
             "compute each example's loss from its own inputs."
         )
     if losses.shape != (examples,):
@@ -66,15 +65,15 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
             "(reduction='none'), and of no others."
         )
     if not (losses.requires_grad or traced):
-        raise UserError("The losses carry no gradient: compute them with gradients on, from the model that was given.")
+        raise UserError("The losses carry no gradient: compute them with gradients enabled, from the given model.")
 
 
 class Attached:
     """The parameters of a model as they were when an engine was attached.
 
     Args:
-        model: whose layers' forwards are replaced.
-        shards: parameters are swapped between shards and whole tensors (FSDP2), so only whether they train is known.
+        model: the model.
+        shards: FSDP2 swaps parameters between shards and whole tensors, so only `requires_grad` is compared.
     """
 
     def __init__(self, model: nn.Module, shards: bool) -> None:
@@ -83,7 +82,7 @@ class Attached:
         self._known = self._now()
 
     def _now(self) -> dict[str, tuple[Any, ...]]:
-        """Parameter -> whether it trains; and which one it is, its shape and dtype, if that may not change."""
+        """For each parameter its identity, shape and dtype, or only `requires_grad` if those may change."""
         return {
             prefix + local: (id(p), p.shape, p.dtype) if p.requires_grad and not self._shards else (p.requires_grad,)
             for prefix, parameters in self._modules
@@ -92,22 +91,22 @@ class Attached:
         }
 
     def check_same(self) -> None:
-        """Refuse a parameter that was added, taken away, replaced, frozen, thawed, or has another shape or dtype."""
+        """Raise a `UserError` if a parameter was added, removed, replaced, frozen, unfrozen or cast."""
         known, now = self._known, self._now()
         if now != known:
             name = next(name for name in (*known, *now) if known.get(name) != now.get(name))
             raise UserError(
-                f"Parameter {name!r} was added, taken out, replaced, frozen, thawed or cast after clipping began: do "
-                "that before make_private (or attach), or detach() and make the training again; to change its values, "
-                "copy them into it."
+                f"Parameter {name!r} was added, removed, replaced, frozen, unfrozen or cast after clipping began: do "
+                "that before make_private (or attach), or call detach() and then make_private again; to change its "
+                "values, copy them in place."
             )
 
 
 def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
-    """Refuse a group of which no layer took part; or a single layer, where layers return their sums themselves.
+    """Check that the backward pass reached every group, or every layer if layers return their sums themselves.
 
     Raises:
-        UserError: naming the group or the layer, and a parameter of it; a second pass on other numbers than the first.
+        UserError: naming the group or layer, and one of its parameters; see also `Pass.check_again`.
     """
     running.check_again()
     missing = []
@@ -122,12 +121,12 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
         more = f", nor {len(missing) - 3} others" if missing[3:] else ""
         raise UserError(
             f"The losses reach no {', no '.join(missing[:3])}{more}: freeze their parameters, or use them in every "
-            "forward pass (times 0, where they shall do nothing)."
+            "forward pass (multiplied by 0, if they should have no effect)."
         )
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
-    """Walk the autograd graph of the losses: only groups, or layers that clip by themselves, may lead to parameters.
+    """Walk the autograd graph of the losses: it may reach parameters only through groups, or layers that clip alone.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
     the clipped sum.
@@ -135,10 +134,10 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
     Args:
         losses: the per-example losses, (B,), or any other output of the model.
         names: names of the trainable parameters, by id.
-        shards: parameters may be shards, and whole tensors that nobody can name while their layer runs.
+        shards: parameters are sharded (FSDP2). While its layer runs, one is a whole tensor, whose name is unknown.
 
     Raises:
-        UserError: naming the parameter; reentrant checkpointing, inside which nothing can be seen.
+        UserError: naming the parameter; reentrant checkpointing, whose graph cannot be walked.
     """
     seen: set[Any] = set()
     stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
@@ -159,14 +158,14 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
         if isinstance(variable, PerExample):
             raise UserError(
                 f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
-                "gradient cannot be split by example: compute the same by plain operations, or freeze it."
+                "gradient cannot be split by example: use plain operations instead, or freeze it."
             )
         if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
             refuse_bypass(names.get(id(variable), f"of shape {tuple(variable.shape)}"))
         if isinstance(variable, nn.Parameter):
             raise UserError(
-                f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, whose "
-                "gradient nobody clips: make it part of the model first, or freeze it."
+                f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, so "
+                "its gradient is not clipped: make it part of the model first, or freeze it."
             )
         following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # probe and input
         stack.extend((next_node, kind) for next_node, _ in following)

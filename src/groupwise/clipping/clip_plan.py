@@ -1,4 +1,4 @@
-"""Says where tensors hold the examples of a batch: what a trace has found of a model's calls, and a step looks up."""
+"""Stores the layout of every layer call's input: which axis and rows belong to which example, as the trace found it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,19 @@ class Order(Enum):
     """How the rows of one axis belong to the examples."""
 
     GROUPED = "each example's rows together, as by repeat_interleave"
-    """(B·k, ...): windows of an image, choices of a question, frames of a film; and k = 1."""
+    """(B·k, ...): windows of an image, choices of a question, frames of a video; also k = 1."""
     TILED = "one row of every example after the other, as by cat"
     """(k·B, ...): the two halves of a pair after `torch.cat`."""
     SHARED = "no axis"
-    """The same for every example: positions, learned queries."""
+    """No batch axis, the same for every example: positions, learned queries."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor holds the batch: on `axis`, k = `each` rows for every example, in an order."""
+    """Which rows of a tensor belong to which example: k = `rows_per_example` rows each on `axis`, in an order."""
 
     axis: int = 0
-    each: int = 1
+    rows_per_example: int = 1
     order: Order = Order.GROUPED
 
     @property
@@ -37,38 +37,40 @@ class Layout:
         return self.order is Order.SHARED
 
     def examples_first(self, t: Tensor) -> Tensor:
-        """(B, …) where an example has one row, else (B, k, …); the batch is on axis 0, or on another with k = 1."""
+        """Move the batch to axis 0: (B, …) if k = 1, else (B, k, …). With k > 1 it must be on axis 0 already."""
         if self.axis:
             return t.movedim(self.axis, 0)
-        if self.each == 1:
+        if self.rows_per_example == 1:
             return t
         if self.order is Order.TILED:
-            return t.unflatten(0, (self.each, -1)).movedim(1, 0)
-        return t.unflatten(0, (-1, self.each)) if self.each else t.unsqueeze(0)  # no rows: of one example
+            return t.unflatten(0, (self.rows_per_example, -1)).movedim(1, 0)
+        if not self.rows_per_example:  # only if B = 1
+            return t.unsqueeze(0)
+        return t.unflatten(0, (-1, self.rows_per_example))
 
     def rows_of(self, rows: int, examples: slice) -> Tensor:
-        """Numbers of the rows (of B·k, on whatever axis) that belong to some of the examples, in such an order that the
-        layout still holds for them."""
+        """Indices of the rows (out of B·k, on any axis) that belong to some of the examples, in an order for which the
+        layout still holds."""
         chosen = replace(self, axis=0).examples_first(torch.arange(rows))[examples]
-        return (chosen.mT if self.order is Order.TILED and self.each > 1 else chosen).flatten()
+        return (chosen.mT if self.order is Order.TILED and self.rows_per_example > 1 else chosen).flatten()
 
 
 FIRST, SHARED = Layout(), Layout(order=Order.SHARED)
 
 LENGTHS = 3
-"""Numbers of rows an example that traces of a call have shown, from which on any number is taken."""
+"""Once traces of a call have shown this many different numbers of rows per example, any number is accepted."""
 
 
 class UntracedCall(UserError):
-    """A call that the plan does not know: trace again, with examples like those of this batch."""
+    """A layer call that is not in the plan: trace again, with examples like those of this batch."""
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """How one call of a layer or parameter was seen to hold the batch: as a rule in one way, whatever the examples.
+    """The layouts that traces found for one call of a layer or parameter; usually there is exactly one.
 
     Args:
-        layouts: those with the batch on an axis.
+        layouts: layouts with a batch axis.
         shared: shapes of inputs that all examples shared.
     """
 
@@ -76,7 +78,7 @@ class CallSite:
     shared: frozenset[tuple[int, ...]] = frozenset()
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
-        """The layout of an input of this shape in a batch of B examples; None where sizes do not tell one."""
+        """The layout of an input of this shape in a batch of B examples; None if the shape fits none, or several."""
         fits = {layout for layout in self.layouts if _fits(layout, shape, examples)}
         fits |= {found for layout in self.layouts if (found := self._of_any_length(layout, shape, examples))}
         if self.shared and self._is_shared(shape, examples):
@@ -84,37 +86,37 @@ class CallSite:
         return fits.pop() if len(fits) == 1 else None
 
     def _is_shared(self, shape: tuple[int, ...], examples: int) -> bool:
-        """Whether a shape is one of those that were shared, or differs from one where no axis could hold the batch."""
+        """Whether this shape is shared: as traced, or different only on axes whose size is not a multiple of B."""
         return shape in self.shared or any(
             len(shape) == len(known) and all(n == m or n % examples for n, m in zip(shape, known, strict=True))
             for known in self.shared
         )
 
     def _of_any_length(self, layout: Layout, shape: tuple[int, ...], examples: int) -> Layout | None:
-        """The layout with as many rows an example as a shape has, if traces have shown them in several numbers: they
-        follow the inputs' sizes then. Of rows that data choose, another number would hardly have been traced."""
+        """The layout with this shape's number of rows per example, if traces have shown several. Then it follows
+        from the inputs' sizes: a number that depends on their values would hardly have passed the traces."""
         rows = shape[layout.axis] if layout.axis < len(shape) else -1
         if rows < 0 or rows % examples or len(self._like(layout)) < LENGTHS:
             return None
-        return replace(layout, each=rows // examples)
+        return replace(layout, rows_per_example=rows // examples)
 
     def joined(self, other: "CallSite") -> "CallSite":
-        """What either has shown."""
+        """The layouts of both."""
         new = (layout for layout in other.layouts if layout not in self.layouts and len(self._like(layout)) < LENGTHS)
         return CallSite((*self.layouts, *new), self.shared | other.shared)
 
     def _like(self, layout: Layout) -> list[Layout]:
-        """Those on the same axis in the same order, with whatever number of rows."""
+        """The layouts with the same axis and order, with any number of rows per example."""
         return [known for known in self.layouts if (known.axis, known.order) == (layout.axis, layout.order)]
 
 
 def _fits(layout: Layout, shape: tuple[int, ...], examples: int) -> bool:
-    return layout.axis < len(shape) and shape[layout.axis] == examples * layout.each
+    return layout.axis < len(shape) and shape[layout.axis] == examples * layout.rows_per_example
 
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """Layer or parameter -> its calls in one forward pass, in their order."""
+    """For each layer or parameter, by label, its calls in one forward pass, in order."""
 
     calls: Mapping[str, tuple[CallSite, ...]] = field(default_factory=dict)
 
@@ -122,27 +124,27 @@ class ClipPlan:
         """The layout of the `nth` call (from 0) of a layer or parameter, whose input is x, in a pass of B examples.
 
         Raises:
-            UntracedCall: the plan has no such call, or sizes do not tell which of those that it has.
+            UntracedCall: the plan has no such call, or the input's shape fits several of its layouts.
         """
         known = self.calls.get(label, ())
         site = known[nth] if nth < len(known) else CallSite()
         if len(site.layouts) == 1 and not site.shared:  # the usual case
             [layout] = site.layouts
-            if layout.axis < x.dim() and x.shape[layout.axis] == examples * layout.each:
+            if layout.axis < x.dim() and x.shape[layout.axis] == examples * layout.rows_per_example:
                 return layout
         found = site.find(tuple(x.shape), examples)
         if found is None:
             raise UntracedCall(
                 f"{label} got a tensor of shape {tuple(x.shape)} in its call {nth + 1} of a batch of {examples} "
-                "examples, which the trace has not shown: trace the model on examples like these."
+                "examples, which the trace has not seen: trace the model on examples like these."
             )
         return found
 
     def find_again(self, label: str, x: Tensor, examples: int) -> Layout:
-        """The layout of a call that runs once more, in the backward pass.
+        """The layout of a call that is recomputed in the backward pass.
 
         Raises:
-            UserError: its size does not tell which.
+            UserError: its shape fits no traced call, or calls with different layouts.
         """
         sites = self.calls.get(label, ())
         found = {layout for site in sites if (layout := site.find(tuple(x.shape), examples)) is not None}
@@ -155,7 +157,7 @@ class ClipPlan:
         return found.pop()
 
     def joined(self, other: "ClipPlan") -> "ClipPlan":
-        """What either knows."""
+        """The calls of both plans."""
         calls = dict(self.calls)
         for label, sites in other.calls.items():
             pairs = zip_longest(calls.get(label, ()), sites, fillvalue=CallSite())
@@ -163,17 +165,17 @@ class ClipPlan:
         return ClipPlan(calls)
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """Plain values, for a checkpoint: of each call its layouts, and the shapes that were shared."""
+        """Plain values for a checkpoint: the layouts and shared shapes of each call."""
 
         def plain(site: CallSite) -> list[Any]:
-            layouts = [[each.axis, each.each, each.order.name] for each in site.layouts]
+            layouts = [[one.axis, one.rows_per_example, one.order.name] for one in site.layouts]
             return [layouts, [list(shape) for shape in sorted(site.shared)]]
 
         return {label: list(map(plain, sites)) for label, sites in self.calls.items()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Sequence[Any]]) -> "ClipPlan":
-        """What `state_dict` returned."""
+        """Rebuild a plan from its `state_dict`."""
 
         def site(layouts: list[Any], shared: list[Any]) -> CallSite:
             known = tuple(Layout(axis, each, Order[order]) for axis, each, order in layouts)

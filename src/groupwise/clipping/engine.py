@@ -1,4 +1,4 @@
-"""Attaches a partition to a model, runs backward passes that clip, and gives the model back as it was."""
+"""Attaches a partition to a model and runs forward and backward passes that clip each group."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +23,7 @@ from groupwise.clipping.group_pass import total_squares
 from groupwise.clipping.groups import build_groups, clip_factors_of
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
 from groupwise.clipping.partition import Partition, check_partition, find_layers
-from groupwise.clipping.passes import NOT_NAMED, ClippedGradients, Note, Pass, Passes, Phase
+from groupwise.clipping.passes import UNNAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32, no_autocast
 from groupwise.clipping.runs import Runs
@@ -38,26 +38,25 @@ Norms = Literal["bookkeeping", "ghost"]
 class ClippingEngine(ThresholdsAndCounts):
     """Makes backward passes of `model` clip per-example gradients group by group, until it is detached.
 
-    After `engine.backward(losses)` every trainable parameter's .grad has grown by
-    Σ_i g_k^(i) · min(1, C_k / ‖g_k^(i)‖), so the sum over a logical batch changes by at most C_k in group k when one
-    example is added or removed. Noise and division by the batch size are the caller's (see `groupwise.privacy`).
-    It is a context manager as well, which detaches at its end.
+    `engine.backward(losses)` adds Σ_i g_k^(i) · min(1, C_k / ‖g_k^(i)‖) to the .grad of every trainable parameter of
+    group k. So adding or removing one example changes group k's sum over a logical batch by at most C_k. The caller
+    adds the noise and divides by the batch size (see `groupwise.privacy`). As a context manager, it detaches on exit.
 
     Args:
-        model: any module whose inputs hold the batch on one axis.
+        model: any module whose inputs have one batch axis.
         partition: groups of layers: `flat`, `per_layer`, `per_block`, `by_mapping`, or your own tuple of `Group`.
-        thresholds: C_k > 0, one for all groups or one each, (K,).
-        norms: "bookkeeping" keeps activations and output gradients of a group until it closes (one backward pass);
-            "ghost" runs backward twice and keeps nothing (one group only).
+        thresholds: C_k > 0, one for all groups or one per group, (K,).
+        norms: "bookkeeping" keeps activations and output gradients of a group until its clip factors are known (one
+            backward pass); "ghost" runs backward twice and keeps nothing (one group only).
         clip_rule: (norms (K, B), thresholds (K, 1)) -> factors (K, B) with factor · norm <= threshold.
         formula: force "gram" or "materialize" norms where a layer has both; "auto" takes the cheaper.
-        rates: what a device's arithmetic costs, for "auto"; None takes those of its kind (`norm_methods.RATES`).
-        direct: layers return their parameters' gradients themselves, so that parameters may be shards (FSDP2). It takes
-            one group a layer, or norms="ghost", and no shared parameter.
+        rates: how fast the device computes, for "auto"; None takes the rates of its type (`norm_methods.RATES`).
+        direct: layers return their parameters' clipped sums to autograd, so that parameters may be sharded (FSDP2).
+            This needs one group per layer, or norms="ghost", and no shared parameter.
 
     Raises:
-        UserError: a layer that mixes examples, a parameter in no group or two, an option that cannot be clipped, bad
-            thresholds, a layer that cannot be `direct`.
+        UserError: a layer mixes examples, or cannot be `direct`; a parameter is in no group or in two; an option that
+            cannot be clipped; invalid thresholds.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self._passes = Passes(ClippedGradients({} if direct else trained))
         self._checked = False
         self._into = None if direct else [*(group.anchor for group in self.groups), *trained.values()]
-        """What gets a gradient: groups, which clip it, and parameters, of which it is refused."""
+        """The tensors for which autograd computes gradients: group anchors, and parameters, to detect a bypass."""
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
@@ -92,7 +91,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self._patches = Patches(model, layers, self.groups, calls, direct)
 
     def reset(self) -> None:
-        """Begin a logical batch: forget counts, examples and waiting microbatches (.grad is the caller's to clear)."""
+        """Begin a logical batch: reset counts and drop pending microbatches. The caller clears .grad."""
         self._passes.forget()
         self._reset_counts()
 
@@ -100,7 +99,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     @property
     def plan(self) -> ClipPlan:
-        """Where the layers' inputs hold the examples, as `trace` has found it."""
+        """The layout of each layer call's input, as found by `trace`."""
         return self._passes.plan
 
     @plan.setter
@@ -108,21 +107,21 @@ class ClippingEngine(ThresholdsAndCounts):
         self._passes.plan = plan
 
     def trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
-        """Find where every layer's input holds the examples, by a few forward passes; what was found before stays.
+        """Find the batch axis of every layer's input in a few forward passes, and add it to `plan`.
 
-        Generators and buffers are as they were afterwards.
+        Random generators and buffers are restored afterwards.
 
         Args:
-            losses_of: numbers of examples -> their losses, (n,), through the model.
-            examples: the first six are taken, the longest among them where lengths differ.
+            losses_of: indices of examples -> their losses, (n,), computed by the model.
+            examples: the first six are used. If lengths differ, put the longest first.
 
         Returns:
-            The plan, which later passes look calls up in.
+            The plan, in which later passes look up layer calls.
 
         Raises:
-            UserError: a layer mixes the examples, puts them in another order or lets data choose its rows.
+            UserError: a layer mixes or reorders the examples, or its number of rows depends on the data.
         """
-        with nullcontext() if self._direct else moved_parameters(self.model):  # what is whole of shards would stay
+        with nullcontext() if self._direct else moved_parameters(self.model):  # changed shards would stay so
             return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
@@ -146,7 +145,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """Run a microbatch forward and backward: `losses`, then `backward`.
 
         Returns:
-            The losses, (n,), without their graph.
+            The losses, (n,), detached.
         """
         losses = self.losses(losses_of, examples)
         self.backward(losses)
@@ -158,13 +157,13 @@ class ClippingEngine(ThresholdsAndCounts):
         examples: Sequence[int],
         rewind: Callable[[], None] | None = None,
     ) -> Tensor:
-        """The losses of a microbatch, (n,), for `backward`. A call of a layer that the plan does not know is traced on
-        these examples, once; the masks are those of a plan that had known it.
+        """The losses of a microbatch, (n,), for `backward`. A layer call that is not in the plan is traced once, on
+        these examples; the dropout masks are the same as without the trace.
 
         Args:
-            losses_of: numbers of examples -> one loss for each of them, (n,), through the model.
+            losses_of: indices of examples -> one loss for each of them, (n,), computed by the model.
             examples: the microbatch.
-            rewind: puts the default generators back to where they stand now; None has them noted.
+            rewind: resets the default generators to their present state; None saves that state here.
 
         Raises:
             UserError: as `trace` does.
@@ -174,7 +173,7 @@ class ClippingEngine(ThresholdsAndCounts):
             with self.forward(len(examples)):
                 return losses_of(examples)
         except UntracedCall:
-            if self._direct:  # other processes wait for this one's part of a pass
+            if self._direct:  # a trace would keep the other processes waiting
                 raise
         known, self.plan = self.plan, ClipPlan()
         try:
@@ -186,15 +185,15 @@ class ClippingEngine(ThresholdsAndCounts):
             self.plan = known.joined(self.plan)
 
     @contextmanager
-    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED) -> Iterator[None]:
-        """Inside, the model's layers clip; its losses, for so many examples, are then for `backward`.
+    def forward(self, examples: int, microbatch: Hashable = UNNAMED) -> Iterator[None]:
+        """Inside, the model runs forward on B examples with clipping; pass its losses to `backward`.
 
         Args:
             examples: B.
-            microbatch: a name, where several forward passes wait for their backward passes (`backward_of`).
+            microbatch: a name, if several forward passes run before their backward passes (`backward_of`).
 
         Raises:
-            UserError: inside of another pass.
+            UserError: called inside another pass.
         """
         with self._patches.installed(), self._passes.forward(examples, microbatch):
             yield
@@ -204,16 +203,16 @@ class ClippingEngine(ThresholdsAndCounts):
 
         Args:
             losses: one loss per example, (B,), of the last `forward`; they are summed, never averaged.
-            present: (B,), False at fillers, whose losses were multiplied by 0 and whose norms are not counted.
+            present: (B,), False for filler rows, whose losses were multiplied by 0 and whose norms are not counted.
 
         Raises:
-            UserError: losses of another shape; a parameter frozen or thawed since `attach`, or used outside its layer;
-                a trainable parameter that the losses do not reach.
+            UserError: losses of another shape; a parameter frozen or unfrozen since `attach`, or used outside its
+                layer; a trainable parameter that the losses do not depend on.
         """
         ghost = self.norms == "ghost"
         with self._backward(Phase.NORMS if ghost else Phase.CLIP) as running:
             check_losses(losses, running.examples)
-            if self._direct or not self._checked:  # else autograd's own gradients show what bypasses its layer
+            if self._direct or not self._checked:  # later, a bypass shows as a .grad that autograd itself has set
                 check_paths(losses, self._names, self._direct)
             if ghost:
                 squares = self._ghost_norms(running, losses)
@@ -223,49 +222,49 @@ class ClippingEngine(ThresholdsAndCounts):
             self._count(running.squared_norms, running.examples, present)
 
     def _ghost_norms(self, running: Pass, losses: Tensor) -> Tensor:
-        """First pass: only squared norms; the graph stays for the second."""
+        """The first of two backward passes: squared norms alone; the graph is kept for the second."""
         group_pass = running.groups.get(0)
         if group_pass is None or group_pass.probe is None:
-            raise UserError("The losses do not come from the model: none of its layers ran with gradients on.")
+            raise UserError("The losses do not come from the model: none of its layers ran with gradients enabled.")
         torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True, allow_unused=True)
         with torch.no_grad():
             return total_squares([group_pass])[0]
 
     @contextmanager
-    def _backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
-        """Inside, layers report; afterwards the pass is over."""
+    def _backward(self, phase: Phase, microbatch: Hashable = UNNAMED) -> Iterator[Pass]:
+        """A backward pass runs inside; layers report to their groups."""
         self._attached.check_same()
         with self._passes.backward(phase, microbatch) as running, full_float32(), no_autocast(self._table.device.type):
             self._begin_clipping()
-            # Layers are patched here, too, for what runs once more (checkpointing).
+            # Layers are patched here too, because activation checkpointing runs them again.
             with self._passes.gradients.collected(), self._patches.installed():
                 yield running
 
     def check_output(self, output: Tensor) -> None:
-        """Prove, from a forward pass's output (any shape), that no parameter's gradient bypasses its group.
+        """Check a forward pass's output (any shape): no parameter's gradient may bypass its group.
 
-        `backward` does it each time; the model of a pipeline runs the same code on every microbatch, so once is enough.
+        `backward` checks this itself. A pipeline runs the same code on every microbatch, so it calls this once.
 
         Raises:
-            UserError: as `backward` of such a parameter.
+            UserError: naming the parameter, as `backward` does.
         """
         self._attached.check_same()
         check_paths(output, self._names, shards=self._direct)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, absent: int = 0) -> Iterator[None]:
-        """A backward pass inside, by anybody and from any output of `forward(…, microbatch)`, clips and is counted.
+        """Clip and count a backward pass that the caller runs inside, from any output of `forward(…, microbatch)`.
 
-        Its outputs must add up to Σ_i loss_i over the rows i of the batch, as `backward` has them.
+        The outputs must add up to Σ_i loss_i over the rows i of the batch, as in `backward`.
 
         Args:
-            microbatch: the name that `forward` got; it may be used again afterwards.
-            absent: how many of its examples, at the end, are fillers: their losses have weight 0, and they are not
+            microbatch: the name that was given to `forward`; it may be used again afterwards.
+            absent: how many of its last examples are filler rows: their losses have weight 0, and they are not
                 counted.
 
         Raises:
-            UserError: no such forward pass; inside another one; a group or parameter that was not reached; ghost norms,
-                which take two passes.
+            UserError: no such forward pass; called inside another backward pass; a group or parameter that the backward
+                pass did not reach; ghost norms, which need two passes.
         """
         if self.norms == "ghost":
             raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of.")
@@ -277,12 +276,12 @@ class ClippingEngine(ThresholdsAndCounts):
 
     @contextmanager
     def norms_of(self, microbatch: Hashable) -> Iterator[None]:
-        """A backward pass inside only makes `squared_norms[k]`, ‖g_k^(i)‖², (B,): no parameter gets a gradient.
+        """A backward pass inside computes only `squared_norms[k]`, ‖g_k^(i)‖², (B,): no parameter gets a gradient.
 
-        It uses the graph up, so `sums_of` needs the forward pass again. Nothing is counted (see `count_norms`).
+        It frees the graph, so `sums_of` needs another forward pass. Nothing is counted (see `count_norms`).
 
         Raises:
-            UserError: no such forward pass; inside another one; a group that was not reached.
+            UserError: no such forward pass; called inside another backward pass; a group that was not reached.
         """
         with self._backward(Phase.NORMS, microbatch) as running:
             yield
@@ -291,17 +290,18 @@ class ClippingEngine(ThresholdsAndCounts):
 
     @contextmanager
     def sums_of(self, microbatch: Hashable, factors: Tensor | None = None) -> Iterator[None]:
-        """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad, and is not counted; the losses are as they were.
+        """A backward pass inside adds Σ_i factor_i · ∂loss_i to .grad. Pass unweighted losses; nothing is counted.
 
         Args:
-            microbatch: the name that `forward` got.
-            factors: (B,), of `factors`; rows with factor 0 are left out, whatever they hold. None: all are 1.
+            microbatch: the name that was given to `forward`.
+            factors: (B,), as from `factors`; rows with factor 0 are left out, even if they hold NaN. None: all 1.
 
         Raises:
-            UserError: no such forward pass; inside another one; a parameter that was not reached; several groups.
+            UserError: no such forward pass; called inside another backward pass; a parameter that was not reached;
+                several groups.
         """
         if len(self.groups) != 1:
-            raise UserError(f"Factors clip one group; this engine has {len(self.groups)}: use backward_of.")
+            raise UserError(f"sums_of is for one group, and this engine has {len(self.groups)}: use backward_of.")
         with self._backward(Phase.SUMS, microbatch) as running:
             running.factors = None if factors is None else Factors.of(factors)
             yield
@@ -313,7 +313,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self._checked = True
 
     def detach(self) -> None:
-        """Let go of what waits; the model itself is as it was after each pass."""
+        """Drop pending microbatches. The model itself is unchanged outside of passes."""
         self._passes.forget()
 
     def __enter__(self) -> "ClippingEngine":

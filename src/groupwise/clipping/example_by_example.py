@@ -1,4 +1,4 @@
-"""Does an operation that has no other way with each example's own copy of a parameter, by vmap, or refuses it."""
+"""Applies an operation by vmap to each example's rows and its copy of a parameter, or refuses the operation."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,39 +21,39 @@ def example_by_example(
     label: str,
     seen: set[tuple[object, ...]],
 ) -> Any:
-    """An operation on each example's rows with its copies; the result has the examples where these rows have them.
+    """Apply an operation to each example's rows and its copies; the result has the same layout as these rows.
 
     Args:
         func: the operation.
-        leaves: its arguments, flat; values in the place of copies.
-        spec: how they were nested.
-        copies: each example's own, (B, ...), of some of the leaves.
-        places: where the others hold the batch; None: they are the same for all examples.
-        name: the operation's.
-        label: the parameter's or layer's, for messages.
-        seen: operations that were compared with what they give the whole batch; others are, once, and join them.
+        leaves: its arguments, flattened; the parameter's value where there are copies.
+        spec: the arguments' tree structure.
+        copies: index of a leaf -> one copy per example, (B, ...).
+        places: the layouts of the other leaves; None: the same for all examples.
+        name: the operation's name.
+        label: the parameter's or layer's name, for messages.
+        seen: operations whose result was compared with that on the whole batch; a new one is compared, and added.
 
     Raises:
-        UserError: the operation cannot be done so.
+        UserError: the operation cannot be split by example.
     """
-    place = max((p for p in places if p is not None), key=lambda p: p.each)
+    place = max((p for p in places if p is not None), key=lambda p: p.rows_per_example)
     parts = dict(copies)
     for i, p in enumerate(places):
         if p is not None:
-            parts[i] = leaves[i].unflatten(p.axis, (-1, p.each)).movedim(p.axis, 0)
+            parts[i] = leaves[i].unflatten(p.axis, (-1, p.rows_per_example)).movedim(p.axis, 0)
     key = (label, name, *(part.dim() for part in parts.values()))
-    compares = key not in seen and all(bool((rows == rows[:1]).all()) for rows in copies.values())  # no dropout there
+    compares = key not in seen and all(bool((rows == rows[:1]).all()) for rows in copies.values())  # not after dropout
     seen.add(key)
     before = [leaf.detach().clone() if compares and isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def joined(made: Any) -> Any:
         if not isinstance(made, Tensor):
             return made
-        if made.dim() > place.axis + 1 and made.shape[place.axis + 1] == place.each:
+        if made.dim() > place.axis + 1 and made.shape[place.axis + 1] == place.rows_per_example:
             return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
         raise UserError(
-            f"{label} went into {name}, whose result of shape {tuple(made.shape[1:])} an example "
-            "keeps no rows apart: wrap the computation in a layer type with a rule, or freeze the parameter."
+            f"{label} went into {name}, in whose result of shape {tuple(made.shape[1:])} an example has no rows of its "
+            "own: wrap the computation in a layer type with a rule, or freeze the parameter."
         )
 
     made = tree_map(joined, for_examples(func, leaves, spec, parts, name, label))
@@ -63,8 +63,8 @@ def example_by_example(
 
 
 def _refuse_other_values(made: list[Any], func: Any, before: Sequence[Any], spec: Any, name: str, label: str) -> None:
-    """Refuse an operation that gives the whole batch another result than its examples one by one: it mixes examples, or
-    puts what all share into some rows of the batch."""
+    """Raise a `UserError` if an operation's result on the whole batch differs from that on single examples: it mixes
+    examples, or puts a shared tensor into some rows of the batch."""
     found = []
     with torch.no_grad(), torch.random.fork_rng():
         for _ in range(2):
@@ -74,14 +74,14 @@ def _refuse_other_values(made: list[Any], func: Any, before: Sequence[Any], spec
     for one, whole, again in zip(made, *found, strict=True):
         if isinstance(one, Tensor) and not _alike(one, whole) and _alike(whole, again):  # no random numbers
             raise UserError(
-                f"{label} goes into {name}, which gives a batch another result than its examples one by one: it mixes "
-                "rows of different examples, or puts what all share into some of them. Compute it for every example "
-                "and choose by torch.where or a mask (experts see every token), or freeze it."
+                f"{label} goes into {name}, whose result on a batch differs from that on its examples one by one: it "
+                "mixes rows of different examples, or puts a shared tensor into some of them. Compute it for every "
+                "example and choose by torch.where or a mask (experts see every token), or freeze it."
             )
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two results differ by rounding at most."""
+    """Whether two results are equal up to rounding."""
     if one.shape != other.shape:
         return False
     one, other = one.detach().double().nan_to_num(), other.double().nan_to_num()
@@ -89,10 +89,10 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Tensor], name: str, label: str) -> Any:
-    """An operation by vmap over examples, with these leaves' parts (B, ...); it may return more than tensors.
+    """Apply an operation by vmap over examples, with parts (B, ...) for some leaves; it may return other objects too.
 
     Raises:
-        UserError: it cannot be done so.
+        UserError: vmap does not support the operation.
     """
     nest: list[Any] = []
 
@@ -113,10 +113,10 @@ def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Te
         if name == "__setitem__" or name.endswith("_"):
             raise UserError(
                 f"{label} is written in place (by {name}) into a tensor that all examples share: make "
-                "the tensor by an operation that is not in place (index_put, scatter, where, stack), or freeze it."
+                "the tensor by an out-of-place operation (index_put, scatter, where, stack), or freeze it."
             ) from error
         raise UserError(
-            f"{label} is used by {name}, which cannot be done with a copy of it for each example "
+            f"{label} is used by {name}, which does not work with a copy of it for each example "
             f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
         ) from error
     shown, shown_spec = nest
@@ -124,10 +124,10 @@ def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Te
 
 
 def _for_all(one: Callable[..., tuple[Tensor, ...]], parts: list[Tensor]) -> Iterable[Tensor]:
-    """A function of one example's parts for all examples, by vmap.
+    """Apply a function of one example's parts to all examples, by vmap.
 
-    What has no batching rule is called for one example after the other: vmap would do so too, but by `select`, whose
-    gradients are as large as all examples' together, so that its time grows with their square.
+    Without a batching rule it is called in a loop over the examples. vmap would loop too, but by `select`, whose
+    gradients are as large as the whole batch, so that its time grows with the square of the batch size.
     """
     vmap: Any = torch._C._functorch
     allowed = vmap._is_vmap_fallback_enabled()

@@ -1,4 +1,4 @@
-"""Turns per-example norms and a threshold into clip factors and counts, and says how far one example moves the sums."""
+"""Turns per-example norms and thresholds into clip factors, and defines the sensitivity of the clipped sums."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from groupwise.clipping.precision import in_memory_order
 
 ClipRule = Callable[[Tensor, Tensor], Tensor]
-"""(norms (K, B), thresholds (K, 1)) -> factors (K, B), each of its own norm, with factor · norm <= threshold."""
+"""(norms (K, B), thresholds (K, 1)) -> factors (K, B), each a function of its own norm, factor · norm <= threshold."""
 
 
 def clip_factors(norms: Tensor, threshold: Tensor) -> Tensor:
-    """min(1, C_k / ‖g_k‖): long gradients are shortened to the threshold, short ones kept (Algorithm 1, line 9).
+    """min(1, C_k / ‖g_k‖): scales gradients longer than the threshold down to it (Algorithm 1, line 9).
 
     Args:
         norms: per-example gradient norms ‖g_k^(i)‖, (K, B), non-negative.
@@ -24,7 +24,7 @@ def clip_factors(norms: Tensor, threshold: Tensor) -> Tensor:
     Returns:
         Factors (K, B) in (0, 1].
     """
-    return (threshold / norms).clamp_max(1.0)  # of a norm of 0 as well: C_k / 0 is infinite
+    return (threshold / norms).clamp_max(1.0)  # a norm of 0 gives 1, since C_k / 0 is infinite
 
 
 def automatic_factors(gamma: float) -> ClipRule:
@@ -49,12 +49,12 @@ CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {
 def keep_finite(
     factors: Tensor, squared_norms: Tensor, dtype: torch.dtype | None = None, zero: Tensor | float = 0.0
 ) -> Tensor:
-    """Set the factor of every example whose squared norm is not finite, as a number of `dtype` (by default its own), to
-    exactly 0: it is left out of the sum. A `zero` that is on the device already saves a kernel."""
+    """Set the factor of every example whose squared norm is not finite in `dtype` (by default its own) to exactly 0, so
+    that the example is left out of the sum. A `zero` that is already on the device saves a kernel."""
     dtype = dtype or squared_norms.dtype
     wider = torch.promote_types(squared_norms.dtype, dtype) != dtype
     limit = FIRST_INFINITE[dtype] if wider else math.inf
-    return torch.where(squared_norms.abs() < limit, factors, zero)  # NaN is not
+    return torch.where(squared_norms.abs() < limit, factors, zero)  # for NaN the comparison is False
 
 
 FIRST_INFINITE = {
@@ -62,52 +62,52 @@ FIRST_INFINITE = {
     torch.float16: 65520.0,
     torch.bfloat16: (2 - 2**-8) * 2.0**127,
 }
-"""The least number that is infinite once it is rounded."""
+"""The smallest number that rounds to infinity in each dtype."""
 
 
 def is_async_device(t: Tensor) -> bool:
-    """Whether reading a value of it synchronises with a device, on which every operation is a kernel."""
+    """Whether the tensor is on a device (a GPU) where reading a value synchronises and every operation is a kernel."""
     return t.device.type != "cpu"
 
 
 class Factors(NamedTuple):
-    """What the gradients of n examples are multiplied by."""
+    """The clip factors of n examples."""
 
     values: Tensor
-    """(n,); 0 for an example that is left out, because its norm is not finite."""
+    """(n,); 0 for an example that is left out because its norm is not finite."""
     dropped: Tensor | None
-    """Examples whose rows become zeros, (n,) booleans, as 0 · NaN is NaN; None where there is none, or where rows are
-    not masked."""
+    """(n,) booleans: examples whose rows must be set to zero, since 0 · NaN is NaN. None if there is none, or if rows
+    are not masked."""
 
     @classmethod
     def of(cls, values: Tensor, masks: bool = True) -> "Factors":
         """From values (n,) or (K, n).
 
-        On a CPU that nobody is dropped is the common case, and it is looked up. Elsewhere rows are masked without
-        asking, so that the host never waits for the device, or not at all (`ClippingEngine.masks_rows`).
+        On a CPU this looks whether any example is dropped; usually none is. On a GPU that would synchronise, so either
+        all rows are masked or none (`ClippingEngine.masks_rows`).
         """
         if is_async_device(values):
             return cls(values, values == 0 if masks else None)
         return cls(values, None if bool(values.all()) else values == 0)
 
     def unbind(self) -> "list[Factors]":
-        """Each group's own (n,) of (K, n)."""
+        """The factors (n,) of each group, from (K, n)."""
         rows = self.values.unbind()
         return list(map(Factors, rows, [None] * len(rows) if self.dropped is None else self.dropped.unbind()))
 
 
 def without_rows(rows: Tensor, dropped: Tensor | None) -> Tensor:
-    """Rows (B, ...) with zeros in the places of dropped examples (B,), whatever they hold."""
+    """Rows (B, ...) with those of dropped examples (B,) set to zero, even if they hold NaN."""
     return rows if dropped is None else rows.masked_fill(dropped.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def scale_rows(rows: Tensor, factors: Tensor | None) -> Tensor:
-    """rows_i · factor_i of rows (B, ...); ``None`` keeps the rows as they are."""
+    """rows_i · factor_i for rows (B, ...); ``None`` returns the rows unchanged."""
     return rows if factors is None else rows * factors.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1))
 
 
 def add_weighed_rows(total: Tensor | None, factors: Factors, rows: Tensor) -> Tensor:
-    """total + Σ_i factor_i · rows_i, in place where there is a total."""
+    """total + Σ_i factor_i · rows_i, added in place if a total is given."""
     weights, dropped = factors.values.to(rows.dtype), factors.dropped
     flat, order = in_memory_order(rows)
     shape = [rows.shape[axis] for axis in order]
@@ -119,20 +119,20 @@ def add_weighed_rows(total: Tensor | None, factors: Factors, rows: Tensor) -> Te
 
 
 RELATIONS = ("add_remove",)
-"""Pairs of data sets that a sensitivity is known for: one has an example more."""
+"""Neighbouring relations with a known sensitivity: one dataset has one example more."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How far one example moves the clipped sums of a logical batch; what the noise is scaled by.
+    """The ℓ2 sensitivity of the clipped sums of a logical batch, which the noise is scaled to.
 
-    Formal guarantee: between two batches in `relation`, the sum in the .grad of group k's parameters differs by at most
-    `thresholds[k]` in ℓ2, jointly over the group. An example is in one microbatch of one replica, so the same holds for
-    the sum over all of them.
+    Formal guarantee: for two batches that are neighbours in `relation`, the sums in the .grad of group k's parameters
+    differ by at most `thresholds[k]` in ℓ2, jointly over the group. An example is in one microbatch of one replica, so
+    the same holds for the sum over all microbatches and replicas.
     """
 
     relation: str
     groups: tuple[tuple[nn.Parameter, ...], ...]
     """The parameters of each group, K tuples."""
     thresholds: Tensor
-    """C_k, (K,) float64 on the CPU: the largest in force in any backward pass of the batch."""
+    """C_k, (K,) float64 on the CPU: the largest that clipped in any backward pass of the batch."""

@@ -1,4 +1,4 @@
-"""Finds norms of GᵀX, and inner products of two of them, from inner products of rows."""
+"""Computes norms of GᵀX, and inner products of two such matrices, from inner products of rows."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
 from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
 
 LEAST_SPLIT = 1 << 22
-"""Products (B·T·d times T) from which a processor gains by leaving out a quarter of a symmetric matrix."""
+"""Size (B·T·d times T) from which it is faster on a CPU to compute only three quarters of a symmetric matrix."""
 FEWEST_ROWS = {"torch": 32, "onednn": 256}
-"""The same, by the library: quarters of fewer rows are too small for oneDNN to be fast."""
+"""The least number of rows for that, by library: oneDNN is slow on smaller blocks."""
 CHUNK_FLOATS = 1 << 24
-"""Numbers that the inner products, or gradients, of one chunk of examples may hold, so as not to fill the memory."""
+"""Entries that the inner products, or gradients, of one chunk of examples may hold, to limit memory."""
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d), long rows a part at a time."""
+    """ABᵀ (B, T, S) of a (B, T, d) and b (B, S, d); long rows are multiplied in parts."""
     most = longest_sum(a.device)
     if a.shape[2] <= most:
         return batched(a, b.mT) if a.dtype == b.dtype == torch.float32 else batched_product(a, b.mT)
@@ -48,12 +48,12 @@ def self_products(x: Tensor) -> Tensor:
 
 
 def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
-    """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, not under-stated."""
+    """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, never too small."""
     return squares_together([[gram_terms(x, g, bias)]])[0]
 
 
 def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
-    """The same, or what it is made of."""
+    """The same as `gram_norms`, or terms to compute it from."""
     step = max(1, CHUNK_FLOATS // max(1, x.shape[1] ** 2))
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
@@ -62,7 +62,7 @@ def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, longest: int) -> Tensor:
-    """‖GᵀX‖² from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any of their sums."""
+    """‖GᵀX‖² from XXᵀ and GGᵀ, (B, T, T) each; `longest` is the largest number of terms in any sum."""
     return squares_together([[GramTerms(xx, gg, False, longest)]])[0]
 
 
@@ -74,12 +74,12 @@ class OuterProducts:
     right: Tensor
 
     def inner(self, other: "OuterProducts") -> Tensor:
-        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), not under-stated."""
+        """⟨Σ_t l_t r_tᵀ, Σ_s l'_s r'_sᵀ⟩ = Σ_ts (l_t·l'_s)(r_t·r'_s) of each example, (B,), never too small."""
         products = (_products(self.left, other.left) * inner_products(self.right, other.right)).sum((1, 2))
         return products + rounding_slack(self._size() * other._size(), max(self.right.shape[1:]))
 
     def _size(self) -> Tensor:
-        """Σ_t ‖l_t‖‖r_t‖, (B,): what the inner products are made of, before anything cancels."""
+        """Σ_t ‖l_t‖‖r_t‖, (B,): the size of the inner products if nothing cancels."""
         lengths = _lengths(self.right)
         if self.left.is_floating_point():
             lengths = lengths * _lengths(self.left)
@@ -87,7 +87,7 @@ class OuterProducts:
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    """‖row‖ (B, T) of rows (B, T, n), float32 at least."""
+    """‖row‖ (B, T) of rows (B, T, n), at least float32."""
     return torch.linalg.vector_norm(rows, dim=2, dtype=torch.promote_types(rows.dtype, torch.float32))
 
 

@@ -1,7 +1,8 @@
-"""Clips one group of layers in one microbatch: from what its layers hand in to the sums that are added to .grad.
+"""Clips one group of layers in one microbatch: collects what its layers report, and adds the clipped sums to .grad.
 
-In the backward pass layers hand in their squared norms and what makes their sums. When all have, the group closes: it
-forms the clip factors and with them the clipped sums, together with groups that close at the same time.
+In the backward pass each layer reports its squared norms, and keeps per-example gradients, or activations and output
+gradients. When all layers have reported, the group closes: it forms the clip factors and the clipped sums, together
+with groups that close at the same time.
 """
 
 from collections.abc import Sequence
@@ -22,84 +23,83 @@ from groupwise.errors import UserError
 
 
 class GroupPass:
-    """One group in one microbatch's pass: the probe, what its layers handed in, and the sums so far."""
+    """One group in one microbatch's pass: the probe, what its layers reported, and the sums so far."""
 
     def __init__(self, group: ClippingGroup, microbatch: Pass) -> None:
         self.group, self.microbatch = group, microbatch
         self.calls = 0
         self.uses: dict[int, list[slice | None]] = {}
         self.copies: dict[int, Tensor] = {}
-        """Parameters with a copy for each example, by their place."""
+        """Copies of parameters, one per example, by the parameter's index in the group."""
         self.probe: Tensor | None = None
-        """Zeros (B,) that tie the layers to the group in autograd's graph; made with the group's first layer."""
+        """Zeros (B,) that connect the layers to the group in the autograd graph; made when its first layer runs."""
         self.over = False
-        """Whether the group has closed, or its losses never came."""
+        """Whether the group has closed, or its pass has ended without a backward pass."""
         self.received = False
-        """Whether a layer's gradients have come."""
+        """Whether a layer has reported."""
         self.terms: list[Terms | Tensor] = []
-        """What its layers reported of their squared norms."""
+        """The squared norms that its layers reported, or terms to compute them from."""
         self.due: list[tuple[ClippedLayer, LayerCall | RowTerms]] = []
-        """What the sums are made from once the factors are known: calls, or the gradients that they formed."""
+        """What the sums are formed from once the factors are known: calls, or their per-example gradients."""
         self.joint_calls: list[LayerCall] = []
         """Calls of parameters that are used more than once."""
         self.clipped: list[Tensor] = []
-        """Squared norms that a layer was clipped by at once, one part of the batch after the other."""
+        """Squared norms of a layer that was clipped at once, one tensor per chunk of examples."""
         self.sums: list[Tensor | None] = [None] * len(group.summed)
 
     @property
     def waits(self) -> bool:
-        """Whether it closes with other groups, so that its sums may wait for theirs."""
+        """Whether the group closes together with others, so that its sums may be formed with theirs."""
         return len(self.group.together) > 1
 
     def note(self, member: ClippedLayer) -> None:
-        """A forward pass calls a layer, which uses its parameters once more."""
+        """Count a call of a layer, and the parameters that it uses."""
         self.calls += 1
         for place, rows in zip(member.parameter_indices, member.rows, strict=True):
             if place is not None:
                 self.uses.setdefault(place, []).append(rows)
 
     def running(self) -> Pass:
-        """The pass that it is part of, whose backward pass runs.
+        """Its pass, if the backward pass of that is running.
 
         Raises:
-            UserError: it does not, or is over; the gradients would have derivatives.
+            UserError: another backward pass is running, or none; the pass has ended; create_graph=True was given.
         """
         if torch.is_grad_enabled():
             raise UserError(
-                "Clipped gradients have no derivative: run the backward pass without create_graph=True. Losses with "
-                "derivatives of the model by its input (PINN, gradient penalty, score matching) are not supported; "
-                "with finite differences they are."
+                "Clipped gradients have no derivative: run the backward pass without create_graph=True. Replace "
+                "derivatives of the model by its input (PINN, gradient penalty) by finite differences."
             )
         running = self.microbatch.passes.running
         if running is None or running.phase is None:
             raise UserError(
-                "Return the losses and let the private step run the backward pass: loss.backward() inside of them "
-                "would not be clipped."
+                "Return the losses and let the private step run the backward pass: the gradients of loss.backward() "
+                "inside of them would not be clipped."
             )
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")
         if running is not self.microbatch:
             raise UserError(
-                f"Group {self.group.name!r} ran forward for another microbatch than the one whose backward pass this "
-                "is: a forward pass inside forward(n, m) needs its backward pass inside backward_of(m)."
+                f"Group {self.group.name!r} ran forward in another microbatch than this backward pass: a forward pass "
+                "inside forward(n, m) needs its backward pass inside backward_of(m)."
             )
         return running
 
-    # -- what layers hand in --------------------------------------------------------------------------------------
+    # -- reports of layers ----------------------------------------------------------------------------------------
 
     def receive(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor) -> Gradients:
-        """Take a call's activations and output gradients, for its norms and sums.
+        """Take the activations and output gradients of a call.
 
         Returns:
-            The sums, where the layer returns them to autograd itself (`ClippingGroup.direct`).
+            The clipped sums, if the layer itself returns them to autograd (`ClippingGroup.direct`); else ().
         """
         running, rule = self.running(), member.rule
         self.received = True
         if self.group.direct:
             if member.name in running.reported:
                 raise UserError(
-                    f"Layer {member.name!r} runs twice in one forward pass, and with direct=True no norm joins the "
-                    "two: use a layer for each, or do without direct=True."
+                    f"Layer {member.name!r} runs twice in one forward pass, and with direct=True their joint norm is "
+                    "unknown: use one layer for each call, or do without direct=True."
                 )
             running.reported.add(member.name)
         if layout == FIRST:
@@ -123,12 +123,12 @@ class GroupPass:
             if place is not None
         ):
             self.joint_calls.append(call)
-            if rule.stacks:  # the norm of all its calls is formed at once, when the group closes
+            if rule.stacks:  # the joint norm of all its calls is computed when the group closes
                 return sums
         return self._report(call, running.phase) or sums
 
     def _report(self, call: LayerCall, phase: Phase | None) -> Gradients:
-        """Take a call's squared norms, and what makes its sum once the factors are known."""
+        """Compute a call's squared norms, and keep what its sum needs until the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
         closed = rule.squared_norms(saved, g, wanted)
         if phase is Phase.CLIP:
@@ -150,12 +150,12 @@ class GroupPass:
         return ()
 
     def _factors(self, squares: Tensor) -> Factors:
-        """Squared norms (n,) of the next n examples -> their factors, 0 where a norm is not finite."""
+        """Squared norms (n,) of the next n examples -> their clip factors, 0 where a norm is not finite."""
         self.clipped.append(squares)
         return clip_factors_of([self.group], [squares])[0]
 
     def report_joint(self) -> None:
-        """Add what the layers' own reports miss of the joint norms of parameters that are used more than once."""
+        """For parameters that are used more than once, add the cross terms that single calls do not report."""
         if not self.joint_calls:
             return
         calls, self.joint_calls = self.joint_calls, []
@@ -167,7 +167,7 @@ class GroupPass:
     # -- sums -----------------------------------------------------------------------------------------------------
 
     def add(self, member: ClippedLayer, gradients: Gradients) -> Gradients:
-        """Add a layer's clipped sums to those of its group; or return them, where the layer does."""
+        """Add a layer's clipped sums to those of its group; return them instead if the group is `direct`."""
         if self.group.direct:
             return gradients
         for place, rows, gradient in zip(member.parameter_indices, member.rows, gradients, strict=True):
@@ -182,7 +182,7 @@ class GroupPass:
         return ()
 
     def add_weighted(self, call: LayerCall, factors: Factors) -> None:
-        """Add the sum of a call to those of its group; one in few rows is added to what another use has there."""
+        """Add a call's weighted sum to those of its group; an embedding's is added in place, to its rows alone."""
         rule: Any = call.rule
         place, part = call.member.parameter_indices[0], call.member.rows[0]
         known = None if place is None else self.sums[place]
@@ -193,20 +193,20 @@ class GroupPass:
             self.add(call.member, weighted_sum(call, factors))
 
     def end(self) -> None:
-        """Add its sums to the parameters' gradients; it is over."""
+        """Add the group's sums to the parameters' gradients, and finish."""
         for parameter, total in zip(self.group.summed, self.sums, strict=True):
             if total is not None:
                 self.microbatch.passes.gradients.add(parameter, total)
         self.release()
 
     def release(self) -> None:
-        """It is over: let go of all that leads back to the graph, which leads to it."""
+        """Finish: break the reference cycles with the autograd graph."""
         self.over, self.probe, self.sums = True, None, [None] * len(self.group.summed)
         self.due, self.terms, self.joint_calls, self.copies = [], [], [], {}
 
 
 def close(passes: Sequence[GroupPass]) -> None:
-    """The layers of groups that close together have reported: form factors, and add the clipped sums to .grad.
+    """Close groups whose layers have all reported: form the clip factors, and add the clipped sums to .grad.
 
     Raises:
         UserError: see `GroupPass.running`.
@@ -229,7 +229,7 @@ def close(passes: Sequence[GroupPass]) -> None:
 
 
 def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
-    """Squared norms (examples,) of each group, from what its layers have reported."""
+    """Squared norms (B,) of each group, from its layers' reports."""
     for each in passes:
         each.report_joint()
     squares = squares_together([each.terms for each in passes])
@@ -239,24 +239,24 @@ def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
 
 
 def weighted_sum(call: LayerCall, factors: Factors | None) -> Gradients:
-    """Σ_i factor_i · g^(i) for each parameter of a call; examples that are left out count as zeros."""
+    """Σ_i factor_i · g^(i) for each parameter of a call, without dropped examples."""
     values = None if factors is None else factors.values
     return call.rule.weighted_sum(*without_dropped(call, factors), values, call.member.wanted)
 
 
 def without_dropped(call: LayerCall, factors: Factors | None) -> tuple[Saved, Tensor]:
-    """What a call has saved, and its output gradients, with zeros for examples that are left out."""
+    """A call's saved tensors and output gradients, with zeros in the rows of dropped examples."""
     if factors is None or factors.dropped is None:
         return call.saved, call.g
     return call.rule.without(call.saved, call.g, factors.dropped)
 
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
-    """Factors from the norms, and with them the sums that are due."""
+    """Form the clip factors from the squared norms, and the sums that were waiting for them."""
     joined: dict[int, list[tuple[GroupPass, ClippedLayer, RowTerms, Factors]]] = {}
     for each, factors in zip(passes, clip_factors_of([each.group for each in passes], squares), strict=True):
-        each.due.sort(key=lambda due: isinstance(due[1], LayerCall) and due[1].rule.indexed)  # after other uses
-        while each.due:  # what a layer kept is freed as soon as its sum is made
+        each.due.sort(key=lambda due: isinstance(due[1], LayerCall) and due[1].rule.indexed)  # embeddings last
+        while each.due:  # frees what a layer kept as soon as its sum is formed
             member, due = each.due.pop(0)
             if isinstance(due, LayerCall):
                 each.add_weighted(due, factors)

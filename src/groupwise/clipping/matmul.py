@@ -1,8 +1,8 @@
-"""Multiplies float32 matrices on a CPU by the faster of the two libraries that torch has.
+"""Multiplies float32 matrices on a CPU with the faster of torch's two libraries, MKL and oneDNN.
 
-torch gives products to MKL and convolutions to oneDNN. Some processors (AMD's with AVX-512) multiply twice as fast by
-oneDNN. Each process measures once, on one product, which of them is faster. A training keeps the answer in its
-checkpoints, as the two round differently. On other devices, and for small products, this is torch's own product.
+torch uses MKL for products and oneDNN for convolutions. Some processors (AMD with AVX-512) multiply twice as fast with
+oneDNN. Each process measures once, on one product, which library is faster. Checkpoints keep the answer, as the two
+round differently. On other devices, and for small products, torch's own product is used.
 """
 
 import time
@@ -17,39 +17,39 @@ from groupwise.errors import UserError
 
 LIBRARIES = ("torch", "onednn")
 LEAST = 1 << 22
-"""Operations (a multiply-add is two) of a product from which oneDNN makes up for its 10 µs a call."""
+"""Floating-point operations (a multiply-add is two) from which oneDNN makes up for its overhead of 10 µs per call."""
 GAIN = 1.2
-"""oneDNN is taken where it is faster by this factor."""
+"""oneDNN is used if it is faster by this factor."""
 
 FLOAT32 = torch.float32
-"""Kept here, as tests in double precision let `torch.float32` stand for float64."""
+"""A constant, because tests in double precision replace `torch.float32` by float64."""
 PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors: subclasses have products of their own."""
+"""Tensor types for oneDNN: subclasses may define their own products."""
 
 _used: str | None = None
 
 
 def use(library: str) -> None:
-    """Multiply by this library in this process: one of `LIBRARIES`, or "auto" for the faster.
+    """Set the library of this process: one of `LIBRARIES`, or "auto" for the faster one.
 
     Raises:
-        UserError: another name, or oneDNN is asked for where torch does not have it.
+        UserError: another name, or oneDNN was requested and torch does not have it.
     """
     global _used
     if library not in (*LIBRARIES, "auto"):
         raise UserError(f"matmul is {library!r}: give auto, {' or '.join(LIBRARIES)}.")
     if library == "onednn" and not has_onednn():
-        raise UserError("matmul=onednn: this torch has no float32 products by oneDNN on this processor; give auto.")
+        raise UserError("matmul=onednn: this torch has no float32 products by oneDNN on this processor: give auto.")
     _used = None if library == "auto" else library
 
 
 def repeat(library: str) -> None:
-    """Multiply by the library of a training that is resumed, if this machine has it; else by the faster one."""
+    """Use the library of a training that is resumed, if this machine has it; else the faster one."""
     use(library if library == "torch" or has_onednn() else "auto")
 
 
 def used() -> str:
-    """The library that large products go to."""
+    """The library that is used for large products."""
     global _used
     if _used is None:
         _used = faster()
@@ -71,7 +71,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """AB (B, n, m) of a (B, n, k) and b (B, k, m), one product an example; into `out`, if it is given."""
+    """AB (B, n, m) of a (B, n, k) and b (B, k, m), one product per example; written to `out`, if given."""
     if not _by_onednn(2 * a.shape[1] * a.shape[2] * b.shape[2], a, b):
         return torch.bmm(a, b, out=out)
     out = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
@@ -81,8 +81,8 @@ def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def are_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether a linear layer's products of an input (..., d) and a weight (p, d) or (d, p) are oneDNN's, which have no
-    derivative."""
+    """Whether oneDNN computes a linear layer's products of an input (..., d) and a weight (p, d) or (d, p); it has no
+    derivative for them."""
     return _by_onednn(2 * x.numel() * weight.numel() // max(1, x.shape[-1]), x, weight, derivatives=True)
 
 
@@ -105,14 +105,14 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dense(t: Tensor) -> Tensor:
-    """A matrix without gaps between its rows, for which oneDNN has no fast kernel."""
+    """A contiguous matrix (or transpose of one): oneDNN has no fast kernel for gaps between rows."""
     return t if t.is_contiguous() or t.t().is_contiguous() else t.contiguous()
 
 
 @lru_cache
 @torch.no_grad()
 def has_onednn() -> bool:
-    """Whether torch has oneDNN's products of float32 matrices, and they are right."""
+    """Whether torch has oneDNN's product of float32 matrices, and it is correct."""
     if not torch.backends.mkldnn.is_available():
         return False
     a, b, bias = (torch.sin(torch.arange(n, dtype=FLOAT32, device="cpu")) for n in (33 * 65, 17 * 65, 17))
@@ -127,7 +127,7 @@ def has_onednn() -> bool:
 @lru_cache
 @torch.no_grad()
 def faster() -> str:
-    """The faster library here, by the best of a few runs in turn of x Wᵀ, some milliseconds in all."""
+    """The faster library here, by the best of a few alternating runs of x Wᵀ; takes some milliseconds."""
     if not has_onednn():
         return "torch"
     a, b = (torch.full((rows, 256), 0.5, dtype=FLOAT32, device="cpu") for rows in (256, 512))

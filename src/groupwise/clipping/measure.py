@@ -1,4 +1,4 @@
-"""Measures the norms of single examples' gradients, without privacy, for figures, outliers and mislabelled examples."""
+"""Measures per-example gradient norms, without privacy, for figures, outliers and mislabelled examples."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from groupwise.clipping.checks import check_losses
 from groupwise.clipping.engine import attach
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition, per_layer
-from groupwise.clipping.passes import NOT_NAMED
+from groupwise.clipping.passes import UNNAMED
 from groupwise.clipping.unchanged import unchanged
 
 
@@ -23,22 +23,22 @@ def gradient_norms(
     microbatch: int = 64,
     formula: Formula = "auto",
 ) -> dict[str, Tensor]:
-    """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 5 of the paper), by the engine that clips.
+    """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 5 of the paper), computed by the clipping engine.
 
-    The norms are not private: each is one example's own, without noise. Nothing is clipped and nothing changed:
-    parameters, their .grad, buffers and the default generators are as before, after an error too.
+    The norms are not private: each comes from one example, without noise. Nothing is clipped or changed: parameters,
+    their .grad, buffers and the default generators are as before, even after an error.
 
     Args:
-        model: whose parameters train.
-        losses_of: numbers of examples -> one loss for each, (n,), through `model`.
-        examples: the numbers to measure, the longest first where lengths differ.
-        partition: groups; None is one a layer, `flat(model)` the whole gradient.
+        model: the model.
+        losses_of: indices of examples -> one loss for each, (n,), computed by `model`.
+        examples: the indices to measure, the longest first if lengths differ.
+        partition: the groups; None: one per layer. `flat(model)` gives the norm of the whole gradient.
         microbatch: how many examples run at once.
         formula: "auto" raises norms of cancelling terms a little, in float32 (docs/sharp_edges.md, "Numbers");
             "materialize" measures them exactly.
 
     Returns:
-        Group's name, in the model's own order -> norms in the order of `examples`, (N,) float64, on the CPU.
+        Group name, in the model's order -> norms in the order of `examples`, (N,) float64, on the CPU.
 
     Raises:
         UserError: as `attach`, `ClippingEngine.trace` and `ClippingEngine.clip` do.
@@ -53,7 +53,7 @@ def gradient_norms(
             losses = engine.losses(losses_of, rows)
             check_losses(losses, len(rows))
             engine.check_output(losses)
-            with engine.norms_of(NOT_NAMED):
+            with engine.norms_of(UNNAMED):
                 run_backward(losses)
             found.append(engine.per_example_norms.cpu())
     norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Chooses how a layer's norms are found, by one function of its sizes.
+"""Chooses the method that computes a layer's norms, by a cost model of its sizes.
 
-One example's weight gradient is GᵀX for inputs X (T, d) and output gradients G (T, p), T positions. There are two
+One example's weight gradient is GᵀX for inputs X (T, d) and output gradients G (T, p) at T positions. There are two
 methods for its norm:
 
 | method | how | operations | memory |
@@ -8,9 +8,9 @@ methods for its norm:
 | gram | ‖GᵀX‖² = Σ (XXᵀ)∘(GGᵀ) | 2T²(p + d) | T² |
 | materialize | form GᵀX, a few examples at a time | 2T·p·d | p·d |
 
-Gradients that were formed are used again where that saves a product: in a group of its own a layer weighs and adds them
-up at once; elsewhere they are kept until the group's factors are known, if they are smaller than X and G. Otherwise the
-clipped sum is one more product over the whole batch.
+Gradients that were formed are reused for the clipped sum if that saves a product. A layer that is a group by itself
+clips and sums them at once. In a larger group they are kept until the factors are known, if they are smaller than X and
+G. Otherwise the clipped sum is one more product over the whole batch.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ Formula = Literal["auto", "gram", "materialize"]
 
 @dataclass(frozen=True)
 class Rates:
-    """How much of each kind of work a device does in a second."""
+    """How much of each kind of work a device does per second."""
 
     product: float
-    """Operations (a multiply-add is two) in one product over the whole batch."""
+    """Floating-point operations in one product over the whole batch; a multiply-add is two."""
     gram: float
-    """Operations in T×T products, one an example."""
+    """Floating-point operations in T×T products, one per example."""
     outer: float
-    """Operations in p×d products, one an example."""
+    """Floating-point operations in p×d products, one per example."""
     bytes: float
-    """Bytes written or read again."""
+    """Bytes read or written."""
     starts: float
-    """Operations started, however small."""
+    """Operations (kernels) launched."""
 
 
 RATES = {
@@ -41,43 +41,43 @@ RATES = {
     "cuda": Rates(product=2e13, gram=8e12, outer=8e12, bytes=1e12, starts=2e5),
     "cuda bfloat16": Rates(product=2e13, gram=8e12, outer=8e13, bytes=1e12, starts=2e5),
 }
-"""Of usual machines, the same on all of them, so that a run makes the same choices wherever it is resumed. With inputs
-and output gradients in bfloat16 a convolution forms gradients in tensor cores, and the rest in float32."""
+"""Rates of typical devices. They are fixed, so that a resumed run makes the same choices on any machine. With bfloat16
+inputs and output gradients a convolution forms gradients in tensor cores, and everything else is in float32."""
 
 
 SMALL = 1 << 14
-"""Numbers that are kept whatever is freed for them."""
+"""Gradients up to this many entries are kept in any case."""
 
 
 def are_kept(gradients: int, activations: int) -> bool:
-    """Whether so many numbers of gradients are kept for the sum, in the place of what they were formed from."""
+    """Whether gradients are kept for the sum instead of the activations; both by their number of entries."""
     return gradients <= max(activations, SMALL)
 
 
 MORE_STARTS = 8
-"""Operations that inner products and a product for the sum take more than gradients that are used again."""
+"""How many more operations are launched by inner products and a product for the sum than by reused gradients."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the cost of a layer's norms depends on."""
+    """The sizes that determine the cost of a layer's norms."""
 
     examples: int
     """B."""
     positions: int
     """T."""
     inputs: int
-    """d, or the weights of one filter of a convolution."""
+    """d, or the number of weights of one convolution filter."""
     outputs: int
     """p."""
     reused: bool
-    """Gradients that were formed serve for the sum, too."""
+    """Whether the sum reuses gradients that were formed for the norms."""
     products: tuple[float, float] | None = None
-    """Operations for XXᵀ and numbers written for it, where X is not at hand (a convolution's is not)."""
+    """Operations and entries written for XXᵀ, if X itself is never formed (convolutions)."""
 
 
 def seconds(sizes: Sizes, rates: Rates) -> dict[str, float]:
-    """Time for one example's norm and clipped sum by each method."""
+    """Seconds for one example's norm and clipped sum, by method."""
     t, d, p = sizes.positions, sizes.inputs, sizes.outputs
     work, written = sizes.products or (2.0 * t * t * d, 2.0 * t * t)
     scaled = 8.0 * t * min(d, p)
@@ -90,14 +90,14 @@ def seconds(sizes: Sizes, rates: Rates) -> dict[str, float]:
 
 
 class NormMethods(dict[tuple[Any, ...], str]):
-    """One layer's methods by its sizes, decided once for each.
+    """The chosen method for each input and output shape of one layer.
 
     Args:
         formula: "auto", or the method to use wherever a layer has both.
-        rates: of the device; None takes those of its kind.
-        save_memory: nothing may be kept for the sake of speed (ghost clipping).
-        own_group: the layer is a group by itself, and each of its parameters is used once: clipped sums are fused with
-            norms.
+        rates: of the device; None takes those of its type.
+        save_memory: keep no gradients for reuse (ghost clipping).
+        own_group: the layer is a group by itself, and each of its parameters is used once, so that clipped sums are
+            formed together with the norms.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class NormMethods(dict[tuple[Any, ...], str]):
         super().__init__()
         self.formula, self.rates, self.save_memory, self.own_group = formula, rates, save_memory, own_group
         self.last: tuple[Any, ...] | None = None
-        """The shapes of the last input and output that a method was asked for."""
+        """The input and output shape of the last call."""
         self.costs: dict[tuple[Any, ...], dict[str, float]] = {}
-        """Seconds of each method, by sizes."""
+        """Estimated seconds of each method, by shapes."""
 
     def for_layer(self, own_group: bool = False) -> "NormMethods":
-        """Those of another layer of the same engine."""
+        """A new instance with the same settings, for another layer of the engine."""
         return NormMethods(self.formula, self.rates, self.save_memory, own_group)
 
     def reuses(self, gradients: int, activations: int) -> bool:
-        """Whether gradients that were formed for norms serve for the sum, too."""
+        """Whether the sum reuses gradients that were formed for the norms."""
         return not self.save_memory and (self.own_group or are_kept(gradients, activations))
 
     def choose(self, key: tuple[Any, ...], device: str, sizes: Callable[[], Sizes]) -> str:
@@ -127,8 +127,8 @@ class NormMethods(dict[tuple[Any, ...], str]):
 
         Args:
             key: shapes of the input and of the output.
-            device: its kind, as in `RATES`.
-            sizes: says them, where the key is new.
+            device: its type, as in `RATES`.
+            sizes: returns the sizes; called if the key is new.
         """
         self.last = key
         method = self.get(key)

@@ -1,6 +1,6 @@
-"""Finds a model's layers, refuses what cannot be clipped by name, and divides the layers into groups.
+"""Finds a model's layers, refuses layers that cannot be clipped, and divides the layers into groups.
 
-A partition into groups is the one idea of which every clipping mode is a case.
+Every clipping mode is a partition of the layers into groups.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,13 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with trainable parameters and how the engine treats it.
+    """A module with trainable parameters of its own, and its rule.
 
     Args:
         name: dotted name in the model ("" for the model itself).
         module: the module.
-        rule: its rule class, or None: each of its parameters gets a copy for every example.
-        trainable: its own parameters that train, by their name inside the module.
+        rule: its rule class; None: its parameters are clipped by copies, one per example.
+        trainable: its own trainable parameters, by their name inside the module.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """All layers with trainable parameters, in the model's own order.
+    """All layers with trainable parameters, in the order of `model.named_modules()`.
 
     Raises:
         UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision;
@@ -50,7 +50,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"Module {name!r}" if name else "The model"
-            raise UserError(f"{what} is TorchScript, which hides its layers: use the module that it was made of.")
+            raise UserError(f"{what} is TorchScript, which hides its layers: use the original module.")
         rule = find_rule(module)
         trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
         if trainable:
@@ -61,14 +61,14 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         for local, parameter in layer.trainable.items():
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise UserError(
-                    f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}; clipped sums and noise need "
-                    "float32: keep trainable parameters in float32 and use autocast for speed."
+                    f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}, and clipped sums and noise "
+                    "need float32: keep trainable parameters in float32 and use autocast for speed."
                 )
     return tuple(layers)
 
 
 def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse layers whose output for one example depends on other examples, by name."""
+    """Raise a `UserError` for normalisation layers whose output for one example depends on others."""
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UserError(
@@ -80,12 +80,12 @@ def _refuse_mixing(model: nn.Module) -> None:
 
 
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """All BatchNorm layers, which an attached model has in eval mode: a map of each example alone."""
+    """All BatchNorm layers with their names. In an attached model they are in eval mode, which mixes no examples."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
 
 
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
-    """Refuse a BatchNorm that would take its statistics from the batch, by name."""
+    """Raise a `UserError` for a BatchNorm that would use the batch's statistics."""
     if module.training or module.running_mean is None:
         keep = ", or call .eval() on it before training to keep its statistics"
         raise UserError(
@@ -99,7 +99,7 @@ class Group:
     """A clipping group k: the layers whose per-example gradients are clipped together.
 
     Args:
-        name: what logs and errors call it.
+        name: for logs and error messages.
         layers: dotted names of modules, as in `model.named_modules()`.
     """
 
@@ -108,7 +108,7 @@ class Group:
 
 
 Partition = tuple[Group, ...]
-"""K groups in order; together they hold every layer that trains, each layer once."""
+"""K groups, in order; each trainable layer is in exactly one."""
 
 
 def flat(model: nn.Module) -> Partition:
@@ -117,15 +117,15 @@ def flat(model: nn.Module) -> Partition:
 
 
 def per_layer(model: nn.Module) -> Partition:
-    """One group a layer, weight and bias together; layers that share a parameter are one group (section 3)."""
+    """One group per layer, weight and bias together; layers that share a parameter are one group (section 3)."""
     return _group_by(find_layers(model), lambda name: name, merge_shared=True)
 
 
 def per_block(model: nn.Module) -> Partition:
-    """One group a residual or transformer block; every layer outside the blocks is a group of its own.
+    """One group per residual or transformer block; every layer outside the blocks is a group of its own.
 
-    Blocks are the members of the outermost `nn.ModuleList` or `nn.Sequential` with at least two members that hold more
-    than one layer each.
+    Blocks are the members of the outermost `nn.ModuleList` or `nn.Sequential` of which at least two members have more
+    than one layer.
     """
     layers = find_layers(model)
     blocks: list[str] = []
@@ -146,8 +146,8 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
     """Any partition: a function from layer name to group name, or a mapping from glob patterns to group names.
 
     Raises:
-        UserError: a layer matches no pattern, or a pattern no layer; layers that share a parameter fall into different
-            groups.
+        UserError: a layer matches no pattern; a pattern matches no layer; layers that share a parameter are in
+            different groups.
     """
     layers = find_layers(model)
     names = [layer.name for layer in layers]
@@ -155,8 +155,8 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
             raise UserError(
-                f"Pattern {pattern!r}, of clipping group {group!r}, matches no layer that trains, such as "
-                f"{', '.join(map(repr, nearest))}: leave it out, or correct it."
+                f"Pattern {pattern!r} of clipping group {group!r} matches no trainable layer (there are "
+                f"{', '.join(map(repr, nearest))}): leave it out, or correct it."
             )
 
     def group_of(name: str) -> str:
@@ -174,7 +174,7 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
 
 
 def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:
-    """Refuse a partition in which a trainable parameter is in no group, or in more than one, by name."""
+    """Raise a `UserError` for a partition in which a trainable parameter is in no group, or in more than one."""
     known = {layer.name for layer in layers}
     place: dict[str, str] = {}
     for group in partition:
@@ -215,7 +215,7 @@ def _group_by(layers: tuple[Layer, ...], group_of: Callable[[str], str], merge_s
         if merge_shared:
             shared = [first_user[id(p)] for p in layer.trainable.values() if id(p) in first_user]
             targets = [names[user] for user in shared]
-            if targets:  # join the group of the first user; and groups that this layer ties together become one
+            if targets:  # join the first user's group; if the layer ties several groups together, merge them
                 old = {*targets[1:], group}
                 group = targets[0]
                 names = {name: group if value in old else value for name, value in names.items()}

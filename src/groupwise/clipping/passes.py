@@ -1,7 +1,7 @@
-"""Follows each microbatch through its forward and backward pass: which calls its layers make, and what they must do.
+"""Keeps the state of each microbatch during its forward and backward pass.
 
-A pipeline runs forward passes of several microbatches before the first of them runs backward. Each is a `Pass` of its
-own, and a backward pass reaches the groups of one of them only.
+A pipeline runs the forward passes of several microbatches before the first backward pass. Each microbatch has its own
+`Pass`, and a backward pass belongs to exactly one of them.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -17,18 +17,18 @@ from groupwise.clipping.factors import Factors
 from groupwise.errors import UserError
 
 Note = Callable[[str, int, Tensor, bool], Layout]
-"""Called in a pass of the trace when a layer or parameter gets an input: its label, the number of the call, the input,
-and whether that meets a parameter, or what was made of one, outside of a layer; returns where the batch is."""
+"""During a trace, called for each input of a layer or parameter: its label, the number of the call, the input, and
+whether the input is combined with a parameter (or a tensor computed from one) outside a layer. Returns the layout."""
 
-NOT_NAMED: Hashable = object()
-"""The microbatch of an ordinary forward pass, which its backward pass follows at once."""
+UNNAMED: Hashable = object()
+"""The microbatch of an ordinary forward pass, whose backward pass follows directly."""
 
 
 class ClippedGradients:
-    """The gradients of a model's trainable parameters, while a backward pass runs.
+    """Collects the clipped sums of a model's trainable parameters during a backward pass.
 
     Args:
-        parameters: those that train, by name.
+        parameters: the trainable parameters, by name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -37,10 +37,10 @@ class ClippedGradients:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Inside, .grad is None; afterwards it is what it was, and the sums that were added.
+        """Inside, .grad is None; afterwards it is its earlier value plus the clipped sums.
 
         Raises:
-            UserError: autograd found a gradient for a parameter.
+            UserError: autograd itself set a parameter's .grad, so that gradient bypassed clipping.
         """
         for parameter in self._parameters.values():
             if parameter.grad is not None:
@@ -67,14 +67,14 @@ class ClippedGradients:
             self._sums[id(parameter)] = total
 
     def check(self) -> None:
-        """Refuse a parameter without a gradient, by name."""
+        """Raise a `UserError` that names a parameter without a gradient."""
         for name, parameter in self._parameters.items():
             if id(parameter) not in self._sums:
-                raise UserError(f"Parameter {name!r} trains but got no gradient: freeze it, or use it.")
+                raise UserError(f"Parameter {name!r} is trainable but got no gradient: freeze it, or use it.")
 
 
 def refuse_bypass(name: str) -> None:
-    """Refuse a parameter that leads to the losses past its group, by name."""
+    """Raise a `UserError` that names a parameter whose gradient bypasses its group."""
     raise UserError(
         f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot be clipped: call the "
         "layer instead, or wrap the computation in a module that owns the parameter; for a penalty on weights use the "
@@ -83,7 +83,7 @@ def refuse_bypass(name: str) -> None:
 
 
 class Phase(Enum):
-    """The work of a backward pass: all at once, only norms (ghost, first), only sums (second)."""
+    """What a backward pass computes: norms and sums, norms alone (ghost, first pass), or sums alone (second)."""
 
     CLIP = "clip"
     NORMS = "norms"
@@ -91,53 +91,53 @@ class Phase(Enum):
 
 
 class Pass:
-    """A microbatch of B examples, forward and backward.
+    """The forward and backward pass of a microbatch of B examples.
 
     Args:
         examples: B.
-        passes: of the engine.
-        note: tells where the layers' inputs hold the examples, in a pass of the trace; the plan does in all others.
+        passes: the engine's passes.
+        note: in a pass of the trace, records each input and returns its layout; otherwise the plan gives the layout.
     """
 
     def __init__(self, examples: int, passes: "Passes", note: Note | None = None) -> None:
         self.examples, self.passes, self.traces = examples, passes, note is not None
         self.groups: dict[int, Any] = {}
-        """The `GroupPass` of each group of which a layer has run, by its index."""
+        """The `GroupPass` of each group, by index, once one of its layers has run."""
         self.ended = False
-        """Whether the forward pass has: what runs now runs once more, inside the backward pass (checkpointing)."""
+        """Whether the forward pass has ended. A layer that runs after that is recomputed (activation checkpointing)."""
         self.phase: Phase | None = None
-        """What the backward pass is for, while it runs."""
+        """What the backward pass computes, while it runs; else None."""
         self.factors: Factors | None = None
-        """In a backward pass for sums, by what rows are multiplied, or None."""
+        """The factors of the rows in a backward pass for sums; None: all 1."""
         self.squared_norms: dict[int, Tensor] = {}
         self.closed: set[int] = set()
         self.reported: set[str] = set()
-        """Layers that returned their gradients themselves."""
+        """Layers that returned their clipped sums to autograd (`direct`)."""
         self.recomputes = False
-        """Whether a checkpoint has computed something once more, inside the backward pass."""
+        """Whether activation checkpointing has run a layer again."""
         self.squared_norms_again: dict[int, Tensor] = {}
-        """In a backward pass for sums that recomputes: the norms of what it adds up."""
+        """In a backward pass for sums that recomputes layers: the norms of the gradients that it adds up."""
         self._plan, self._note = passes.plan, note
         self._counts: dict[str, int] = {}
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
-        """Where the input x of the next call of a layer or parameter holds the batch.
+        """The layout of the input x of the next call of a layer or parameter.
 
         Args:
             label: of the layer or parameter.
             x: its input.
-            meets: x meets a parameter, or what was made of one, outside of a layer.
+            meets: x is combined with a parameter, or a tensor computed from one, outside a layer.
 
         Raises:
-            UntracedCall: the plan does not know the call.
-            UserError: x is nested or sparse; a call that runs once more is another one.
+            UntracedCall: the call is not in the plan.
+            UserError: x is nested or sparse; a recomputed call has no match in the forward pass.
         """
         if x.is_nested or x.layout is not torch.strided:
             kind, remedy = "sparse", "make it dense (to_dense)"
             if x.is_nested:
                 kind, remedy = "nested", "pad them to the longest (torch.nested.to_padded_tensor), and give a mask"
             raise UserError(f"{label} got a {kind} tensor, whose examples cannot be distinguished: {remedy}.")
-        if self.examples == 1 and not self.traces:  # all rows are the one example's
+        if self.examples == 1 and not self.traces:  # all rows belong to the one example
             return SHARED if x.dim() == 0 else Layout(0, len(x))
         if self.ended:
             return self._plan.find_again(label, x, self.examples)
@@ -148,40 +148,40 @@ class Pass:
         return self._plan.find(label, nth, x, self.examples)
 
     def begin_sums(self, squares: Tensor, factors: Factors) -> None:
-        """After a backward pass for norms, the same again for sums, so that it rounds as the first."""
+        """Go from the backward pass for norms to the one for sums."""
         self.phase, self.factors, self.squared_norms = Phase.SUMS, factors, {0: squares}
         self.reported.clear()
 
     def check_again(self) -> None:
-        """Refuse a pass for sums that has other norms than the pass for norms, which bounds nothing then.
+        """Compare the norms of the pass for sums with those of the pass for norms, which set the clip factors.
 
-        Masks that a checkpoint draws again in between are such a case: with `preserve_rng_state=False`, or from a
-        generator of one's own.
+        They differ if activation checkpointing draws other dropout masks in the second pass: with
+        `preserve_rng_state=False`, or from a generator of the model's own.
 
         Raises:
             UserError: they differ by more than rounding.
         """
         for k, again in self.squared_norms_again.items():
-            first = self.squared_norms.get(k, again)  # of a pass on its own there are none
+            first = self.squared_norms.get(k, again)  # `sums_of` has no first pass
             if bool(((again - first).abs() > 2e-3 * first.abs()).any()):
                 raise UserError(
-                    "Activation checkpointing gave other numbers in the second backward pass of ghost clipping than in "
-                    "the first, whose norms bound nothing then: let it keep torch's random state (preserve_rng_state), "
-                    "draw from torch's own generator, or clip flat."
+                    "Activation checkpointing computed other values in the second backward pass of ghost clipping than "
+                    "in the first, so the norms of the first do not bound them: let it keep torch's random state "
+                    "(preserve_rng_state), draw from torch's own generator, or use clip=flat."
                 )
 
     def end(self) -> None:
-        """It is over: let go of all that leads back to the graph, which leads to it."""
+        """Finish: break the reference cycles with the autograd graph, so that its memory is freed."""
         for group_pass in self.groups.values():
             group_pass.release()
         self.groups.clear()
 
 
 class Passes:
-    """The passes of one engine: the one that runs, and those that wait for their backward pass.
+    """The passes of one engine: the current one, and those whose backward pass is pending.
 
     Args:
-        gradients: of the model's parameters, to which the clipped sums are added.
+        gradients: collects the clipped sums.
     """
 
     def __init__(self, gradients: ClippedGradients) -> None:
@@ -191,21 +191,21 @@ class Passes:
 
     @property
     def current(self) -> Pass:
-        """The one that runs."""
-        assert self.running is not None, "layers run as they are outside of the engine's passes"
+        """The pass that is running."""
+        assert self.running is not None, "layers are not patched outside of the engine's passes"
         return self.running
 
     @contextmanager
-    def forward(self, examples: int, microbatch: Hashable = NOT_NAMED, note: Note | None = None) -> Iterator[None]:
-        """What runs inside is a forward pass of B examples; a named one waits for `backward(…, microbatch)`, and one
-        without a name until the next forward pass. One that fails is forgotten.
+    def forward(self, examples: int, microbatch: Hashable = UNNAMED, note: Note | None = None) -> Iterator[None]:
+        """Run a forward pass of B examples inside. A named one stays pending until `backward(…, microbatch)`, an
+        unnamed one until the next forward pass. One that raises is dropped.
 
         Raises:
-            UserError: inside of another pass.
+            UserError: called inside another pass.
         """
         if self.running is not None:
-            raise UserError("A forward pass was begun inside another pass of the engine: leave that first.")
-        self._end(NOT_NAMED)
+            raise UserError("A forward pass was begun inside another pass of the engine: end that one first.")
+        self._end(UNNAMED)
         begun = self.running = Pass(examples, self, note)
         try:
             yield
@@ -216,24 +216,24 @@ class Passes:
             begun.ended, self.running = True, None
         if note is not None:
             begun.end()
-        elif begun.groups or microbatch is NOT_NAMED:  # else gradients were off
+        elif begun.groups or microbatch is UNNAMED:  # else gradients were disabled
             self._waiting[microbatch] = begun
 
     @contextmanager
-    def backward(self, phase: Phase, microbatch: Hashable = NOT_NAMED) -> Iterator[Pass]:
-        """Inside, the groups of a microbatch (or of the last forward pass) take part; afterwards its pass is over.
+    def backward(self, phase: Phase, microbatch: Hashable = UNNAMED) -> Iterator[Pass]:
+        """Run the backward pass of a microbatch (or of the last forward pass) inside, and finish its pass.
 
         Raises:
-            UserError: inside another one; no forward pass of that name waits.
+            UserError: called inside another backward pass; no forward pass of that name is pending.
         """
         outer = self.running
         if outer is not None and outer.phase is not None:
-            raise UserError("A backward pass was begun inside another one: end that first, they share one set of sums.")
+            raise UserError("A backward pass was begun inside another one: end that first, as both add to .grad.")
         found = self._waiting.pop(microbatch, None)
         if found is None:
-            of = "" if microbatch is NOT_NAMED else f" of microbatch {microbatch!r}"
+            of = "" if microbatch is UNNAMED else f" of microbatch {microbatch!r}"
             raise UserError(
-                f"No forward pass{of} waits for this backward pass: run the model with gradients on inside "
+                f"No forward pass{of} waits for this backward pass: run the model with gradients enabled inside "
                 "engine.forward(examples), or forward(examples, microbatch), once for each backward pass."
             )
         found.phase, self.running = phase, found
@@ -241,10 +241,10 @@ class Passes:
             yield found
         finally:
             found.phase, self.running = None, outer
-            found.end()  # also after an error: a probe's node holds the passes that hold it
+            found.end()  # after an error too: a probe's autograd node and the pass refer to each other
 
     def forget(self) -> None:
-        """Drop the microbatches that wait."""
+        """Drop the pending microbatches."""
         for microbatch in list(self._waiting):
             self._end(microbatch)
 

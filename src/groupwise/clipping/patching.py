@@ -1,7 +1,7 @@
-"""Replaces the forwards of a model's layers while the engine's passes run, and only then.
+"""Replaces the `forward` of a model's layers during the engine's passes, and only then.
 
-Meanwhile parameters of the model that a module reads as its attributes are `PerExample` ones, and layers take theirs
-from `_parameters`.
+During a pass, a module that reads a parameter as an attribute gets a `PerExample`. Layers with a rule read theirs from
+`_parameters`.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +26,14 @@ from groupwise.errors import UserError
 
 
 def _is_replaced(module: nn.Module) -> bool:
-    """Whether its forward is not its class's."""
+    """Whether the module has a forward that is not its class's."""
     forward = module.__dict__.get("forward")
     own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
     return forward is not None and not own
 
 
 def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
-    """Linear layers whose parameters are all frozen, and their rules."""
+    """Linear layers with only frozen parameters, and their rules."""
     for module in model.modules():
         if module._parameters and not _is_replaced(module) and not any(p.requires_grad for p in module.parameters()):
             kind = find_rule(module)
@@ -42,17 +42,17 @@ def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
 
 
 class Patches:
-    """The forwards of an engine's layers that clip, and the parameters that modules read.
+    """The replacements of an engine: the layers' forwards that clip, and the parameters that modules read.
 
     Args:
-        model: the model; its BatchNorm layers refuse to train.
-        layers: its layers, whose `forward` nobody else may have replaced.
+        model: the model; its BatchNorm layers are refused in training mode.
+        layers: its layers, whose `forward` must be that of their class.
         groups: their groups.
         calls: runs layers inside their groups.
-        direct: layers return their parameters' gradients themselves.
+        direct: layers return their parameters' clipped sums to autograd.
 
     Raises:
-        UserError: a layer's forward is replaced already.
+        UserError: a layer's forward has been replaced by something else.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Patches:
             (norm.__dict__, "forward", partial(_run_batch_norm, name, norm, norm.forward))
             for name, norm in batch_norms(model)
         ]
-        """What stands in place of what, while a pass runs: a module's own attributes, a name and its value."""
+        """The replacements: a module's `__dict__`, an attribute's name, and its value during a pass."""
         for module, rule in _frozen_linear(model):
             self._attributes.append((module.__dict__, "forward", partial(frozen_linear, rule)))
         for layer in layers:
@@ -78,7 +78,7 @@ class Patches:
             elif layer.rule is not None:
                 if _is_replaced(layer.module):
                     raise UserError(
-                        f"Layer {layer.name!r} has its forward replaced already: take off what wraps it first."
+                        f"Layer {layer.name!r} has had its forward replaced already: remove that wrapper first."
                     )
                 forward = partial(calls.layer, layer.module, members[layer.name])
             if forward is not None:
@@ -96,7 +96,7 @@ class Patches:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, layers clip; afterwards the model is as it was."""
+        """Install the replacements inside; afterwards the model is as before."""
         before = [own.get(name) for own, name, _ in self._attributes]
         try:
             for own, name, value in self._attributes:
@@ -123,7 +123,7 @@ def _run_batch_norm(name: str, module: _BatchNorm, forward: Callable[..., Any], 
 
 
 class FrozenStatistics(TorchFunctionMode):
-    """Inside, `F.batch_norm` is `frozen_batch_norm`, in a forward of torch's or of a subclass (with an activation)."""
+    """Inside, `F.batch_norm` is `frozen_batch_norm`, also when the forward of a subclass calls it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (frozen_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
@@ -139,9 +139,9 @@ def frozen_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` with running statistics, as a map of each channel.
+    """`F.batch_norm` with running statistics, as an affine map of each channel.
 
-    torch's kernel gives wrong gradients on a CPU for one example whose output gradient is transposed in memory.
+    On a CPU, torch's kernel gives wrong gradients for a single example whose output gradient is transposed in memory.
     """
     if training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -1,15 +1,15 @@
-"""Gives every example a copy of its own of a parameter, behind the parameter's own shape.
+"""Gives every example its own copy of a parameter, behind a tensor of the parameter's shape.
 
-Where a module computes with a parameter by itself (`x * self.scale`, `torch.cat([self.token, x], 1)`), no layer stands
-in between that could keep the examples' gradients apart. There the engine puts a `PerExample` in the parameter's place:
-to the module it has the parameter's shape, but it holds B equal copies, one an example (expanded, so that they take no
-memory). Operations on it alone stay B-fold; as soon as it meets a tensor that holds the batch, example i gets the i-th
-copy. The gradient of the copies, (B, *shape), then is the per-example gradient, for any operation.
+If a module uses a parameter directly (`x * self.scale`, `torch.cat([self.token, x], 1)`), there is no layer call whose
+rule could separate the examples' gradients. The engine then replaces the parameter by a `PerExample`. To the module it
+has the parameter's shape, but it holds B equal copies, one per example (expanded, so that they take no memory).
+Operations on it alone apply to all B copies. When it is combined with a tensor that has a batch axis, example i uses
+copy i. So the gradient of the copies, (B, *shape), is the per-example gradient, for any operation.
 
-What layers with a rule do as well is done by that rule instead, which needs no copy's gradient (`products.py`).
-Functions that are made of products and embeddings say so with `in_place_of`.
+Operations that have a rule (linear maps, embeddings) use it, without a gradient per copy (`products.py`). `in_place_of`
+registers functions that consist of such operations.
 
-The same holds for what a layer makes of an input without a batch axis, such as `wpe(torch.arange(T))`.
+The output of a layer whose input has no batch axis, such as `wpe(torch.arange(T))`, is a `PerExample` too.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ from groupwise.errors import UserError
 
 
 class PerExample(torch.Tensor):
-    """B tensors that look like one; see the module.
+    """B tensors that look like one; see the module docstring.
 
     Args:
-        make: the copies, (B, *shape); asked for when they are first needed.
-        like: a tensor with the shape, dtype and device that it shows.
+        make: returns the copies, (B, *shape); called when they are first needed.
+        like: a tensor with the shape, dtype and device to show.
         origin: the parameter or layer that it comes from, a `calls.GroupOrigin`.
-        source: it is a parameter itself, or some rows of one, rather than something computed.
-        transposed: it is the transpose of such a matrix.
-        part: the rows that it is, None: all.
+        source: whether it is a parameter, or some rows of one, and not computed.
+        transposed: whether it is the transpose of such a matrix.
+        part: the parameter's rows that it consists of; None: all.
     """
 
     make: Callable[[], Tensor]
@@ -57,11 +57,11 @@ class PerExample(torch.Tensor):
     ) -> "PerExample":
         self: PerExample = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=_has_gradient(like)
-        )  # so that a torch.autograd.Function, which no operation here takes apart, leads to it in the graph
+        )  # so that the graph of a torch.autograd.Function, which is not dispatched, leads to this tensor
         self.make, self.origin, self.like = make, origin, like
         self.source, self.transposed, self.part = source, transposed, part
         if source and not transposed and part is None:
-            self._is_param = True  # isinstance(..., nn.Parameter) holds, as it does for what it stands for
+            self._is_param = True  # so that isinstance(..., nn.Parameter) is true
         return self
 
     @property
@@ -71,7 +71,7 @@ class PerExample(torch.Tensor):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a rule can take products with it."""
+        """Whether a rule can compute products with it."""
         return self.source and self.like.dim() == 2 and not self.like.is_complex() and self.like.numel() > 0
 
     @classmethod
@@ -87,8 +87,8 @@ class PerExample(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing reaches it: `__torch_function__` takes every operation apart before."""
-        raise UserError(f"A parameter that a module uses by itself went into {func}, which cannot be clipped.")
+        """Never reached: `__torch_function__` handles every operation before."""
+        raise UserError(f"A parameter that a module uses directly went into {func}, which cannot be clipped.")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -105,7 +105,7 @@ class PerExample(torch.Tensor):
             return func(*args, **kwargs)
         if func in _IN_PLACE_OF and (made := _IN_PLACE_OF[func](*args, **kwargs)) is not NotImplemented:
             return made
-        if (made := _seen_otherwise(name, args, kwargs)) is not None:
+        if (made := _view_of_parameter(name, args, kwargs)) is not None:
             return made
         return _with_copies(func, name, *tree_flatten((args, kwargs)))
 
@@ -115,8 +115,8 @@ _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def in_place_of(*functions: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """Decorator of what computes the same as a function of torch, from the same arguments, without copies; or returns
-    `NotImplemented`."""
+    """Decorator that registers a replacement of torch functions which needs no copies. It takes the same arguments, and
+    returns the same result or `NotImplemented`."""
 
     def register(made: _Function) -> _Function:
         _IN_PLACE_OF.update(dict.fromkeys(functions, made))
@@ -126,7 +126,7 @@ def in_place_of(*functions: Callable[..., Any]) -> Callable[[_Function], _Functi
 
 
 def refuse_unbatched(name: str, x: Tensor, axes: int) -> None:
-    """Refuse an input without a batch: of another number of axes."""
+    """Raise a `UserError` for an input without a batch axis, by its number of axes."""
     if x.dim() != axes:
         raise UserError(
             f"{name} got an input of shape {tuple(x.shape)} where {axes} axes were expected, one of them the batch: "
@@ -135,7 +135,7 @@ def refuse_unbatched(name: str, x: Tensor, axes: int) -> None:
 
 
 def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
-    """An operation with every example's own copy, the i-th in example i's rows of what holds the batch."""
+    """Run an operation with each example's own copy: the i-th copy with example i's rows of the other tensors."""
     mine = [leaf for leaf in leaves if isinstance(leaf, PerExample)]
     origin = mine[0].origin
     places = [_place(leaf, origin) for leaf in leaves]
@@ -144,15 +144,15 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
         made = for_examples(func, leaves, spec, copies, name, origin.label)
         made = tree_map(lambda t: PerExample.of_rows(t, origin) if isinstance(t, Tensor) else t, made)
         return _of_the_batch(made) if name in _REPEATS else made
-    if origin.traces or len(mine[0].rows) == 1:  # nothing is clipped, or all belongs to the one example
+    if origin.traces or len(mine[0].rows) == 1:  # nothing is clipped, or there is only one example
         one = _value if origin.traces else lambda leaf: leaf.rows[0] if isinstance(leaf, PerExample) else leaf
         args, kwargs = tree_map(one, tree_unflatten(leaves, spec))
         return func(*args, **kwargs)
     changes = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-    if changes and isinstance(leaves[0], PerExample):  # it would stay what it was
+    if changes and isinstance(leaves[0], PerExample):  # the copies would not change
         raise UserError(
-            f"{origin.label}, or what was computed from it, is changed in place (by {name}) where it meets the "
-            "examples: use operations that are not in place."
+            f"{origin.label}, or a tensor computed from it, is changed in place (by {name}) with values of the batch: "
+            "use operations that are not in place."
         )
     ranks = [leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]
     if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2):
@@ -169,7 +169,7 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
 
 
 def _place(leaf: Any, origin: Any) -> Layout | None:
-    """Where an argument of an operation holds the batch; None where it does not."""
+    """The layout of an operation's argument; None if it has no batch axis."""
     if not isinstance(leaf, Tensor) or isinstance(leaf, PerExample) or not leaf.numel():
         return None
     layout: Layout = origin.find(leaf)
@@ -179,14 +179,14 @@ def _place(leaf: Any, origin: Any) -> Layout | None:
 def _refuse_tiled(leaf: Any, place: Layout | None, origin: Any) -> None:
     if place is not None and place.order is Order.TILED:
         raise UserError(
-            f"{origin.label} meets a tensor of shape {tuple(leaf.shape)} that holds one row of every example after the "
-            "other, in which its copies cannot be distinguished: put each example's rows together, or freeze it."
+            f"{origin.label} is combined with a tensor of shape {tuple(leaf.shape)} that has one row of every example "
+            "after the other, which is not supported: put each example's rows together, or freeze it."
         )
 
 
 def _of_the_batch(copies: PerExample) -> Tensor:
-    """Copies (B, *shape) that were repeated for the rows of each example, as the plan tells by their shape, become a
-    tensor of the batch: each example's rows hold its own copy."""
+    """If the plan says that copies (B, *shape) were expanded to the batch, turn them into a plain tensor of the batch,
+    in which each example's rows come from its own copy."""
     place = _place(copies.like, copies.origin)
     if place is None:
         return copies
@@ -194,27 +194,27 @@ def _of_the_batch(copies: PerExample) -> Tensor:
     if copies.origin.traces:
         return copies.like
     rows = copies.rows
-    own = rows.unflatten(place.axis + 1, (len(rows), place.each)).diagonal(dim1=0, dim2=place.axis + 1)
+    own = rows.unflatten(place.axis + 1, (len(rows), place.rows_per_example)).diagonal(dim1=0, dim2=place.axis + 1)
     return own.movedim(-1, place.axis).flatten(place.axis, place.axis + 1)
 
 
 def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
-    """Copies (B, *shape) as a plain tensor of `rank` axes that has the examples where `place` says.
+    """Copies (B, *shape) as a plain tensor of `rank` axes with the layout `place`.
 
     Raises:
-        UserError: the copies have several rows there.
+        UserError: the copies have several rows on the batch axis.
     """
     rows, axis = copies.rows, place.axis
     rows = rows.reshape(len(rows), *(1,) * (rank - rows.dim() + 1), *rows.shape[1:])
     if rows.shape[axis + 1] != 1:
         raise UserError(
-            f"{copies.origin.label} has {rows.shape[axis + 1]} rows where it meets a batch (in {name}), so it is "
-            "unknown which example each belongs to: freeze it, or give it one row."
+            f"{copies.origin.label} has {rows.shape[axis + 1]} rows where a tensor in {name} has its batch axis, so it "
+            "is unknown which example each belongs to: freeze it, or give it one row."
         )
     rows = rows.movedim(0, axis + 1).squeeze(axis) if axis else rows.squeeze(1)
     if place.order is Order.TILED:
-        return torch.cat([rows] * place.each, axis)
-    return rows if place.each == 1 else rows.repeat_interleave(place.each, axis)
+        return torch.cat([rows] * place.rows_per_example, axis)
+    return rows if place.rows_per_example == 1 else rows.repeat_interleave(place.rows_per_example, axis)
 
 
 def _name_of(func: Any) -> str:
@@ -227,7 +227,7 @@ def _has_gradient(like: Tensor) -> bool:
 
 
 def _value(leaf: Any) -> Any:
-    """A PerExample's value, (shape), without gradient; anything else as it is."""
+    """A PerExample's value, (*shape), detached; any other object unchanged."""
     return leaf.like.detach() if isinstance(leaf, PerExample) else leaf
 
 
@@ -235,7 +235,7 @@ _DESCRIBES = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
     *("element_size", "get_device", "__len__", "__hash__", "storage_offset", "is_signed", "is_inference"),
 }
-"""Methods that ask for its shape or kind only, as do most attributes."""
+"""Methods that need only its shape or dtype, as do most attributes."""
 
 _VALUES = {
     *("get data", "get grad", "detach", "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy"),
@@ -251,33 +251,33 @@ _BROADCASTS = {
     *("rsub", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "where", "lerp", "addcmul"),
     *("masked_fill", "scaled_dot_product_attention"),
 }
-"""Operations that match axes from the last on, so that copies can stand beside the batch."""
+"""Operations that broadcast from the last axis on, so that copies can be aligned with the batch."""
 
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
-"""Products of matrices, which match all axes but the last two where they have such."""
+"""Matrix products, which broadcast all axes but the last two."""
 
 _REPEATS = {"expand", "broadcast_to", "repeat", "tile", "repeat_interleave", "stack", "cat", "concat", "concatenate"}
-"""Operations that can make a row for each example."""
+"""Operations that can expand a parameter to one row per example."""
 
 _COMPUTED = {"get data", "get grad", "get real", "get imag", "get T", "get mT", "get H", "get mH"}
 """Attributes that are tensors."""
 
 _TRANSPOSES = {"get T", "get mT", "get H", "get mH", "t", "adjoint", "transpose", "swapaxes", "swapdims"}
-"""Operations that swap the axes of a matrix of real numbers; some get the axes, some not."""
+"""Operations that transpose a real matrix, with or without axes as arguments."""
 
 
-def _seen_otherwise(name: str, args: Any, kwargs: Any) -> Any:
-    """Operations that only look at a parameter in another way, and ask nothing of what it meets; None of others."""
+def _view_of_parameter(name: str, args: Any, kwargs: Any) -> Any:
+    """The result of an operation that only makes a view of a parameter (transpose, expand, some rows); else None."""
     if not args or not isinstance(args[0], PerExample) or (kwargs and name != "split"):
         return None
     seen, rest = args[0], (*args[1:], *kwargs.values())  # torch names the axis of `split`
     if name == "repeat":
         times = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
         counts = list(zip(times, (*(1,) * (len(times) - seen.dim()), *seen.shape), strict=True))
-        if all(1 in pair for pair in counts):  # so that no time takes memory
+        if all(1 in pair for pair in counts):  # then expanding does the same without memory
             made = seen.expand([count * size for count, size in counts])
-            return made if isinstance(made, PerExample) else made.contiguous()  # as of torch's repeat, for a view
-    if name == "expand_as" and len(rest) == 1:  # what it is like tells its shape alone
+            return made if isinstance(made, PerExample) else made.contiguous()  # torch's repeat returns no view
+    if name == "expand_as" and len(rest) == 1:  # only the shape of the other tensor matters
         return seen.expand(rest[0].shape)
     if name in ("to", "type_as") and len(rest) == 1 and isinstance(rest[0], Tensor):
         return seen.to(rest[0].device, rest[0].dtype)

@@ -1,6 +1,6 @@
-"""Does products and embeddings of parameters that modules read by the rules of such layers, without copies.
+"""Clips products and embeddings of parameters that a module uses directly by layer rules, without copies.
 
-Attention and bags of embeddings are functions of torch that are made of such.
+This includes torch's attention and bags of embeddings, which consist of such operations.
 """
 
 from types import FunctionType
@@ -16,7 +16,7 @@ from groupwise.errors import UserError
 
 @in_place_of(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b; a bias that is computed, or trains in another group, is added to the product."""
+    """x Wᵀ + b. A bias that is computed, or in another group, is added to the product."""
     if bias is None or _pairs(weight, bias):
         return _product(input, weight, bias)
     made = _product(input, weight) if isinstance(weight, PerExample) else F.linear(input, weight)
@@ -25,7 +25,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @in_place_of(torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """x W, or W x where x has the batch on another axis than its last two."""
+    """x W, or W x if the batch axis of x is none of its last two."""
     if isinstance(other, PerExample):
         return _product(input, other.mT) if other.is_matrix else NotImplemented
     if other.dim() < 3:
@@ -56,23 +56,23 @@ def embedding(
     return rows
 
 
-_OWN: Any = F.multi_head_attention_forward
-_ITSELF = FunctionType(
-    _OWN.__code__, _OWN.__globals__ | {"has_torch_function": lambda tensors: False}, argdefs=_OWN.__defaults__
+_TORCHS: Any = F.multi_head_attention_forward
+_ATTENTION = FunctionType(
+    _TORCHS.__code__, _TORCHS.__globals__ | {"has_torch_function": lambda tensors: False}, argdefs=_TORCHS.__defaults__
 )
-"""The same code, which runs where torch would hand the function over as a whole."""
+"""torch's own code without its `__torch_function__` dispatch, so that each operation inside is dispatched instead."""
 
 
 @in_place_of(F.multi_head_attention_forward)
 def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """What the function of torch computes, from the same arguments, with the products in it clipped one by one.
+    """torch's `F.multi_head_attention_forward`, with each of its products clipped.
 
     Raises:
-        UserError: an input without a batch.
+        UserError: an input without a batch axis.
     """
     for x in (query, key, value):
         refuse_unbatched("MultiheadAttention", x, 3)
-    made: tuple[Tensor, Tensor | None] = _ITSELF(query, key, value, *args, **kwargs)
+    made: tuple[Tensor, Tensor | None] = _ATTENTION(query, key, value, *args, **kwargs)
     return made
 
 
@@ -90,30 +90,30 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Sums or means of embeddings, as the function of torch computes them from the same arguments; maxima by copies.
+    """torch's `F.embedding_bag` for sums and means of embeddings; mode "max" uses copies.
 
     Args:
         input: indices (B, L).
         weight: the table (V, d).
-        per_sample_weights: factors of the rows, like the input; for mode "sum".
+        per_sample_weights: factors of the rows, of the input's shape; for mode "sum".
 
     Returns:
-        Sums or means over the bags, (B, d); zeros for an empty one.
+        Sums or means over the bags, (B, d); zeros for an empty bag.
 
     Raises:
-        UserError: shapes that do not fit, or an option that cannot be clipped.
+        UserError: offsets or unsupported shapes, or an option that cannot be clipped.
     """
     factors = per_sample_weights is None or (mode == "sum" and per_sample_weights.shape == input.shape)
     if offsets is not None or input.dim() != 2 or not factors:
         raise UserError(
             f"EmbeddingBag got an input of shape {tuple(input.shape)} with{'out' * (offsets is None)} offsets, in mode "
-            f"{mode!r}: give bags by places, (B, L), filled up with padding_idx; no offsets; and per_sample_weights "
-            "like the input, for mode 'sum' alone."
+            f"{mode!r}: give bags as rows, (B, L), filled up with padding_idx; no offsets; and per_sample_weights "
+            "of the input's shape, for mode 'sum' alone."
         )
     refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
     if mode == "max":
         return NotImplemented
-    input = input.long()  # the kernel has one type for all numbers
+    input = input.long()  # the kernel needs a single index dtype
     inside = None if padding_idx is None else input != padding_idx
     rows = F.embedding(input, weight, padding_idx)
     rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(2)
@@ -124,35 +124,35 @@ def embedding_bag(
 
 
 def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
-    """Refuse options of an embedding that cannot be clipped, by name."""
+    """Raise a `UserError` for options of an embedding that cannot be clipped."""
     if isinstance(weight, PerExample) and (max_norm or scale_grad_by_freq or sparse):
         raise UserError(
             f"{weight.origin.label} goes into an embedding with max_norm (which rewrites rows in the forward pass), "
-            "scale_grad_by_freq (which mixes examples) or sparse gradients (which carry no noise): do without."
+            "scale_grad_by_freq (which mixes examples) or sparse gradients (which get no noise): leave the option out."
         )
 
 
-def late(
+def stepwise_linear(
     weight: PerExample, bias: Tensor | None, like: Tensor, inputs: list[Tensor]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A weight's and a bias's values, and zeros (B, T, p) with the gradients of T products x Wᵀ + b.
+    """The values of W and b, and zeros (B, T, p) to add to T products x Wᵀ + b, whose gradients are clipped as one.
 
     Args:
         weight: W (p, d).
         bias: (p,), or None.
-        like: (B, T, ...), which holds the examples as x does.
-        inputs: gets x, (B, T, d), before the backward pass.
+        like: (B, T, ...), a tensor with the layout of x.
+        inputs: the caller puts x, (B, T, d), into this list before the backward pass.
 
     Raises:
         UserError: the weight is computed.
     """
     if not weight.is_matrix or weight.transposed:
         raise UserError(
-            f"{weight.origin.label} becomes a weight of a recurrent layer by a computation (weight_norm, say): take it "
-            "off, or freeze it."
+            f"{weight.origin.label} becomes a weight of a recurrent layer by a computation (weight_norm, say): remove "
+            "that, or freeze it."
         )
     paired = bias if _pairs(weight, bias) else None
-    values, own, zeros = weight.origin.late(weight, paired, like, inputs)
+    values, own, zeros = weight.origin.stepwise_linear(weight, paired, like, inputs)
     return values, bias if paired is None else own, zeros
 
 
@@ -162,8 +162,8 @@ def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int
     Args:
         x: (..., d).
         weight: W (p, d).
-        bias: (p,), which pairs with it.
-        batch_axes: how many of x's axes may hold the batch, by default all but the last.
+        bias: (p,), a parameter of the same group.
+        batch_axes: how many leading axes of x may be the batch axis, by default all but the last.
     """
     if not isinstance(weight, PerExample) or not weight.is_matrix or x.dim() < 2 or not x.numel():
         return NotImplemented
@@ -171,13 +171,13 @@ def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int
     if not isinstance(x, PerExample):
         layout = weight.origin.find(x, meets=False)
         axes = x.dim() - 1 if batch_axes is None else batch_axes
-        if not layout.shared and (layout.axis >= axes or (layout.axis and layout.each > 1)):
+        if not layout.shared and (layout.axis >= axes or (layout.axis and layout.rows_per_example > 1)):
             return NotImplemented
     return weight.origin.linear(weight, x, bias, layout)
 
 
 def _pairs(weight: Any, bias: Any) -> bool:
-    """Whether both are parameters, or rows of them, that one layer of a group can have."""
+    """Whether both are parameters of one group, or rows of these, that one rule can take as weight and bias."""
     if not (isinstance(weight, PerExample) and isinstance(bias, PerExample) and weight.source and bias.source):
         return False
     return bias.like.dim() == 1 and len(bias.like) == len(weight.like) and bool(weight.origin.pairs(bias))

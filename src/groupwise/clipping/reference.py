@@ -1,4 +1,4 @@
-"""Clips by a loop over single examples, the truth; explains how the engine computes norms."""
+"""Clips by a loop over single examples, as the reference for the engine; explains how the engine computes norms."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from groupwise.clipping.partition import Partition, find_layers
 
 @dataclass(frozen=True)
 class Reference:
-    """Clipped sums by parameter name, per-example norms (K, n) and counts (K,), each example once; Σ_i factor_i·‖g^(i)‖
-    by name."""
+    """Clipped sums by parameter name; per-example norms (K, n) and counts (K,), each example once; and, by parameter
+    name, Σ_i factor_i·‖g^(i)‖."""
 
     sums: dict[str, Tensor]
     norms: Tensor
@@ -32,7 +32,7 @@ def clipped_sums(
     clip_rule: ClipRule = clip_factors,
     times: Sequence[int] | None = None,
 ) -> Reference:
-    """Σ_i g_k^(i)·factor(‖g_k^(i)‖, C_k) with one backward pass an example.
+    """Σ_i g_k^(i)·factor(‖g_k^(i)‖, C_k), with one backward pass per example.
 
     Args:
         model: the model, with no engine attached (or bypassed).
@@ -40,7 +40,7 @@ def clipped_sums(
         examples: the indices to sum over.
         partition: the groups.
         thresholds: C_k, (K,).
-        clip_rule: the rule of the engine that is compared.
+        clip_rule: the clip rule of the engine.
         times: how often each example is in the batch; once by default.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
@@ -71,9 +71,9 @@ _HEAD = ("layer", "type", "input -> output", "norms by", "estimated, for norms a
 
 
 def explain(engine: ClippingEngine) -> str:
-    """A table of layers: the formula chosen in the last backward pass, and what the others would have cost.
+    """A table of layers: the norm formula that the last backward pass used, and the estimated cost of each formula.
 
-    Layers with one way only (embeddings, normalisations, inputs without a second axis) say so.
+    Some layers have only one way (embeddings, normalisations, inputs without a second axis).
     """
     rows = [_HEAD, *(_row(member) for group in engine.groups for member in group.members)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]

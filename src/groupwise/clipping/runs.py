@@ -1,6 +1,6 @@
-"""Runs a few examples through a model, on the same random numbers each time, and tells where two runs differ.
+"""Runs a few examples through a model with the same random numbers each time, and finds where two runs differ.
 
-It also notes which random numbers a forward pass draws, in which module, or gives their expectation instead.
+It also records which random numbers a forward pass draws, and in which module, or replaces them by their expectation.
 """
 
 import math
@@ -18,50 +18,50 @@ from torch.utils._pytree import tree_leaves
 from groupwise.clipping.checks import check_losses
 from groupwise.clipping.unchanged import Generators
 
-Border = Callable[[str, Any], None]
+Observe = Callable[[str, Any], None]
 """Called when a forward pass enters a module ("the input of ...", arguments) or leaves it ("the output of ...")."""
 
 OUTSIDE = "the loss, outside of the model's modules"
 LEAST_LOSS = 0.1
-"""A loss has the rounding of the numbers that it comes from, however small it is: smaller ones are compared as this."""
+"""Losses below this are compared as if they were this large: their rounding comes from larger intermediate values."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One random operation: its name in torch, where it ran, the shapes of what it gave."""
+    """One random operation: its name in torch, the module that ran it, and the shapes of its results."""
 
     name: str
     place: str
     shapes: tuple[tuple[int, ...], ...]
     by_hand: bool
-    """Whether the operation was given a generator."""
-    calms: bool
+    """Whether a generator was passed to the operation."""
+    has_expectation: bool
     """Whether its expectation is known."""
 
 
 class Draws(TorchDispatchMode):
-    """Inside, random operations of torch are noted.
+    """Records torch's random operations inside.
 
     Args:
-        place: tells the module that runs.
-        generators: to which those that an operation is given by hand are added.
-        calm: give the expectation instead of random numbers (a dropout mask that keeps all, a slope in the middle), so
-            that an example meets the same numbers alone as among others. The model stays in training mode. Operations
-            that draw more or fewer numbers by the values that they meet (`FOLLOWING_VALUES`) always do, and what is
-            drawn after them does not depend on how often they drew.
-        forced: a draw, and the number that it and its like give instead of random ones.
+        place: names the running module.
+        generators: generators that are passed to an operation are added to these.
+        mean: replace random numbers by their expectation (a dropout mask that keeps everything, the middle slope),
+            so that an example meets the same numbers alone and in a batch. The model stays in training mode. Operations
+            whose number of draws depends on values (`VALUE_DEPENDENT`) always get their expectation, and torch is
+            seeded again after them.
+        forced: a draw, and the number that all equal draws return instead of random numbers.
     """
 
     def __init__(
         self,
         place: Callable[[], str],
         generators: Generators,
-        calm: bool = False,
+        mean: bool = False,
         forced: tuple[Draw, float] | None = None,
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
-        self._place, self._generators, self._calm, self._forced = place, generators, calm, forced
+        self._place, self._generators, self._mean, self._forced = place, generators, mean, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,9 +73,9 @@ class Draws(TorchDispatchMode):
         if by_hand:
             self._generators.add(given["generator"])
         name = func.overloadpacket.__name__
-        calm = self._calm or name in FOLLOWING_VALUES
+        mean = self._mean or name in VALUE_DEPENDENT
         changed = {"dropout_p": 0.0} if "dropout_p" in names else _CHANGED.get(name, lambda _: {})(given)
-        if calm and changed:
+        if mean and changed:
             given |= changed
             args, kwargs = (
                 [given[n] for n in names[: len(args)]],
@@ -87,9 +87,9 @@ class Draws(TorchDispatchMode):
         self.taken.append(draw)
         if self._forced is not None and self._forced[0] == draw:
             made.fill_(self._forced[1])
-        if calm and name in _EXPECTED:
+        if mean and name in _EXPECTED:
             made.copy_(torch.as_tensor(_EXPECTED[name](given)))
-        if name in FOLLOWING_VALUES and not self._calm:
+        if name in VALUE_DEPENDENT and not self._mean:
             self._generators.seed_torch(len(self.taken))
         return made
 
@@ -103,9 +103,9 @@ _CHANGED: dict[str, Callable[[dict[str, Any]], dict[str, float]]] = {
     "rrelu_with_noise": _middle,
     "rrelu_with_noise_": _middle,
 }
-"""Operations that draw inside and give something else: the arguments that take the chance out."""
+"""Operations that draw random numbers internally: the arguments that make them deterministic."""
 
-FOLLOWING_VALUES = {
+VALUE_DEPENDENT = {
     "rrelu_with_noise",
     "rrelu_with_noise_",
     "poisson",
@@ -113,8 +113,8 @@ FOLLOWING_VALUES = {
     "_standard_gamma",
     "_sample_dirichlet",
 }
-"""Operations that take more or fewer numbers from the generator by the values that they meet: what is drawn after them
-is another number when one example is replaced, of the same law."""
+"""Operations whose number of draws depends on the values in their arguments. If one example is replaced, the random
+numbers that are drawn after them are others, with the same distribution."""
 
 _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "bernoulli": lambda given: given.get("p", given["self"]),
@@ -139,16 +139,16 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "geometric_": lambda given: 1,
     "cauchy_": lambda given: given.get("median", 0.0),
 }
-"""Operations that give random numbers: what they give on average, or at least always."""
+"""Operations that return random numbers: their expectation, or at least a possible value."""
 
 
 class Runs:
     """Forward passes of a model that always begin with the same random numbers.
 
     Args:
-        model: in which modules are followed.
+        model: the model, whose modules are observed.
         losses_of: indices of examples -> their losses, (n,).
-        generators: those that are seeded.
+        generators: the generators to seed.
     """
 
     def __init__(self, model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor], generators: Generators) -> None:
@@ -156,14 +156,14 @@ class Runs:
         self._open: list[str] = []
 
     def place(self) -> str:
-        """The module whose code runs, in words; inside of `drawing` only."""
+        """The module that is running, in words; only inside `drawing`."""
         return self._open[-1] if self._open else OUTSIDE
 
     def losses(self, examples: Sequence[int]) -> Tensor:
-        """As `losses_of`, (n,).
+        """`losses_of(examples)`, (n,), after seeding the generators.
 
         Raises:
-            UserError: they are not one number for each example.
+            UserError: they are not one number per example.
         """
         self.generators.seed(0)
         losses = self.losses_of(examples)
@@ -172,48 +172,48 @@ class Runs:
 
     @contextmanager
     def drawing(
-        self, calm: bool = False, border: Border | None = None, forced: tuple[Draw, float] | None = None
+        self, mean: bool = False, observe: Observe | None = None, forced: tuple[Draw, float] | None = None
     ) -> Iterator[Draws]:
-        """Inside, modules are followed, and random numbers are noted, calmed or forced (see `Draws`)."""
+        """Inside, modules are observed, and random numbers are recorded, or replaced (see `Draws`)."""
         self._open.clear()
         hooks = []
         for name, module in self.model.named_modules():
             label = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-            enter, leave = partial(self._enter, label, border), partial(self._leave, label, border)
+            enter, leave = partial(self._enter, label, observe), partial(self._leave, label, observe)
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave))
         try:
-            with Draws(self.place, self.generators, calm, forced) as draws:
+            with Draws(self.place, self.generators, mean, forced) as draws:
                 yield draws
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _enter(self, label: str, border: Border | None, module: nn.Module, *given: Any) -> None:
-        if border is not None:
-            border(f"the input of {label}", given)
+    def _enter(self, label: str, observe: Observe | None, module: nn.Module, *given: Any) -> None:
+        if observe is not None:
+            observe(f"the input of {label}", given)
         self._open.append(label)
 
-    def _leave(self, label: str, border: Border | None, module: nn.Module, given: Any, made: Any) -> None:
-        if border is not None:
-            border(f"the output of {label}", made)
+    def _leave(self, label: str, observe: Observe | None, module: nn.Module, given: Any, made: Any) -> None:
+        if observe is not None:
+            observe(f"the output of {label}", made)
         self._open.pop()
 
     def first_difference(
-        self, one: Sequence[int], other: Sequence[int], kept: Sequence[int], calm: bool = False
+        self, one: Sequence[int], other: Sequence[int], kept: Sequence[int], mean: bool = False
     ) -> str:
-        """Where the kept rows of two batches part in a forward pass, as an insertion into a sentence; or nothing."""
-        before, after = (self._fingerprints(batch, kept, calm) for batch in (one, other))
+        """The first place where the kept rows of two batches differ in a forward pass, as a text in brackets; or ""."""
+        before, after = (self._fingerprints(batch, kept, mean) for batch in (one, other))
         for (place, ours), (there, theirs) in zip(before, after, strict=False):
             pairs = zip(ours, theirs, strict=False)
             if place != there or len(ours) != len(theirs) or any(moved_rows(*pair, 1e-4) for pair in pairs):
                 return f" (first seen in {place})"
         return ""
 
-    def _fingerprints(self, batch: Sequence[int], kept: Sequence[int], calm: bool) -> list[tuple[str, list[Tensor]]]:
-        """Of some rows of every tensor that enters or leaves a module, in the order of the calls, and of the losses.
+    def _fingerprints(self, batch: Sequence[int], kept: Sequence[int], mean: bool) -> list[tuple[str, list[Tensor]]]:
+        """Fingerprints of the kept rows of all module inputs and outputs, in the order of the calls, and of the losses.
 
-        Tensors whose first axis is not made of the batch are left out.
+        Tensors whose first axis is not a multiple of the batch size are left out.
         """
         taken: list[tuple[str, list[Tensor]]] = []
 
@@ -222,13 +222,13 @@ class Runs:
             rows = (t.reshape(len(batch), -1) for t in tensors if len(t) % len(batch) == 0)
             taken.append((place, [fingerprints(t, 0)[list(kept)] for t in rows]))
 
-        with self.drawing(calm, take):
+        with self.drawing(mean, take):
             take("the losses", self.losses(batch))
         return taken
 
 
 def fingerprints(x: Tensor, axis: int | None) -> Tensor:
-    """A projection of each row and its norm, (rows, 2) float64 on the CPU; the whole is one row where axis is None."""
+    """A projection and the norm of each row, (rows, 2) float64 on the CPU; if axis is None, x is a single row."""
     x = torch.view_as_real(x) if x.is_complex() else x
     rows = x.detach().reshape(1, -1) if axis is None else x.detach().movedim(axis, 0).reshape(x.shape[axis], -1)
     rows = rows.double().nan_to_num(0.12345, 1e30, -1e30)
@@ -244,7 +244,7 @@ def moved_rows(one: Tensor, two: Tensor, tolerance: float = 1e-6) -> list[int]:
 
 
 def moved_losses(before: Tensor, after: Tensor, tolerance: float) -> list[int]:
-    """Which losses (n,) differ by more than a share of themselves; two that are not finite are alike."""
+    """Indices of losses (n,) that differ by more than a relative tolerance; two non-finite losses count as equal."""
     before, after = before.detach().double().cpu(), after.detach().double().cpu()
     apart = (before - after).abs() > tolerance * after.abs().clamp_min(LEAST_LOSS)
     return (apart | (before.isfinite() != after.isfinite())).nonzero().flatten().tolist()

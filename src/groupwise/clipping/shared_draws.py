@@ -1,4 +1,4 @@
-"""Refuses random numbers that examples share, and that the run's secret key does not seed."""
+"""Checks that examples do not share random numbers, and that the run's secret key seeds all of them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -11,16 +11,16 @@ from groupwise.errors import UserError
 
 
 def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
-    """Refuse random numbers that examples share, by the module in which they are drawn.
+    """Check that every example draws its own random numbers.
 
-    The guarantee couples two batches that differ in one example: all others must meet the same masks in both.
+    The proof compares two batches that differ in one example: all other examples must get the same masks in both.
 
     Args:
         runs: of the model.
-        examples: two of them run first, then these rows twice: draws of their own double.
+        examples: two of them run first, then both twice: draws that each example makes for itself double.
 
     Returns:
-        Whether the expectation of all draws is known, which an example can meet alone as among others.
+        Whether the expectation of all draws is known. Then an example can be compared alone and in a batch.
 
     Raises:
         UserError: naming the module.
@@ -28,7 +28,7 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     half = (list(examples) * 2)[:2]
     runs.generators.seed(0)
     host = _Host(runs)
-    with runs.drawing(border=host.look) as some:
+    with runs.drawing(observe=host.look) as some:
         runs.losses(half)
         host.look()
     if host.drawn:
@@ -42,14 +42,14 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     for draw in some.taken:
         if draw.by_hand:
             raise UserError(
-                f"torch.{draw.name.strip('_')} draws in {draw.place} from a generator that it is given, which the "
+                f"torch.{draw.name.strip('_')} draws in {draw.place} from a generator that is passed to it, which the "
                 "run's secret key does not seed: leave generator= out."
             )
     for draw in dict.fromkeys(_shared(some.taken, twice.taken)):
         if not _without_effect(runs, half, draw):
             what = f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))}"
             _refuse(f"{what} in {draw.place} for all {len(half)} examples of a batch")
-    return not host.drawn and all(draw.calms for draw in some.taken)
+    return not host.drawn and all(draw.has_expectation for draw in some.taken)
 
 
 def _refuse(what: str) -> NoReturn:
@@ -60,10 +60,10 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _shared(some: Sequence[Draw], twice: Sequence[Draw]) -> Iterator[Draw]:
-    """The draws that examples share, from a forward pass and another one with every row there twice.
+    """The draws that examples share, from a forward pass and a second one in which every row occurs twice.
 
-    What each example draws for itself has an axis that grows with the rows, or is drawn once an example. A permutation
-    of the rows is one draw for all of them.
+    A draw that belongs to one example has an axis that grows with the batch, or is made once per example. A permutation
+    of the rows is a single draw for all examples.
     """
     for kind in dict.fromkeys((draw.place, draw.name) for draw in (*some, *twice)):
         ours, theirs = ([draw for draw in draws if (draw.place, draw.name) == kind] for draws in (some, twice))
@@ -80,13 +80,13 @@ def _shared(some: Sequence[Draw], twice: Sequence[Draw]) -> Iterator[Draw]:
 
 
 def _doubled(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
-    """One axis is twice as long, the others are equal."""
+    """Whether one axis is twice as long and the others are equal."""
     differ = [(a, b) for a, b in zip(one, two, strict=False) if a != b]
     return len(one) == len(two) and len(differ) == 1 and differ[0][1] == 2 * differ[0][0]
 
 
 def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
-    """Whether numbers from 0 to 1 change nothing: a layer drop at rate 0 draws them all the same."""
+    """Whether the losses are the same for any numbers from 0 to 1, as for layer drop at rate 0."""
     if draw.name not in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"):
         return False
     losses = []
@@ -97,7 +97,7 @@ def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
 
 
 class _Host:
-    """Where Python's and numpy's generators were drawn from: a place -> the generator's name."""
+    """Records which modules drew from Python's or numpy's generators: module -> the generator's name."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs, self._last = runs, host_states()

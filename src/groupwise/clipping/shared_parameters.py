@@ -1,10 +1,10 @@
-"""Finds joint norms of parameters that several layers, or several calls of one layer, use: one gradient an example.
+"""Computes joint norms of parameters that several layers, or several calls of one layer, use (tied weights).
 
 With uses a and b the norm is ‖a + b‖² = ‖a‖² + ‖b‖² + 2⟨a, b⟩. Adding the uses as if they were separate parameters
-would under-state the norm by up to √2 for two uses: a privacy bug. Calls of one layer whose rows may follow each other
-(T steps of a recurrence are one sequence) become one call, which costs what a sequence costs. For all others members
-report the squares, and this file the rest: from outer products where both rules give them (`outer_products`), else from
-materialised gradients.
+would make the norm up to √2 too small for two uses: a privacy bug. Calls of one layer are stacked into one call if its
+rule can do that (the T steps of a recurrence become one sequence). Otherwise each call reports its own square, and this
+module computes the cross terms: from outer products if both rules give them (`outer_products`), else from per-example
+gradients.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from groupwise.clipping.rules.base import LayerRule, Saved
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call that a group's norm needs once more: the rule that takes it, its layer, what was saved, its gradients."""
+    """A call in the backward pass: its rule, its layer, its saved tensors and its output gradients g."""
 
     rule: LayerRule
     member: ClippedLayer
@@ -31,16 +31,16 @@ class LayerCall:
 
 
 def overlap(uses: list[slice | None]) -> bool:
-    """Whether two uses of a parameter, in all its rows (None) or in some, share an entry."""
+    """Whether two uses of a parameter overlap; a use is a slice of its rows, or None for all."""
     known = sorted((use.start, use.stop) for use in uses if use is not None)
     return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
 
 
 def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
-    """Calls of one layer become one call with all their rows, where its rule can do that.
+    """Stack the calls of each layer into one call with all their rows, if its rule can do that.
 
     Returns:
-        All calls, with those made of several calls in their places; and those whose norms nobody has formed yet.
+        All calls after stacking; and those whose norms have not been computed yet.
     """
     by_layer: dict[int, list[LayerCall]] = {}
     for call in calls:
@@ -55,11 +55,11 @@ def _stacked(calls: list[LayerCall]) -> LayerCall:
 
 
 def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
-    """Parts of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; none where nothing is shared.
+    """The terms of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; [] if nothing is shared.
 
     Args:
         calls: of one group.
-        examples: B; a call may have several rows of each.
+        examples: B; a call may have several rows per example.
     """
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
@@ -81,13 +81,13 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
 
 
 def _outer_products(call: LayerCall, local: int) -> OuterProducts | None:
-    if local != 0 or any(call.member.rows):  # of a part of a weight they would be about other rows
+    if local != 0 or any(call.member.rows):  # for a part of a weight, row indices would not match
         return None
     return call.rule.outer_products(call.saved, call.g)
 
 
 def _materialized_cross_terms(uses: list[tuple[LayerCall, int]], examples: int) -> Tensor:
-    """The same from materialised per-example gradients, a few examples at a time."""
+    """The same from per-example gradients, formed a few examples at a time."""
     only = [tuple(i == local for i in range(len(call.member.wanted))) for call, local in uses]
     parts_of = [call.member.rows[local] for call, local in uses]
     size = max(call.rule.size(wanted) for (call, _), wanted in zip(uses, only, strict=True))

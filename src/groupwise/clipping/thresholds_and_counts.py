@@ -1,4 +1,4 @@
-"""Holds a model's clipping groups, the thresholds that are in force, and the counts of a batch."""
+"""Holds a model's clipping groups, their current thresholds, and the counts of a batch."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ from groupwise.errors import UserError
 
 
 class ThresholdsAndCounts:
-    """The groups of a partition, with their thresholds and counts: what an engine's passes read and write.
+    """The groups of a partition with their thresholds and counts; the base class of the engine.
 
     Args:
         model: the model.
         partition: which of its layers are clipped together.
-        groups: those of the partition.
-        table: their thresholds, (K,), of which each has its entry.
+        groups: the partition's groups.
+        table: their thresholds, (K,); each group holds a view of its entry.
     """
 
     def __init__(
@@ -33,29 +33,29 @@ class ThresholdsAndCounts:
         self._clipped: Tensor | None = None
         self._count_at = torch.ones_like(self._table)
         self._totals = torch.zeros(2, len(partition), dtype=torch.int64, device=self._table.device)
-        """How many norms were within the thresholds, and how many were not finite: on the device of the norms."""
+        """By group, the norms within the count threshold and the norms that are not finite; on the norms' device."""
         self._read: Tensor | None = None
         self._unmasked = False
         self.examples = 0
-        """Examples since `reset`, fillers among them."""
+        """Examples since `reset`, filler rows included."""
 
     @property
     def thresholds(self) -> Tensor:
-        """C_k that clips, (K,)."""
+        """The clipping thresholds C_k, (K,)."""
         return self._table.clone()
 
     @property
     def count_thresholds(self) -> Tensor:
-        """The thresholds that counts are taken at, (K,)."""
+        """The thresholds that norms are compared with for the counts, (K,)."""
         return self._count_at.clone()
 
     def set_thresholds(
         self, clip: float | Sequence[float] | Tensor, count: Sequence[float] | Tensor | None = None
     ) -> None:
-        """Set the thresholds that clip and, where they differ, those that the counts are taken at; both (K,).
+        """Set the clipping thresholds, and the count thresholds if they differ; both (K,).
 
         Raises:
-            UserError: not one finite positive number a group.
+            UserError: not one finite positive number per group.
         """
         values = one_each(len(self.groups), clip)
         self._clip = values
@@ -63,15 +63,15 @@ class ThresholdsAndCounts:
         self._table.copy_(values)
 
     def sensitivity(self, relation: str) -> Sensitivity:
-        """How far one example moves the clipped sums that are in .grad since `reset`; the noise is scaled by it.
+        """The sensitivity of the sums that were added to .grad since `reset`, which the noise is scaled to.
 
         Its thresholds are the largest that clipped. .grad must have been cleared when the batch began.
 
         Args:
-            relation: which batches are neighbours, by the name that the privacy plan uses: "add_remove".
+            relation: which batches are neighbours, by the name in the privacy plan: "add_remove".
 
         Raises:
-            UserError: a relation for which no bound is proven; sums that are `has_nonfinite`.
+            UserError: no bound is proven for this relation; the sums are `has_nonfinite`.
         """
         if self.has_nonfinite:
             raise UserError("A norm is not finite and masks_rows was False: begin the batch again with True.")
@@ -92,19 +92,19 @@ class ThresholdsAndCounts:
 
     @property
     def nonfinite(self) -> int:
-        """Examples left out since `reset` because a norm was not finite (the most over groups)."""
+        """How many examples were left out since `reset` because a norm was not finite (maximum over groups)."""
         return int(self._on_host()[1].max())
 
     def _on_host(self) -> Tensor:
-        """The host waits for the device once, whatever is asked."""
+        """The totals on the CPU; they are copied, and the device synchronised, at most once per batch."""
         if self._read is None:
             self._read = self._totals.cpu()
         return self._read
 
     @property
     def masks_rows(self) -> bool:
-        """Whether rows of examples that are left out become zeros first (0 · NaN is NaN), which copies all rows on a
-        GPU; a CPU looks. Who can begin a batch again sets it to False, and to True for one that was `has_nonfinite`."""
+        """On a GPU, whether rows of dropped examples are set to zero (0 · NaN is NaN); this copies all rows. To save
+        the copy, set it to False, and repeat a batch that `has_nonfinite` with True."""
         return self.groups[0].masks
 
     @masks_rows.setter
@@ -114,7 +114,7 @@ class ThresholdsAndCounts:
 
     @property
     def has_nonfinite(self) -> bool:
-        """Whether sums since `reset` may hold what is no number: an example was left out, and rows were not masked."""
+        """Whether the sums since `reset` may hold NaN: an example's norm was not finite, and rows were not masked."""
         return self._unmasked and bool(self._on_host()[1].any())
 
     @property
@@ -124,7 +124,7 @@ class ThresholdsAndCounts:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What runs backward inside leaves no mark on `counts`, `nonfinite` and `examples`."""
+        """Backward passes inside do not change `counts`, `nonfinite` and `examples`."""
         before, totals = (self.examples, self._clipped, self._read, self._unmasked), self._totals.clone()
         try:
             yield
@@ -133,19 +133,19 @@ class ThresholdsAndCounts:
             self._totals.copy_(totals)
 
     def factors(self, squared_norms: Tensor, group: int = 0) -> Tensor:
-        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 where a norm is not finite."""
+        """Clip factors (n,) for squared norms (n,) at the group's threshold; 0 for a norm that is not finite."""
         return clip_factors_of([self.groups[group]], [squared_norms])[0].values
 
     def count_norms(self, squared_norms: Tensor) -> None:
-        """Count the examples of a whole batch by squared norms (K, n) from elsewhere, as of all stages of a pipeline.
+        """Count the examples of a batch by given squared norms (K, n), such as the sums over all pipeline stages.
 
         Raises:
-            UserError: not one row a group.
+            UserError: not one row per group.
         """
         if squared_norms.dim() != 2 or len(squared_norms) != len(self.groups):
             raise UserError(
                 f"Squared norms of shape {tuple(squared_norms.shape)} were given for {len(self.groups)} groups: give "
-                "one row a group, one column an example."
+                "one row per group, one column per example."
             )
         self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
 
@@ -154,14 +154,14 @@ class ThresholdsAndCounts:
         self._totals.zero_()
 
     def _begin_clipping(self) -> None:
-        """A backward pass with the thresholds in force adds to the parameters' gradients."""
+        """Note that a backward pass begins with the current thresholds."""
         self._unmasked |= not self.masks_rows and is_async_device(self._totals)
         self._clipped = self._clip if self._clipped is None else torch.maximum(self._clipped, self._clip)
 
     def _count(self, squared_norms: dict[int, Tensor], examples: int, present: Tensor | None = None) -> None:
-        """Count the squared norms (examples,) of all K groups at once, on the device, so that nothing waits.
+        """Count the squared norms (examples,) of all K groups at once, on the device, without synchronising.
 
-        A filler's is never within the thresholds; one that is not finite counts, as the sums hold it.
+        A filler row never counts as within a threshold. It does count as not finite, since it is in the sums.
         """
         self.squared_norms = squared_norms
         squares = torch.stack([squared_norms[k] for k in range(len(self.groups))])
@@ -173,7 +173,7 @@ class ThresholdsAndCounts:
         self.examples += examples
 
     def repeated(self, examples: int) -> None:
-        """Note that a CUDA graph of `backward` ran, recorded with this `masks_rows` and gradients in this memory."""
+        """Note that a CUDA graph of `backward` ran; it must have been captured with the current `masks_rows`."""
         self._begin_clipping()
         self._read = None
         self.examples += examples

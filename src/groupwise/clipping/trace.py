@@ -1,12 +1,12 @@
-"""Finds, before training, where every layer's input holds the examples: the trace of a few forward passes.
+"""Finds the batch axis of every layer's input before training, by tracing a few forward passes.
 
-The same examples run at two batch sizes: an axis that grows with the batch holds it. Then one example after the other
-is replaced: its rows move, and no others. A row or a loss of another example that moves shows that examples are mixed.
-What is found is a `ClipPlan`, the layout of each call of each layer and of each tensor that meets a parameter outside
-of a layer; a step only looks it up and compares sizes.
+The same examples run at two batch sizes: the axis that grows with the batch is the batch axis. Then some examples are
+replaced, one at a time: only the rows of that example may change. If a row or a loss of another example changes, the
+model mixes examples. The result is a `ClipPlan`: the layout of each layer call, and of each tensor that is combined
+with a parameter outside a layer. A step only looks up the plan and compares sizes.
 
-An input that moves nowhere is shared by all examples, and what a layer makes of it has no batch axis either: such
-layers are found in one round of passes, and what their outputs meet in the next one.
+If no axis of an input grows, all examples share it, and the layer's output has no batch axis either. One round of
+passes finds such layers, and the next round traces what their outputs are combined with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +21,27 @@ from groupwise.clipping.runs import Runs, fingerprints, moved_losses, moved_rows
 from groupwise.errors import UserError
 
 TRACED = 6
-"""Examples that a trace takes of those that it is given."""
+"""How many of the given examples a trace uses."""
 REPLACED = (1, 3)
-"""Rows of the larger batch that show the layouts, none in the middle, so that reversed rows are seen."""
+"""Rows of the larger batch that are replaced to find the layouts; not a middle one, which reversing keeps in place."""
 ROUNDS = 12
-"""Layers of shared inputs that may follow each other."""
+"""How many layers with shared inputs may follow one another."""
 
 EXPERTS = "transformers: experts_implementation='batched_mm'"
 CHOSEN = (
-    f"data choose the rows (of experts or graphs, say; let every example have all of them, padded or masked; {EXPERTS})"
+    f"the rows depend on the data (experts, graphs; let every example have all of them, padded or masked; {EXPERTS})"
 )
 
 MIXES = ": a layer or the loss mixes the examples of a batch"
 
 
 class MixedExamples(UserError):
-    """Rows or losses follow other examples than their own.
+    """A row or a loss of one example depends on another example.
 
     Args:
-        what: the first half of the sentence.
+        what: the first half of the message.
         remedy: the other half.
-        between: what is known of how it comes; or nothing.
+        between: the cause, if it is known, to be inserted between the two.
     """
 
     def __init__(self, what: str, remedy: str, between: str = "") -> None:
@@ -51,9 +51,9 @@ class MixedExamples(UserError):
 
 @dataclass(frozen=True)
 class Batches:
-    """Numbers of the examples of the passes: `more`, with two of them twice, and `fewer`.
+    """The examples of the passes, by index: `fewer` has each once, `more` has two of them twice.
 
-    Where lengths differ every pass has all examples, so that the longest of them pads each, wherever it stands.
+    Both contain all examples. So if lengths differ, every pass is padded to the same length.
     """
 
     more: list[int]
@@ -61,7 +61,7 @@ class Batches:
 
     @property
     def swapped(self) -> list[int]:
-        """`more`, with those that stand there once in the places of those that stand there twice."""
+        """`more`, with the examples that occur once and those that occur twice in swapped places."""
         once, twice = ([i for i, e in enumerate(self.more) if (self.more.count(e) == 1) == o] for o in (True, False))
         batch = list(self.more)
         for one, two in zip(once, twice, strict=False):
@@ -70,31 +70,31 @@ class Batches:
 
     @classmethod
     def of(cls, examples: Sequence[int]) -> "Batches":
-        """From two examples or more.
+        """From at least two examples.
 
         Raises:
-            UserError: there is one alone.
+            UserError: there is only one.
         """
         some = list(dict.fromkeys(examples))
         if len(some) < 2:
-            raise UserError("One example alone does not show which rows are an example's own: give two or more.")
+            raise UserError("A single example does not show which rows are an example's own: give two or more.")
         more = [*some, some[1], some[min(3, len(some) - 1)]]
         return cls(more, some)
 
 
 def replaced(batch: Sequence[int], row: int) -> list[int]:
-    """The batch with another of its examples in this row."""
+    """The batch with this row's example replaced by another one of the batch."""
     other = next(example for example in batch if example != batch[row])
     return [*batch[:row], other, *batch[row + 1 :]]
 
 
 Call = tuple[str, int]
-"""A layer or parameter, and the number of its call in a forward pass."""
+"""The label of a layer or parameter, and the number of its call in a forward pass."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one forward pass showed of a call's input: its shape, the axis of the batch, numbers for each row of it."""
+    """A call's input in one forward pass: its shape, its batch axis, and a fingerprint of each row."""
 
     shape: tuple[int, ...]
     axis: int | None
@@ -102,12 +102,12 @@ class Seen:
 
 
 class Tracer:
-    """Notes the calls of one pass of a trace.
+    """Records the calls of one pass of a trace.
 
     Args:
-        plan: where calls are looked up meanwhile, as far as it knows them.
-        batches: those of the passes.
-        fewer: the shapes that a pass on the smaller batch has shown; None in that pass itself.
+        plan: the layouts that earlier rounds found, by which the calls of this pass run.
+        batches: the batches of the passes.
+        fewer: the inputs' shapes in the pass on the smaller batch; None in that pass itself.
     """
 
     def __init__(self, plan: ClipPlan, batches: Batches, fewer: Mapping[Call, tuple[int, ...]] | None = None) -> None:
@@ -115,13 +115,13 @@ class Tracer:
         self.shapes: dict[Call, tuple[int, ...]] = {}
         self.seen: dict[Call, Seen] = {}
         self.meets = False
-        """Whether a parameter met a tensor outside of a layer: what is found of it may show more such tensors."""
+        """Whether a parameter was combined with a tensor outside a layer: then another round may find more of these."""
 
     def note(self, label: str, nth: int, x: Tensor, meets: bool) -> Layout:
-        """A layer or parameter gets x in its `nth` call; returns where the batch is, or a guess that changes nothing.
+        """Record the input x of a layer's or parameter's `nth` call; returns the plan's layout, or a default.
 
         Raises:
-            UserError: the input's shape does not follow the size of the batch.
+            UserError: the input's shape does not scale with the batch size.
         """
         self.meets |= meets
         shape = self.shapes[label, nth] = tuple(x.shape)
@@ -134,7 +134,7 @@ class Tracer:
         return SHARED if known[nth].shared else known[nth].layouts[0]
 
     def _axis(self, label: str, more: tuple[int, ...], fewer: tuple[int, ...]) -> int | None:
-        """The axis that grows with the batch; None where nothing does."""
+        """The axis that grows with the batch; None if no axis does."""
         many, few = len(self._batches.more), len(self._batches.fewer)
         if len(more) != len(fewer):
             _refuse(label, more, f"gets {len(fewer)} axes for {few} examples")
@@ -142,25 +142,25 @@ class Tracer:
         if any(more[axis] * few != fewer[axis] * many for axis in growing):
             _refuse(label, more, f"gets shape {fewer} for {few} examples: {CHOSEN}")
         if len(growing) > 1:
-            _refuse(label, more, "has two axes that grow with the batch: examples are put beside each other")
+            _refuse(label, more, "has two axes that grow with the batch: examples are combined in pairs")
         return growing[0] if growing else None
 
 
 Run = Callable[[list[int], Note], Tensor]
-"""Computes the losses (n,) of some examples, always with the same random numbers, and has calls noted."""
+"""Computes the losses (n,) of some examples, always with the same random numbers, and records the calls."""
 
 
 def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
-    """The plan of a model, from four forward passes, and four more each time that layers of shared inputs are found;
-    six to eight further ones replace every other row once.
+    """The plan of a model, from four forward passes, and four more each time that layers with shared inputs are found.
+    Then six to eight passes replace each remaining row once.
 
     Args:
-        run: takes a pass of the engine.
-        runs: takes passes of the model alone, which tell where examples first meet.
+        run: runs a forward pass of the engine.
+        runs: runs forward passes of the model alone, to find the module in which examples are first mixed.
         examples: two or more.
 
     Raises:
-        UserError: examples are mixed, put in another order, or chosen by data; naming the layer or parameter.
+        UserError: naming a layer or parameter that mixes, reorders or selects examples.
     """
     batches = Batches.of(examples)
     try:
@@ -184,40 +184,40 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
             _check_losses_keep(batches.more, before, row, losses)
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
-            if len(batches.fewer) <= TRACED:  # else a call in training is traced on a whole batch
+            if len(batches.fewer) <= TRACED:  # not for a call that is traced during training, on a whole microbatch
                 _check_every_row(run, found, batches, fewer, more, before)
             return found
         known = found
-    raise UserError("Layers of inputs that all examples share follow each other too deep to be traced: freeze them.")
+    raise UserError(f"More than {ROUNDS} layers in a row have inputs that all examples share: freeze some of them.")
 
 
 def _check_losses_keep(batch: Sequence[int], before: Tensor, row: int, losses: Tensor) -> None:
-    """Refuse losses (n,) that moved with the example of a row that is not theirs."""
+    """Raise `MixedExamples` if a loss (n,) changed although another row's example was replaced."""
     for other in moved_losses(before, losses, 1e-3):
         if other != row:
             raise MixedExamples(
-                f"Example {batch[other]} has loss {float(before[other]):.6g} among some examples and "
-                f"{float(losses[other]):.6g} among others",
+                f"Example {batch[other]} has loss {float(before[other]):.6g} in one batch and "
+                f"{float(losses[other]):.6g} in another",
                 "so no example's influence is bounded: compute each loss from its own example alone.",
                 MIXES,
             )
 
 
 def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, more: Tracer, before: Tensor) -> None:
-    """Replace each row once, for what follows one row alone: the first, the last, one that stands out.
+    """Replace each row once, to find what depends on one row alone, such as the first, the last or the largest.
 
-    A replaced example leaves the batch, if no shape changes by that; else it has a second row in the batch.
+    The replaced example is then missing from the batch. If that changes a shape, it is kept in a second row instead.
 
     Args:
-        more, before: what the pass on `batches.more` has shown, and its losses.
+        more, before: the calls of the pass on `batches.more`, and its losses.
     """
 
     def keeps_shapes(batch: list[int], row: int, base: Tracer, before: Tensor) -> bool:
-        """Whether the example of a row could be replaced; if so, nothing else has moved."""
+        """Replace a row and check that nothing else changes; returns False if that changed a shape."""
         once, other = batch.count(batch[row]) == 1, Tracer(plan, batches, fewer.shapes)
         try:
             losses = run(replaced(batch, row), other.note)
-        except MixedExamples:  # a shape that does not follow the size of the batch
+        except MixedExamples:  # a shape that does not scale with the batch size
             if not once:
                 raise
             return False
@@ -242,19 +242,19 @@ def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, 
 
 
 def _check_row(label: str, site: CallSite, seen: Seen, there: Seen | None, row: int, n: int) -> None:
-    """Refuse an input of which other rows moved than those of the example that was replaced."""
+    """Raise `MixedExamples` if other rows of an input changed than those of the replaced example."""
     if there is None or there.shape != seen.shape:
         _refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
     own = set() if site.shared else set(site.layouts[0].rows_of(len(seen.rows), slice(row, row + 1)).tolist())
     if moved := sorted(set(moved_rows(seen.rows, there.rows)) - own):
-        _refuse(label, seen.shape, f"has rows {moved[:6]} that follow example {row} of {n}, mixed or in another order")
+        _refuse(label, seen.shape, f"has rows {moved[:6]} that depend on example {row} of {n} (mixed or reordered)")
 
 
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
-    """The plan that the passes show; `others` by the row of the example that was replaced."""
+    """The plan, from the recorded passes; `others` by the row of the replaced example."""
     for tracer in (fewer, *others.values()):
         for label, _ in sorted(tracer.shapes.keys() ^ more.shapes.keys()):
-            what = "is used more often in some batches than in others (call it once for a batch, not for each example)"
+            what = "is used more often in some batches than in others (call it once per batch, not once per example)"
             _refuse(label, more.shapes.get((label, 0), ()), what)
     found: dict[Call, CallSite | None] = {}
     for (label, nth), seen in more.seen.items():
@@ -274,43 +274,43 @@ def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: i
 
 
 def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int) -> CallSite | None:
-    """From the input's rows that moved with each example that was replaced; None where they do not tell the order."""
+    """The layout that follows from the rows that changed with each replaced example; None if their order is unclear."""
     if seen.axis is None:
         if any(moved.values()):
-            _refuse(label, seen.shape, "has no axis for the batch and follows the examples")
+            _refuse(label, seen.shape, "has no batch axis but depends on the examples")
         return CallSite(shared=frozenset({seen.shape}))
     each = len(seen.rows) // examples
     grouped, tiled = (
         all(rows <= set(layout.rows_of(len(seen.rows), slice(row, row + 1)).tolist()) for row, rows in moved.items())
-        for layout in (Layout(each=each, order=order) for order in (Order.GROUPED, Order.TILED))
+        for layout in (Layout(rows_per_example=each, order=order) for order in (Order.GROUPED, Order.TILED))
     )
     if not (grouped or tiled):
         row, rows = next((row, rows) for row, rows in moved.items() if rows)
-        what = f"has rows {sorted(rows)[:6]} that follow example {row} of {examples}"
+        what = f"has rows {sorted(rows)[:6]} that depend on example {row} of {examples}"
         sorted_by_expert = f" (experts sort them; {EXPERTS})" if "expert" in label else ""
-        _refuse(label, seen.shape, f"{what}, mixed or in another order{sorted_by_expert}")
-    if each > 1 and not any(moved.values()):  # no example's data are in it; the rows that repeat are each example's
+        _refuse(label, seen.shape, f"{what} (mixed or reordered){sorted_by_expert}")
+    if each > 1 and not any(moved.values()):  # the same for all examples: equal rows show the order
         tiled = not moved_rows(seen.rows[:examples], seen.rows[:1].expand(examples, 2))
         grouped = not moved_rows(seen.rows[:each], seen.rows[each : 2 * each])
         if grouped == tiled:
             return None
     elif each > 1 and grouped and tiled:
-        _refuse(label, seen.shape, f"has {each} rows for each example, too few of which follow it to tell their order")
+        _refuse(label, seen.shape, f"has {each} rows for each example, too few of which depend on it to tell the order")
     return CallSite((Layout(seen.axis, each, Order.GROUPED if grouped or each == 1 else Order.TILED),))
 
 
 def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout]) -> CallSite:
-    """Of an input whose rows are all alike, or of no example: in the order of the others with as many of them."""
+    """The layout of an input whose rows depend on no example: that of other inputs with as many rows per example."""
     assert seen.axis is not None
     each = seen.shape[seen.axis] // examples
-    orders = {layout.order for layout in layouts if layout.each == each}
+    orders = {layout.order for layout in layouts if layout.rows_per_example == each}
     if len(orders) != 1:
-        _refuse(label, seen.shape, f"has {each} rows for each example that hold nothing of it")
+        _refuse(label, seen.shape, f"has {each} rows for each example that do not depend on it")
     return CallSite((Layout(seen.axis, each, orders.pop()),))
 
 
 def _refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
-    """Refuse the call of a layer or parameter, whose input has this shape."""
+    """Raise `MixedExamples` for a call of a layer or parameter whose input has this shape."""
     raise MixedExamples(
         f"{label} (input {shape}) {what}",
         "so it is unknown which rows are an example's own, and no example's influence is bounded: compute each "
@@ -319,12 +319,12 @@ def _refuse(label: str, shape: tuple[int, ...], what: str) -> NoReturn:
 
 
 def _explained(error: MixedExamples, runs: Runs, batches: Batches) -> UserError:
-    """What a trace has refused, and the module in which examples first meet, if plain passes show one."""
+    """Add to the trace's error the module in which examples are first mixed, if passes of the model alone show one."""
     more = batches.more
     if place := runs.first_difference(more, more, range(len(more))):
         return UserError(
-            f"The model gives other losses when it runs again on the same examples and random numbers{place}: no state "
-            "may change from one forward pass to the next, nor randomness come from a generator that cannot be seeded."
+            f"The model gives other losses when it runs again on the same examples and random numbers{place}: it must "
+            "not change state in a forward pass, or draw random numbers from a generator that cannot be seeded."
         )
     for batch in (more, batches.swapped):
         for row in range(len(batch)):

@@ -1,4 +1,4 @@
-"""Puts buffers and random generators back after passes that only look."""
+"""Restores buffers and random generators after passes that only inspect the model."""
 
 import random
 import sys
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 @contextmanager
 def unchanged(model: nn.Module) -> "Iterator[Generators]":
-    """Afterwards buffers and the default generators, which it yields, are as before."""
+    """Restore buffers and the default generators afterwards; yields these generators."""
     generators = Generators({parameter.device for parameter in model.parameters()})
     with generators.kept(), kept_buffers(model), torch.enable_grad():
         yield generators
 
 
 MOVED = 0.05
-"""Of the mean size of a parameter's numbers, and of 1/√n for n of them: by how much it is moved."""
+"""Size of the change, relative to a parameter's mean absolute entry plus 1/√n for n entries."""
 
 
 @contextmanager
 def moved_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, trainable parameters differ a little from what they are, so that no zero hides what lies behind it (a
-    gate that is shut at first, an adapter's second factor); afterwards they are what they were, to the bit."""
+    """Inside, trainable parameters are changed a little, so that a zero (an initially closed gate, an adapter's second
+    factor) does not hide what depends on it. Afterwards they are restored bit for bit."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trainable]
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def moved_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers are the same tensors and hold the same numbers."""
+    """Restore the model's buffers afterwards: the same tensors with the same values."""
     before = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -61,12 +61,12 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are alike, NaN beside NaN."""
+    """Whether two tensors are equal, with NaN equal to NaN."""
     return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
 class Generators:
-    """Those of torch (on the CPU and on `devices`), Python's `random`, `numpy.random`, and any that `add` names."""
+    """The generators of torch (CPU and `devices`), Python's `random` and `numpy.random`, and those given to `add`."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
@@ -75,7 +75,7 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Afterwards all are as they were."""
+        """Restore all of them afterwards."""
         back = self.standing()
         try:
             yield
@@ -86,8 +86,8 @@ class Generators:
             self._others.clear()
 
     def standing(self) -> Callable[[], None]:
-        """Note where the default generators stand; what is returned puts them back there."""
-        recorded = len(self._defaults) > 1 and torch.cuda.is_current_stream_capturing()  # a CUDA graph: nothing may ask
+        """Save the state of the default generators; returns a function that restores it."""
+        recorded = len(self._defaults) > 1 and torch.cuda.is_current_stream_capturing()  # its state cannot be read then
         states = [(generator, generator.get_state()) for generator in self._defaults[: 1 if recorded else None]]
         host = host_states()
 
@@ -101,7 +101,7 @@ class Generators:
         return back
 
     def add(self, generator: torch.Generator) -> None:
-        """A generator of the model's own, before it is drawn from for the first time."""
+        """Add a generator of the model's own, before its first draw."""
         self._others.setdefault(generator, generator.get_state())
 
     def seed(self, seed: int) -> None:
@@ -112,13 +112,13 @@ class Generators:
             sys.modules["numpy"].random.seed(seed)
 
     def seed_torch(self, seed: int) -> None:
-        """Seed those of torch."""
+        """Seed torch's generators."""
         for generator in (*self._defaults, *self._others):
             generator.manual_seed(seed)
 
 
 def host_states() -> dict[str, tuple[Any, ...]]:
-    """Where Python's and numpy's generators stand, by the module that owns them; numpy's, if anybody imported it."""
+    """The states of Python's and numpy's generators, by module; numpy's only if it has been imported."""
     states: dict[str, tuple[Any, ...]] = {"random": random.getstate()}
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()

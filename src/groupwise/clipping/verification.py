@@ -1,4 +1,4 @@
-"""Checks a model and its engine on a few real examples before training: the engine must equal a slow loop over them."""
+"""Checks the engine on a few real examples before training, against a loop over single examples."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ from groupwise.clipping.unchanged import moved_parameters, same_values, unchange
 from groupwise.errors import UserError
 
 SMALL = 1e-3
-"""Of a group's whole sum: a parameter's share below this has the rounding of the others."""
+"""Relative to a group's whole sum: a parameter's share below this is dominated by the rounding of the others."""
 NEGLIGIBLE = 1e-5
-"""Of an example's whole gradient: a group's share below this is what rounding leaves of nothing (a bias in front of a
-normalisation, say), and is not compared."""
+"""Relative to an example's whole gradient: a group's share below this is taken for rounding of an exact zero (a bias
+before a normalisation, say), and is not compared."""
 CONSTANT = (
     "if batches are padded, mask the padding; if the examples are constant (all zeros, say), normalisations magnify "
     "rounding, so give others; else please report this for built-in layers"
@@ -32,7 +32,7 @@ NOT_ALONE = (
     "loss depends on the size of its batch; or draw by torch.rand or torch.randn."
 )
 MANY = 64
-"""Rows of the larger batch that is compared, at most."""
+"""The most rows in the larger of the two batches that are compared."""
 
 
 def verify(
@@ -44,49 +44,49 @@ def verify(
     rows: int = 5,
     most: int = 64,
 ) -> float:
-    """Refuse a model whose examples influence each other, share randomness, or are clipped otherwise than by a loop.
+    """Check that examples do not influence each other or share randomness, and are clipped as by a loop over them.
 
-    Modules run in the mode (train or eval) that they are in, which should be that of the training. First, every example
-    must draw its own random numbers, and no buffer may change. An engine without a plan is traced. Then, with dropout
-    masks at their expectation, losses, norms and clipped sums of two batches are compared with a loop over
-    single examples: one as large as a microbatch, at the engine's thresholds, and one of a few, at thresholds that clip
-    about half of it. Gradients, thresholds, counts, buffers and generators are put back.
+    Modules run in their present mode (train or eval), which should be that of the training. First, every example must
+    draw its own random numbers, and no buffer may change. An engine without a plan is traced. Then losses, norms and
+    clipped sums of two batches are compared with a loop over single examples, with dropout masks at their expectation:
+    a batch as large as a microbatch, at the engine's thresholds, and a small one, at thresholds that clip about half of
+    it. Gradients, thresholds, counts, buffers and generators are restored.
 
     Args:
         engine: the attached engine.
-        losses_of: indices of examples -> their losses, (n,), through the attached model.
-        examples: indices, the longest first where lengths differ. Five of different kinds see the most; one alone
-            cannot show what examples do to each other.
-        tolerance: largest error allowed in an example's norm in a group (relative), and in a parameter's clipped sum,
-            relative to its group's clipped norms. It is wide because float32 itself is. What this check is for (a use
-            left out of a norm, a wrong axis) is off by far more.
+        losses_of: indices of examples -> their losses, (n,), computed by the attached model.
+        examples: indices, the longest first if lengths differ. Five different examples detect the most; a single one
+            cannot show whether examples influence each other.
+        tolerance: largest error allowed in an example's norm in a group (relative), and in a parameter's clipped sum
+            (relative to its group's clipped norms). It allows for the rounding of float32. The mistakes that this check
+            looks for (a call missing from a norm, a wrong axis) are far larger.
         loss_tolerance: largest relative change allowed in a loss when the rest of its batch changes.
-        rows: how many of the examples are taken.
-        most: how many examples a microbatch may have; up to 64 run at once, copies of those that are taken.
+        rows: how many of the examples are used.
+        most: the size of a microbatch; the larger batch has as many rows, at most 64, by repeating the examples.
 
     Returns:
         The largest relative error of a clipped sum.
 
     Raises:
-        UserError: naming the layer, buffer, parameter or group that is not what it should be.
+        UserError: naming the layer, buffer, parameter or group that fails.
     """
     some = list(dict.fromkeys(examples))[: max(1, rows)]
     with unchanged(engine.model) as generators, moved_parameters(engine.model), _kept(engine):
         runs = Runs(engine.model, losses_of, generators)
         buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-        calms = check_draws(runs, some)
-        if not calms:
+        repeatable = check_draws(runs, some)
+        if not repeatable:
             warnings.warn(NOT_ALONE, stacklevel=2)
         _check_buffers(engine, buffers)
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
-        compare = _Comparison(engine, runs, calms, tolerance, loss_tolerance)
-        many = min(most, MANY) if calms and len(some) > 1 else 1  # copies may draw other numbers
+        compare = _Comparison(engine, runs, repeatable, tolerance, loss_tolerance)
+        many = min(most, MANY) if repeatable and len(some) > 1 else 1  # else copies would draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
         if not norms.isfinite().any():
             raise UserError(
-                f"No example of the {len(some)} that are checked before training has a finite loss and gradient, and "
-                "such examples are left out of training: look for NaN in the data, the weights or the loss."
+                f"None of the {len(some)} examples that are checked before training has a finite loss and gradient, so "
+                "training would leave them all out: look for NaN in the data, the weights or the loss."
             )
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
@@ -95,7 +95,7 @@ def verify(
 
 @contextmanager
 def _kept(engine: ClippingEngine) -> Iterator[None]:
-    """Afterwards gradients, thresholds and counts are what they were."""
+    """Restore gradients, thresholds and counts afterwards."""
     gradients = [(p, p.grad) for p in engine.model.parameters()]
     clip, count, norms = engine.thresholds, engine.count_thresholds, engine.squared_norms
     try:
@@ -115,13 +115,13 @@ def _check_buffers(engine: ClippingEngine, before: dict[str, Tensor]) -> None:
     for name, value in before.items():
         if name in now and not same_values(now[name], value):
             raise UserError(
-                f"Buffer {name!r} changes in a forward pass of training, so it carries what it saw past all clipping "
-                "and noise: put its module into eval mode for good, or use one without running state."
+                f"Buffer {name!r} changes in a forward pass, so it keeps data of the examples without clipping and "
+                "noise: put its module into eval mode before make_private, or use one without running state."
             )
 
 
 def _halving(norms: Tensor, given: Tensor) -> Tensor:
-    """Thresholds (K,) between the norms (K, n) of each group's longer and shorter half, well off both if it can be."""
+    """Thresholds (K,) that clip about half of the norms (K, n) of each group, between its two middle norms."""
     ordered = norms.sort(dim=1).values
     n = norms.shape[1]
     upper = ordered[:, n // 2]
@@ -132,32 +132,34 @@ def _halving(norms: Tensor, given: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Of batches by the engine with a loop over their examples."""
+    """Compares the engine on a batch with a loop over its examples."""
 
     engine: ClippingEngine
     runs: Runs
-    calms: bool
-    """Whether random numbers can be put to their expectation. Otherwise an example does not meet alone what it meets in
-    its batch, and the loop takes its gradient from there."""
+    repeatable: bool
+    """Whether random numbers can be replaced by their expectation. Otherwise an example would draw other numbers alone,
+    so the loop takes its gradient from the whole batch."""
     tolerance: float
     loss_tolerance: float
 
     def batch(self, examples: list[int]) -> tuple[float, Tensor]:
-        """The largest error of a clipped sum, and the norms (K, n) of the loop, of each example once.
+        """The largest error of a clipped sum, and the loop's norms (K, n), each example once.
 
         Raises:
-            UserError: naming the example, parameter or group that is not what it should be.
+            UserError: naming the example, parameter or group that differs.
         """
         engine, runs = self.engine, self.runs
         some = list(dict.fromkeys(examples))
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
-        with runs.drawing(calm=True):  # backward passes draw, too, where layers are checkpointed
+        with runs.drawing(mean=True):  # around the backward pass too, where checkpointed layers draw again
 
             def loss_of(example: int) -> Tensor:
                 with FrozenStatistics():
-                    loss = runs.losses([example])[0] if self.calms else runs.losses(examples)[examples.index(example)]
+                    loss = (
+                        runs.losses([example])[0] if self.repeatable else runs.losses(examples)[examples.index(example)]
+                    )
                 alone[example] = loss.detach()
                 return loss
 
@@ -176,15 +178,15 @@ class _Comparison:
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
         for row in moved_losses(found, alone, self.loss_tolerance):
             i, n = examples[row], len(examples)
-            seen = self.runs.first_difference([i], [i] * n, [0], calm=True)
+            seen = self.runs.first_difference([i], [i] * n, [0], mean=True)
             raise UserError(
-                f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found[row]):.6g} among others: a "
+                f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found[row]):.6g} in a batch: a "
                 f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded: compute "
                 "each loss from its own example alone; mask padding, and divide by the example's own length."
             )
 
     def _check_norms(self, examples: list[int], found: Tensor, norms: Tensor, off: Tensor) -> None:
-        """Of the rows of the batch, (K, n); two that are not finite are alike."""
+        """Compare the norms (K, n) of the batch's rows; two non-finite norms count as equal."""
         apart = ((found - norms).abs() > off) | (found.isfinite() != norms.isfinite())
         for k, row in apart.nonzero().tolist():
             group = self.engine.groups[k]
@@ -198,8 +200,8 @@ class _Comparison:
             )
 
     def _check_sums(self, sums: dict[str, Tensor | None], truth: Reference, norms: Tensor, off: Tensor) -> float:
-        """Errors are relative to Σ_i factor_i·‖g^(i)‖ over the parameter itself: a sum that cancels is no scale, and in
-        a large group a small layer's own error would not show. What rounding leaves of nothing is no error."""
+        """Errors are relative to Σ_i factor_i·‖g^(i)‖ of the parameter: the sum itself may cancel, and
+        relative to its group a small layer's error would not show. Rounding of an exact zero is not an error."""
         names = {id(p): name for name, p in self.engine.model.named_parameters()}
         worst = 0.0
         for k, group in enumerate(self.engine.groups):

@@ -1,4 +1,4 @@
-"""Plans, accounts, samples, adds noise and adapts thresholds for group-wise clipping; needs no Hydra."""
+"""The privacy side of group-wise clipping: plans, accountants, samplers, noise, thresholds; needs no Hydra."""
 
 from groupwise.privacy.mechanism import noise_stds, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource

@@ -1,4 +1,4 @@
-"""Works out σ for an ε, or ε for a σ, before any training:
+"""Computes σ for a given ε, or ε for a given σ, before any training:
 
 python -m groupwise.privacy epsilon=8 delta=1e-5 n=50000 batch=4096 epochs=300
 """
@@ -12,8 +12,8 @@ from groupwise.privacy.accountants import best_run_epsilon, logseries_argument
 from groupwise.privacy.accounting import ACCOUNTANTS
 from groupwise.privacy.plan import PrivacyPlan, folded, make_plan
 
-TURNS = 10
-"""Lines of the table, at most."""
+LINES = 10
+"""The most lines of the table."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Options:
 
 
 def plan_of(given: Options) -> PrivacyPlan:
-    """The plan that was asked for; raises `UserError` for an option that is missing or out of range."""
+    """The plan for these options; raises `UserError` for an option that is missing or out of range."""
     for one, other in (("epsilon", "sigma"), ("epochs", "steps")):
         if (getattr(given, one) is None) == (getattr(given, other) is None):
             raise UserError(f"give one of {one} and {other}; --help lists the keys.")
@@ -54,14 +54,14 @@ def plan_of(given: Options) -> PrivacyPlan:
 
 
 def table(plan: PrivacyPlan) -> list[str]:
-    """ε along the way, a line each."""
-    steps = sorted({max(1, round(plan.steps * turn / TURNS)) for turn in range(1, TURNS + 1)})
+    """ε during the training, as lines of a table."""
+    steps = sorted({max(1, round(plan.steps * line / LINES)) for line in range(1, LINES + 1)})
     rows = [f"{step:>9,}  {step * plan.sample_rate:>8.1f}  {plan.spent_epsilon(step):>8.4f}" for step in steps]
     return [f"{'step':>9}  {'epoch':>8}  {'epsilon':>8}", *rows]
 
 
 def search(plan: PrivacyPlan, runs: float) -> str:
-    """ε of the best of a random number of such trainings, in words."""
+    """A sentence with the ε of the best of a random number of such trainings."""
     epsilon = best_run_epsilon(plan.noise_multiplier, plan.sample_rate, plan.steps, plan.delta, runs)
     return folded(
         f"Search: epsilon = {epsilon:.4g} at delta = {plan.delta:g} for the best of K such trainings, if K is drawn "

@@ -1,4 +1,4 @@
-"""Computes ε of composed Gaussian releases by Rényi DP and by privacy loss distributions, both of dp-accounting."""
+"""Computes ε of composed Gaussian releases by Rényi DP and by privacy loss distributions, both from dp-accounting."""
 
 import functools
 import logging
@@ -15,9 +15,9 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class EpsilonBounds:
-    """``lower <= ε(δ) <= upper`` of the exact mechanism; ``upper`` alone may be claimed.
+    """``lower <= ε(δ) <= upper`` for the exact mechanism; only ``upper`` is a guarantee.
 
-    ``estimate`` lies between and is no bound. ``note`` is empty unless another accountant had to answer.
+    ``estimate`` lies in between and is not a bound. ``note`` is empty unless another accountant was used instead.
     """
 
     lower: float
@@ -27,14 +27,14 @@ class EpsilonBounds:
 
 
 def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> None:
-    """Refuse arguments for which no ε is defined; raises :class:`UserError` naming the one at fault."""
+    """Raise a :class:`UserError` that names an argument for which no ε is defined."""
     if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
         raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 means no guarantee).")
     check_release(sample_rate, steps, delta)
 
 
 def check_release(sample_rate: float, steps: int, delta: float) -> None:
-    """Refuse a sample rate, a number of steps or a δ outside its range; raises :class:`UserError`."""
+    """Raise a :class:`UserError` for a sample rate, a number of steps or a δ outside its range."""
     if not 0.0 < sample_rate <= 1.0:
         raise UserError(
             f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a sample is no larger than the data)."
@@ -51,7 +51,7 @@ def is_whole(value: float) -> bool:
 
 
 COMPOSITION_FAILURES = (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError)
-"""Errors of the accountants' libraries where a quadrature, a domain, a grid or a float gives out."""
+"""Errors that the accountants' libraries raise if a quadrature, a domain, a grid or a float fails."""
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
@@ -66,16 +66,16 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 
 
 def central_limit_mu(noise_multiplier: float, sample_rate: float, steps: int) -> float:
-    """Return the μ that T Poisson-subsampled Gaussian steps tend to (Bu et al. 2020): ρ√(T(exp(σ⁻²) − 1)).
+    """Return μ in the central limit of T Poisson-subsampled Gaussian steps (Bu et al. 2020): ρ√(T(exp(σ⁻²) − 1)).
 
-    An approximation and **not** a bound; at ρ = 1 it is exact: √T/σ.
+    An approximation, **not** a bound; at ρ = 1 it is exact: √T/σ.
     """
     if sample_rate >= 1.0:
         return math.sqrt(steps) / noise_multiplier
     return sample_rate * math.sqrt(steps * math.expm1(min(noise_multiplier**-2, 500.0)))
 
 
-# Tenths below 11 matter for ε above 1; the long tail for small ε, whose best order is far above 64.
+# Orders below 11 matter for ε above 1; the large ones for small ε, whose best order is far above 64.
 ORDERS = (
     *(1.0 + tenth / 10.0 for tenth in range(1, 100)),
     *range(11, 64),
@@ -83,10 +83,10 @@ ORDERS = (
     *range(256, 1025, 64),
 )
 FEW_ORDERS = (1.5, *range(2, 17), *range(20, 65, 4), *range(96, 257, 32), 384, 512, 768, 1024)
-"""Enough where a bound need not be tight, in a tenth of the time."""
+"""For bounds that need not be tight, in a tenth of the time."""
 LEAST_NOISE, MOST_NOISE = 1e-12, 1e5
-"""Less noise is none. More is accounted as this much, and no step is said to cost less than α/2σ² at it, which is what
-it costs without sampling: of less, the rounding of sums near 1 leaves no digit."""
+"""Less noise counts as none. More is accounted for as MOST_NOISE, and the RDP of a step is at least that of MOST_NOISE
+without sampling, α/2σ²: smaller values are lost in the rounding of sums near 1."""
 
 
 def epsilon_rdp(
@@ -94,8 +94,8 @@ def epsilon_rdp(
 ) -> float:
     """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; any finite set of ``orders`` is
-    valid, by default `ORDERS`.
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. Any finite set of ``orders`` is
+    valid; the default is `ORDERS`.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     orders = orders or ORDERS
@@ -112,24 +112,24 @@ def curve_epsilon(rdp: NDArray[np.float64], delta: float, orders: tuple[float, .
 def rdp_of_steps(
     noise_multiplier: float, sample_rate: float, steps: int, orders: tuple[float, ...] | None = None
 ) -> NDArray[np.float64]:
-    """Return an upper bound on the RDP of T steps at ``orders``, or `ORDERS`; inf at those not to be computed."""
+    """Return an upper bound on the RDP of T steps at ``orders``, or `ORDERS`; inf at orders that fail."""
     orders = orders or ORDERS
     rdp = int(steps) * _rdp_of_a_step(min(noise_multiplier, MOST_NOISE), sample_rate, orders)
     return np.maximum(rdp, steps * np.array(orders) / (2.0 * MOST_NOISE**2))
 
 
-@functools.lru_cache(maxsize=256)  # a tenth of a second, and a plan asks again and again
+@functools.lru_cache(maxsize=256)  # takes a tenth of a second, and a plan calls it many times
 def _rdp_of_a_step(noise_multiplier: float, sample_rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     return _rdp_of_event(training_event(noise_multiplier, sample_rate), orders)
 
 
 def _rdp_of_event(event: Any, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the RDP of a ``dp_accounting`` event at ``orders``; inf at those not to be computed."""
+    """Return the RDP of a ``dp_accounting`` event at ``orders``; inf at orders that fail."""
     from dp_accounting.rdp import RdpAccountant
 
     accountant, logger = RdpAccountant(orders=orders), logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of each order whose series does not converge, and leaves it out: sound
+    logger.setLevel(logging.ERROR)  # it warns of each order whose series diverges, and skips it, which is sound
     try:
         return accountant.compose(event).rdp
     finally:
@@ -144,7 +144,7 @@ def training_event(noise_multiplier: float, sample_rate: float) -> Any:
 
 
 MOST_RUNS = 1e5
-"""Runs that may be expected."""
+"""The largest expected number of runs."""
 
 
 def logseries_argument(runs: float) -> float:
@@ -155,7 +155,7 @@ def logseries_argument(runs: float) -> float:
     from scipy.optimize import brentq
 
     if not 1.0 < runs <= MOST_RUNS:
-        raise UserError(f"runs is {runs:g}; give how many are expected, above 1 and at most {MOST_RUNS:g}.")
+        raise UserError(f"runs is {runs:g}; give their expected number, above 1 and at most {MOST_RUNS:g}.")
     return float(brentq(lambda p: -p / ((1.0 - p) * math.log1p(-p)) - runs, 1e-9, 1.0 - 1e-9, xtol=1e-12))
 
 
@@ -165,8 +165,8 @@ def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, de
 
     Formal guarantee: draw K once from numpy's ``logseries``, with mean ``runs``. Each of K trainings is T steps as in
     :func:`~groupwise.privacy.accounting.epsilon_bounds`, under settings that are drawn uniformly and independently.
-    Then the settings and the model of the best score are (ε, ``delta``)-DP, if the score is of examples that ε does
-    not cover, and nothing else is released, K included. Raises :class:`UserError` for arguments out of range.
+    Then the settings and the model with the best score are (ε, ``delta``)-DP, if scores are computed on examples that
+    ε does not cover, and nothing else is released, not even K. Raises :class:`UserError` for arguments out of range.
     """
     from dp_accounting import SelfComposedDpEvent
     from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -179,31 +179,31 @@ def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, de
 
 MESH, FINEST = 3e-3, 1e-2
 """Losses of T steps are rounded to multiples of MESH·ε/√T, or of FINEST times the spread of one step's loss if that is
-more. Rounding to either neighbour, as is done, keeps the mean of the composed loss and adds a variance of at most
-MESH²ε²/4 to it, or FINEST²/4 of what it has: that moves ε by some 1e-4 of itself at most."""
+more. Rounding to the two neighbouring multiples keeps the mean of the composed loss. It adds at most MESH²ε²/4, or
+FINEST²/4 of its variance, to the variance, which changes ε by a relative 1e-4 or less."""
 
 
 def epsilon_pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Return an upper bound on ε at ``delta`` by privacy loss distributions, rounded pessimistically (Doroshenko et al.
     2022).
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`; both directions (one example added,
-    one removed) are composed and the worse is taken.
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. Adding and removing an example are
+    both composed, and the larger ε is returned.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     return releases_epsilon([(noise_multiplier, sample_rate, steps)], delta)
 
 
 def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float) -> float:
-    """Return the bound of `epsilon_pld` on several mechanisms (σ, ρ, T) together, or that by RDP where it is less."""
+    """Return the bound of `epsilon_pld` for several mechanisms (σ, ρ, T) together, or that of RDP if it is less."""
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
     releases = [(min(sigma, MOST_NOISE), rate, int(steps)) for sigma, rate, steps in releases]
     total = sum(steps for *_, steps in releases)
     finest = FINEST * min(min(central_limit_mu(sigma, rate, 1), 1.0 / sigma) for sigma, rate, _ in releases)
-    rare = math.log(1e-4 * delta / total)  # so unlikely losses of a step count as infinite
+    rare = math.log(1e-4 * delta / total)  # less likely losses of a step count as infinite
     before, bound = math.inf, curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
-    while 0.0 < bound < 0.5 * before:  # where the first bound is far above, its mesh is too coarse
+    while 0.0 < bound < 0.5 * before:  # refine the mesh while the bound it was chosen for was far too large
         before, mesh = bound, max(MESH * bound / math.sqrt(total), finest)
         composed = functools.reduce(
             lambda one, other: one.compose(other),
@@ -214,6 +214,6 @@ def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float)
                 for sigma, rate, steps in releases
             ),
         )
-        with np.errstate(over="ignore"):  # to inf, of an ε of a million
+        with np.errstate(over="ignore"):  # a huge ε overflows to inf
             bound = min(bound, float(composed.get_epsilon_for_delta(delta)))
     return bound

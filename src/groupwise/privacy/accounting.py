@@ -1,4 +1,4 @@
-"""Bounds ε of T Poisson-subsampled Gaussian releases by the accountant that is asked for; holds PRV (Gopi et al.)."""
+"""Bounds ε of T Poisson-subsampled Gaussian releases with a chosen accountant; implements PRV (Gopi et al.)."""
 
 import functools
 import math
@@ -24,16 +24,16 @@ from groupwise.privacy.accountants import (
 
 ACCOUNTANTS = ("prv", "pld", "rdp")
 SMALLEST_DELTA, MOST_STEPS = 1e-12, 1e7
-"""Below this δ the rounding of Fourier transforms, some 1e-16, may show in PRV and PLD, and past these steps both
-crawl. RDP answers there, and where even PLD fails: where an ε of a million overflows."""
+"""Below this δ the rounding of Fourier transforms, about 1e-16, may affect PRV and PLD; above this many steps both are
+very slow. RDP is used instead, and also if PLD fails (an ε of a million overflows)."""
 SMALLEST, LARGEST, LARGEST_DELTA = 0.04, 50.0, 0.01
-"""The ε and δ for which PRV answers; outside, PLD does, which is as tight."""
+"""The range of ε and δ for PRV; outside of it PLD is used, which is as tight."""
 RELATIVE_ERROR, MAX_ERROR = 2e-3, 1e-2
-"""Half the width of PRV's bracket: this share of ε, at most MAX_ERROR, so that large ε are as tight as the published
-tables; more where the grid would pass MAX_GRID points."""
+"""The half-width of PRV's bracket: this share of ε, at most MAX_ERROR, so that large ε are as tight as the published
+tables. It is wider if the grid would need more than MAX_GRID points."""
 MAX_GRID = 2**21
 COARSE = 0.03
-"""The same share for a first estimate, right to about 0.01 % for all that."""
+"""The same share for a first estimate, which still has an error of only about 0.01 %."""
 
 
 def epsilon_bounds(
@@ -44,8 +44,8 @@ def epsilon_bounds(
     Formal guarantee: let each of T steps draw every example independently with probability ρ (``sample_rate``),
     sum vectors that one example moves by at most 1 in ℓ2, and add N(0, σ²I) with σ = ``noise_multiplier``.
     Then all T outputs together are (``upper``, ``delta``)-DP when one example is added or removed.
-    Covered: adaptive choices between steps that depend on earlier outputs. Not covered: shuffled or fixed-size batches,
-    replacing an example, and floating-point noise. Only PRV knows a lower bound; the others give 0.
+    Covered: choices in later steps that depend on earlier outputs. Not covered: shuffled or fixed-size batches,
+    replacing an example, and floating-point noise. Only PRV has a lower bound; the others return 0.
     """
     check_accountant(accountant)
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
@@ -53,19 +53,19 @@ def epsilon_bounds(
     bounds = _composed(sigma, sample_rate, int(steps), delta, accountant) if sigma >= LEAST_NOISE else _upper(math.inf)
     if not math.isfinite(bounds.upper):
         raise UserError(
-            f"noise_multiplier is {noise_multiplier}; that is too little noise for any finite epsilon to be shown at "
-            f"delta {delta}: give more, or 0 for none."
+            f"noise_multiplier is {noise_multiplier}; with so little noise no finite epsilon can be shown at delta "
+            f"{delta}: give more, or 0 for none."
         )
     return bounds
 
 
 def check_accountant(accountant: str) -> None:
-    """Refuse an unknown accountant; raises :class:`UserError`."""
+    """Raise a :class:`UserError` for an unknown accountant."""
     if accountant not in ACCOUNTANTS:
         raise UserError(f"accountant is {accountant!r}; choose one of {', '.join(ACCOUNTANTS)}.")
 
 
-@functools.lru_cache(maxsize=128)  # the last ε of a calibration is that of the plan, and of the run that keeps to it
+@functools.lru_cache(maxsize=128)  # calibration, plan and the finished run need the same ε
 def _composed(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str) -> EpsilonBounds:
     mechanism = (noise_multiplier, sample_rate, steps, delta)
     if accountant == "rdp":
@@ -88,13 +88,13 @@ def _upper(bound: float, note: str = "") -> EpsilonBounds:
 
 
 def epsilon_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> EpsilonBounds:
-    """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the figure to claim.
+    """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the guarantee.
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. The half-width of the bracket is
-    0.2 % of ε, at most 0.01; the δ error is δ/1000. The losses composed are those of removing
-    an example; that adding one costs no more is proven for one step and, for the paper's settings, confirmed by the
-    PLD accountant, which composes both. Where the PRV accountant fails its own checks, or ε or δ is not for it, the
-    answer is the PLD accountant's, and ``note`` says so.
+    0.2 % of ε, at most 0.01; the δ error is δ/1000. The composed losses are those of removing an example. That adding
+    one costs no more is proven for one step; for the paper's settings the PLD accountant, which composes both, confirms
+    it. If the PRV accountant fails its own checks, or ε or δ is out of its range, the PLD accountant is used, and
+    ``note`` says so.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     mechanism = (noise_multiplier, sample_rate, int(steps), delta)
@@ -109,7 +109,7 @@ def epsilon_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: 
 
 
 def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return ε without a bound, from a coarse grid: right to about 0.01 %, in some hundredths of a second."""
+    """Return an estimate of ε, not a bound, from a coarse grid: within about 0.01 %, in some hundredths of a second."""
     mechanism = (noise_multiplier, sample_rate, int(steps), delta)
     if not _out_of_reach(*mechanism):
         try:
@@ -120,7 +120,7 @@ def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta:
 
 
 def _out_of_reach(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> str:
-    """Why PRV is not asked at so small or so large an ε; empty where it is."""
+    """Why ε or δ is out of PRV's range; empty if it is not."""
     if delta > LARGEST_DELTA:
         return f"the PRV accountant gives out for a delta above {LARGEST_DELTA:g}"
     if gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps)) < SMALLEST:
@@ -137,7 +137,7 @@ def _coarse(noise_multiplier: float, sample_rate: float, steps: int, delta: floa
 
 
 def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: float, eps_error: float) -> EpsilonBounds:
-    """Compose on a grid over [-L, L] that Theorem 5.5 of the paper makes right to ``eps_error`` and δ/1000."""
+    """Compose on a grid over [-L, L] with errors of at most ``eps_error`` and δ/1000 (Theorem 5.5 of Gopi et al.)."""
     from prv_accountant import PRVAccountant
 
     delta_error = delta / 1000.0
@@ -158,13 +158,12 @@ def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: flo
 
 
 def _tail(noise_multiplier: float, sample_rate: float, steps: int, delta_error: float) -> float:
-    """Return a loss that all steps together pass, up or down, with probability δ_err/3 at most, and one step with
-    δ_err/6T.
+    """Return L such that |loss| > L with probability at most δ_err/3 for all steps together, and δ_err/6T for one step.
 
-    So much is what Theorem 5.5 of the paper needs of L: truncating all losses to [-L, L] is seen with probability
-    δ_err/6, their sum, less the error of rounding, leaves it with δ_err/3, and rounding errs by more than ``eps_error``
-    with δ_err/6 (Hoeffding). The paper's own L is wider by 2, as it follows from δ(ε). Here it follows from RDP: with
-    α-moments, Pr[loss ≥ t] ≤ exp((α-1)(D_α - t)), and Pr[loss ≤ -t] is no larger, since D_α bounds both directions.
+    Theorem 5.5 of Gopi et al. needs this. Truncating the T losses to [-L, L] matters with probability δ_err/6. Their
+    sum, without rounding errors, leaves [-L, L] with probability δ_err/3. The rounding error is more than ``eps_error``
+    with probability δ_err/6 (Hoeffding). Their own L, from δ(ε), is larger by 2. Here L follows from RDP: Pr[loss ≥ t]
+    ≤ exp((α-1)(D_α - t)), and Pr[loss ≤ -t] is no larger, since D_α bounds both directions.
     """
     curve, orders = rdp_of_steps(noise_multiplier, sample_rate, 1, FEW_ORDERS), np.array(FEW_ORDERS)
     events = ((steps, delta_error / 3), (1, delta_error / (6 * steps)))
@@ -173,25 +172,25 @@ def _tail(noise_multiplier: float, sample_rate: float, steps: int, delta_error: 
 
 @functools.lru_cache(maxsize=8)
 def _loss(noise_multiplier: float, sample_rate: float) -> Any:
-    """Return the library's loss of one step, with a distribution function that takes a fifth of the time.
+    """Return the library's privacy loss of one step, with a CDF that is five times as fast.
 
-    Pr[loss ≤ t] = ρΦ(σz - 1/2σ) + (1-ρ)Φ(σz + 1/2σ) with z = log(1 + (exp(t) - 1)/ρ): of a sum x of variance σ²
-    around 0 or 1, z = (2x - 1)/2σ² is the loss were the example always drawn.
+    Pr[loss ≤ t] = ρΦ(σz - 1/2σ) + (1-ρ)Φ(σz + 1/2σ) with z = log(1 + (exp(t) - 1)/ρ). For an output x of variance σ²
+    and mean 0 or 1, z = (2x - 1)/2σ² is the loss without sampling.
     """
     from prv_accountant import PoissonSubsampledGaussianMechanism
     from scipy.special import erfc
 
     class Loss(PoissonSubsampledGaussianMechanism):
         def cdf(self, t: Any) -> Any:
-            """Pr[loss ≤ t]; its complement keeps its digits in the upper tail, in long double."""
+            """Pr[loss ≤ t], by its complement and in long double, which is accurate in the upper tail."""
             with np.errstate(all="ignore"):
-                z = np.log1p(np.expm1(np.asarray(t, dtype=np.float64)) / sample_rate)  # NaN below the least loss
+                z = np.log1p(np.expm1(np.asarray(t, dtype=np.float64)) / sample_rate)  # NaN below the smallest loss
             drawn, not_drawn = (erfc((noise_multiplier * z + shift) / math.sqrt(2.0)) for shift in (-half, half))
             rate = np.longdouble(sample_rate)
             return np.where(np.isnan(z), 0, 1 - (rate * drawn + (1 - rate) * not_drawn) / 2)
 
         def probability(self, a: Any, b: Any) -> Any:
-            """Of neighbouring cells: where one ends, the next begins."""
+            """Probabilities of adjacent cells: the end of one is the start of the next."""
             return np.diff(self.cdf(np.append(a, b[-1:])))
 
     half = 0.5 / noise_multiplier
@@ -199,7 +198,7 @@ def _loss(noise_multiplier: float, sample_rate: float) -> Any:
 
 
 def _smooth_grid(half_width: float, eps_error: float, per_mesh: float) -> float:
-    """Shrink ``eps_error`` until the grid's length has small prime factors only: the FFT is 10 to 20 times faster."""
+    """Reduce ``eps_error`` until the grid's length has only small prime factors, for an FFT 10 to 20 times as fast."""
     from scipy.fft import next_fast_len
 
     # The accountant's grid has 2·ceil(half_width / mesh) + 2 points.

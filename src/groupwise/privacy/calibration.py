@@ -1,4 +1,4 @@
-"""Finds the smallest noise multiplier σ whose proven ε does not pass the target (line 2 of Algorithm 1)."""
+"""Finds the smallest noise multiplier σ whose ε, as an upper bound, is within the target (line 2 of Algorithm 1)."""
 
 import contextlib
 import math
@@ -25,14 +25,14 @@ from groupwise.privacy.accounting import (
 
 TOLERANCE = 1e-3
 LEAST, MOST = 1e-9, 1e12
-"""Between these a σ is looked for."""
+"""The range in which σ is searched."""
 PATIENCE, CLOSEST = 10, 1e-6
-"""After so many tries the bracket is halved, until its ends are no further apart than this share: as good as one."""
+"""After PATIENCE tries the search bisects, until the bracket is narrower than a relative CLOSEST."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A noise multiplier σ with the ε it was shown to have; ``note`` says when another accountant stood in."""
+    """A noise multiplier σ with its upper bound on ε; ``note`` says if another accountant was used instead."""
 
     noise_multiplier: float
     epsilon_upper: float
@@ -42,10 +42,9 @@ class Calibration:
 def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv") -> Calibration:
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
-    Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` lies in [0.999 ``epsilon``, ``epsilon``], never
-    above (but it may lie below where it leaps, as to 0 where δ begins to cover everything). Takes 1 to 4 evaluations,
-    and one where the cache on disk has a σ for all these arguments: so a run keeps its σ on another machine, if it is
-    proven there too.
+    Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is never above ``epsilon``. It is at least 0.999
+    ``epsilon``, unless ε jumps there (to 0, for a δ that covers everything). Takes 1 to 4 evaluations, or one if the
+    cache on disk has a σ for these arguments. That σ is used only if its bound holds on this machine too.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     check_accountant(accountant)
@@ -61,7 +60,7 @@ def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, acco
     names = ("version", "epsilon", "sample_rate", "steps", "delta", "accountant")
     key = dict(zip(names, (3, epsilon, *mechanism), strict=True))
     if isinstance(sigma := read_cache("noise_multiplier", key), float):
-        with contextlib.suppress(UserError):  # of a file that was changed
+        with contextlib.suppress(UserError):  # the file was altered
             bounds = epsilon_bounds(sigma, *mechanism)
             if (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon:
                 return Calibration(sigma, bounds.upper, bounds.note)
@@ -75,9 +74,9 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
     guess, most = _central_limit(epsilon, delta, sample_rate, steps), MOST
     usual = SMALLEST <= epsilon <= LARGEST and SMALLEST_DELTA <= delta <= LARGEST_DELTA and steps <= MOST_STEPS
     if accountant == "prv" and usual:
-        with contextlib.suppress(UserError):  # of RDP a few orders will do: no other accountant asks for more noise
+        with contextlib.suppress(UserError):  # an upper bound on σ: RDP needs the most noise of all accountants
             most, _ = solve(lambda sigma: epsilon_rdp(sigma, *mechanism, FEW_ORDERS), epsilon, guess)
-        # Estimates cost a tenth of a bound: walk with them, aiming below the target by the bound's own width.
+        # An estimate takes a tenth of the time of a bound: search with it, aiming lower by the bound's width.
         aim = epsilon - min(MAX_ERROR, RELATIVE_ERROR * epsilon)
         guess, _ = solve(lambda sigma: estimate_prv(sigma, *mechanism), aim, min(guess, most), most)
 
@@ -90,7 +89,7 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
 
 
 def _central_limit(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """The σ at which `accountants.central_limit_mu` is that of a Gaussian release with this ε and δ."""
+    """The σ whose `accountants.central_limit_mu` is the μ of a Gaussian release with this ε and δ."""
     from dp_accounting import get_sigma_gaussian
 
     with np.errstate(divide="ignore"):  # log(0) where δ is 0
@@ -105,11 +104,10 @@ def solve(
     most: float = math.inf,
     tolerance: float = TOLERANCE,
 ) -> tuple[float, float]:
-    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target], or the least below where the curve leaps over that.
+    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target]; if the curve jumps over that, just below the jump.
 
-    The curve falls, and is below the target beyond ``most``. Each try moves along the line through the last two points
-    on log-log axes, kept inside the bracket that the values seen so far allow. Raises :class:`UserError` where there is
-    no such x from `LEAST` to `MOST`.
+    The curve must be decreasing, and below the target beyond ``most``. This is the secant method on log-log axes, kept
+    inside the bracket of earlier values. Raises :class:`UserError` if there is no such x from `LEAST` to `MOST`.
     """
     aim = math.log(target) + math.log1p(-0.5 * tolerance)
     low, high, found = -math.inf, math.log(most) + TOLERANCE, math.nan
@@ -122,7 +120,7 @@ def solve(
             low = x
         else:
             high, found = x, value
-        if high - low <= CLOSEST and not math.isnan(found):  # a leap, as where δ begins to cover all
+        if high - low <= CLOSEST and not math.isnan(found):  # a jump, as for a δ that covers everything
             return math.exp(high), found
         y = math.log(max(value, 1e-12))
         if last is not None and x != last[0]:
@@ -144,8 +142,9 @@ def solve(
 def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float) -> tuple[float, float]:
     """Return (σ_b, σ_new) = (σ√(K/(4r)), σ/√(1-r)), and (0, σ) when r = 0.
 
-    Formal guarantee: counts of sensitivity ½√K noised at σ_b, and gradients of sensitivity S at Sσ_new, released from
-    one batch, cost as much as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts take a share r of it.
+    Formal guarantee: counts of sensitivity ½√K with noise σ_b, and gradients of sensitivity S with noise Sσ_new,
+    released from one batch, cost the same as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts take a
+    share r of 1/σ².
     Raises :class:`UserError` unless K >= 1 and 0 <= r < 1.
     """
     if not is_whole(num_groups) or num_groups < 1:
@@ -160,6 +159,6 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
     count = noise_multiplier * math.sqrt(num_groups / (4.0 * quantile_budget))
     if not math.isfinite(count):
         raise UserError(
-            f"quantile_budget is {quantile_budget}; so small a share makes the counts' noise infinite: give more."
+            f"quantile_budget is {quantile_budget}; with so small a share the counts' noise is infinite: give more."
         )
     return count, noise_multiplier / math.sqrt(1.0 - quantile_budget)

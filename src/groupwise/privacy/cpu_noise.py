@@ -1,15 +1,15 @@
 """Draws standard normals on a CPU: Box-Muller pairs in float32, numpy's normals in float64.
 
-Both take their bits from SFC64, which numpy seeds with 128 bits of a hash. A pair is ±r·sin a and ±r·cos a for an angle
-a in (0, π/2) of 30 bits, with r² = -2 ln u. u has 63 bits and is taken in float64, so r ends at 9.4 standard
-deviations, which a Gaussian passes once in 10²⁰ draws, and is never 0. Both sin a and cos a are sines of an angle that
-is made from a whole number, so they keep their digits where they are small: no draw is 0, nor any other number more
-often than the spacing of float32 asks for.
+Both take their bits from SFC64, which is seeded with 128 bits of a hash. A pair is ±r·sin a and ±r·cos a for an angle a
+in (0, π/2) of 30 bits, with r² = -2 ln u. u has 63 bits and is computed in float64. So r is never 0, and at most 9.4
+standard deviations, which a Gaussian exceeds once in 10²⁰ draws. Both sin a and cos a are computed as sines of an angle
+from an integer, so small values are accurate too: no draw is 0, and no number is more frequent than the spacing of
+float32 requires.
 
-numpy's vectorised functions may differ in their last bit from processor to processor, and so may the draws. Where the
-package was installed with a C compiler, `normals.c` draws pairs four times as fast: the same bits on every processor,
-and numpy's but for the last two. Noise from a published key stays numpy's, so that a training is repeated to the bit
-without a compiler too.
+numpy's vectorised functions may differ in their last bit between processors, and so may the draws. If the package was
+installed with a C compiler, `normals.c` draws pairs four times as fast, with the same bits on every processor; only the
+last two may differ from numpy's. Noise from a published key always uses numpy, so that a training can be repeated bit
+for bit without a compiler.
 """
 
 import ctypes
@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
-"""Draws of one seed, each with 14 bytes of memory. Of fewer, threads would wait for each other's Python."""
+"""Draws per seed, at 14 bytes of memory each. With fewer, threads would wait for Python's lock."""
 MAGNITUDE, SIGN = np.int32(2**30 - 1), np.int32(-(2**31))
-"""The lower bits of a word are an angle, its two highest are signs."""
+"""The lower 30 bits of a word are an angle, its two highest bits are signs."""
 
 
 def bits_of(digest: bytes) -> np.random.SFC64:
-    """The stream of random bits that a hash stands for."""
+    """The random bit stream that is seeded with a hash."""
     return np.random.SFC64(int.from_bytes(digest, "big"))
 
 
 def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled: bool = False) -> Tensor:
     """The first `count` draws of N(0, 1), float32 or float64, of chunk number `chunk` of a release.
 
-    `compiled` takes `COMPILED` where it is there.
+    `compiled` uses `COMPILED` if it is available.
     """
     bits = bits_of(sha256(digest + chunk.to_bytes(8, "big")).digest())
     if dtype == torch.float64:
@@ -51,7 +51,7 @@ def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled:
 
 
 def add_scaled(sums: np.ndarray, drawn: np.ndarray, std: float, divisor: float, compiled: bool = False) -> None:
-    """``(sums + std · drawn) / divisor`` in place, of 1-dimensional float32 or float64; `drawn` is used up."""
+    """``(sums + std · drawn) / divisor`` in place, of 1-dimensional float32 or float64; overwrites `drawn`."""
     if compiled and COMPILED is not None and sums.dtype == np.float32 and sums.flags.c_contiguous:
         COMPILED.add_scaled(sums.ctypes.data, drawn.ctypes.data, std, divisor, len(sums))
         return
@@ -62,7 +62,7 @@ def add_scaled(sums: np.ndarray, drawn: np.ndarray, std: float, divisor: float, 
 
 
 def _library() -> ctypes.CDLL | None:
-    """`normals.c`, compiled; None where there was no compiler."""
+    """The compiled `normals.c`; None if it was not built."""
     found = find_spec("groupwise.privacy._normals")
     if found is None or found.origin is None:
         return None
@@ -77,7 +77,7 @@ COMPILED = _library()
 
 
 def box_muller_compiled(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
-    """As `box_muller`, by `COMPILED`."""
+    """`box_muller`, by `COMPILED`."""
     assert COMPILED is not None
     drawn = np.empty(2 * len(radii), np.float32)
     COMPILED.box_muller(radii.ctypes.data, angles.ctypes.data, drawn.ctypes.data, len(radii))
@@ -96,12 +96,12 @@ def box_muller(radii: np.ndarray, angles: np.ndarray) -> np.ndarray:
     np.copyto(radius, uniform, casting="same_kind")
     radius *= np.float32(-2.0)
     np.sqrt(radius, out=radius)
-    whole, sine = uniform.view(np.int32)[:n], uniform.view(np.float32)[n:]  # the uniform numbers are done with
+    whole, sine = uniform.view(np.int32)[:n], uniform.view(np.float32)[n:]  # reuse the memory of the uniform numbers
     for half, flipped, sign in ((drawn[:n], np.int32(0), 0), (radius, MAGNITUDE, 1)):
         np.bitwise_and(angles, MAGNITUDE, out=whole)
         whole ^= flipped
         np.add(whole, np.float32(0.5), out=sine, dtype=np.float32, casting="same_kind")
-        sine *= np.float32(math.pi * 2.0**-31)  # an angle in (0, π/2), or what it lacks of π/2
+        sine *= np.float32(math.pi * 2.0**-31)  # an angle in (0, π/2), or π/2 minus the angle
         np.sin(sine, out=sine)
         np.multiply(sine, radius, out=half)
         np.left_shift(angles, sign, out=whole)

@@ -1,4 +1,4 @@
-"""Draws Gaussian noise once, so that it can be replayed: a pure function of (key, step, stream); securely if asked."""
+"""Draws Gaussian noise as a pure function of (key, step, stream), so that a resumed run can repeat it."""
 
 import hashlib
 import math
@@ -19,23 +19,23 @@ from groupwise.privacy import cpu_noise, philox_noise, secure_noise
 COUNT_STREAM = -1
 """Stream of the noise on the clip counts; gradients use stream 0."""
 GENERATORS = ("SFC64", "Philox")
-"""Where noise that is not secure comes from; see `NoiseSource`."""
+"""The generators of noise that is not secure; see `NoiseSource`."""
 ALONE = 1 << 18
-"""Entries of a release that are not worth a second thread."""
+"""Entries of a release up to which one thread is faster than several."""
 
 
 class NoiseSource:
-    """A secret key, and the noise that it stands for.
+    """A secret key, and the noise that follows from it.
 
-    Make one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise can
-    be predicted, ``is_secret`` is False and the run is not private). Processes that hold the same key draw the same
-    noise: replicas (DDP) stay equal and noise is added once; owners of different shards take a :meth:`child` each.
+    Create one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise is
+    predictable, ``is_secret`` is False and the run is not private). Processes with the same key draw the same noise, so
+    replicas stay equal and noise is added once. Processes with different shards use one :meth:`child` each.
 
-    ``secure`` draws from a cipher and adds on a lattice (`groupwise.privacy.secure_noise`), on the CPU. Else
-    ``generator`` is one of `GENERATORS`: "SFC64" draws on the CPU (`groupwise.privacy.cpu_noise`), "Philox" where the
-    tensor is, the same on every device (`groupwise.privacy.philox_noise`). None is "SFC64" for tensors on a CPU and
-    "Philox" for others. A run settles it as it begins (:meth:`settled`), and its checkpoint keeps it, so that replayed
-    steps repeat their noise on another device too.
+    ``secure`` draws from a cipher and adds on a lattice (`groupwise.privacy.secure_noise`), on the CPU. Otherwise
+    ``generator`` is one of `GENERATORS`. "SFC64" draws on the CPU (`groupwise.privacy.cpu_noise`). "Philox" draws on
+    the tensor's device, with the same result on every device (`groupwise.privacy.philox_noise`). None means "SFC64" for
+    CPU tensors and "Philox" for others. A run fixes the generator when it begins (:meth:`settled`), and checkpoints
+    keep it, so that replayed steps repeat their noise on another device too.
     """
 
     def __init__(self, key: bytes, is_secret: bool, secure: bool = False, generator: str | None = None) -> None:
@@ -55,44 +55,44 @@ class NoiseSource:
 
     @classmethod
     def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, generator: str | None = None) -> Self:
-        """Return the source of a key kept from before (at least 16 bytes); pass on what else it had."""
+        """Return the source of a saved key (at least 16 bytes); pass the other saved attributes too."""
         return cls(key, is_secret, secure, generator)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the source of :meth:`state_dict`.
+        """Return the source that :meth:`state_dict` describes.
 
         Raises:
-            UserError: the state is none, or one of an earlier version, whose noise this version does not repeat.
+            UserError: it is not such a state, or one of an earlier version, whose noise cannot be repeated.
         """
         names = ("key", "is_secret", "secure", "generator")
         if not all(f"noise_{name}" in state for name in names):
-            raise UserError("The state holds no noise key that this version can go on with: start a new training.")
+            raise UserError("The state holds no noise key that this version can use: start a new training.")
         return cls(*(state[f"noise_{name}"] for name in names))
 
     @classmethod
     def from_seed(cls, seed: int, secure: bool = False) -> Self:
-        """Return a predictable source for debugging and tests: no privacy guarantee holds for what it noises."""
+        """Return a predictable source for debugging and tests: its noise gives no privacy guarantee."""
         return cls(hashlib.sha256(b"groupwise debug seed %d" % seed).digest(), False, secure)
 
     def __repr__(self) -> str:
-        """Never the key: a log or a traceback may show this."""
+        """Does not show the key, as it may end up in a log or a traceback."""
         return f"NoiseSource(is_secret={self.is_secret}, secure={self.secure})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the attributes to save in a checkpoint, the key included."""
         return {f"noise_{name}": value for name, value in vars(self).items()}
 
     def child(self, purpose: str) -> Self:
-        """Return a source of the same kind whose noise is independent of this one's: a stage's, or a shard's."""
+        """Return a source with the same settings and independent noise, for a pipeline stage or a shard."""
         return type(self)(self.derive(purpose), self.is_secret, self.secure, self.generator)
 
     def settled(self, device: torch.device) -> Self:
-        """Return this source with ``generator`` decided: as it is, or else by the device that a run begins on."""
+        """Return this source with ``generator`` fixed: if it is None, to that of the device on which a run begins."""
         return type(self)(self.key, self.is_secret, self.secure, self.generator or _generator_for(device))
 
     def derive(self, purpose: str) -> bytes:
-        """Return a 32-byte key for another secret draw, such as the Poisson sampler's; it tells nothing of this key."""
+        """Return a 32-byte key for another secret draw, such as the Poisson sampler's. It does not reveal this key."""
         return hashlib.sha256(b"groupwise derived\0" + purpose.encode() + b"\0" + self.key).digest()
 
     def add_gaussian_(self, tensor: Tensor, std: float, step: int, stream: int) -> Tensor:
@@ -106,14 +106,14 @@ class NoiseSource:
     ) -> None:
         """Add N(0, ``stds[j]``²) to every entry of tensor j in place, and divide by ``divisor``: one release.
 
-        Noise is float64 for float64 tensors, float32 for float32 ones, and independent between entries, steps and
-        streams. Entries are numbered through the tensors of a dtype in row-major order, so neither memory layout nor
-        threads change the noise. One (step, stream) serves one release only: used twice, the noises are equal and the
-        guarantee is lost.
+        Noise has the tensor's dtype (float64 or float32), and is independent between entries, steps and streams.
+        Entries are numbered through all tensors of a dtype in row-major order, so the noise does not depend on memory
+        layout or threads. Use a (step, stream) for one release only: a second one would get the same noise, and the
+        guarantee would be lost.
 
         Raises:
-            UserError: a narrower dtype (its rounding is wider than the noise's law allows for), a distributed tensor,
-                or a std that is negative or not finite.
+            UserError: a narrower dtype (its rounding would distort the noise), a distributed tensor, or a std that is
+                negative or not finite.
         """
         for tensor, std in zip(tensors, stds, strict=True):
             self._check(tensor, std)
@@ -134,7 +134,7 @@ class NoiseSource:
     def _jobs(
         self, flat: Sequence[Tensor], stds: Sequence[float], step: int, stream: int, divisor: float
     ) -> Iterator[Callable[[], object]]:
-        """The release in chunks, which are numbered and may be noised in any order."""
+        """The work of a release in numbered chunks, which may run in any order."""
         digest, chunk, first = self._digest(step, stream), 0, 0
         for dtype in (torch.float32, torch.float64):
             of_dtype = [(tensor, std) for tensor, std in zip(flat, stds, strict=True) if tensor.dtype == dtype]
@@ -152,7 +152,7 @@ class NoiseSource:
                 chunk += 1
 
     def _add(self, digest: bytes, chunk: int, parts: list[Tensor], stds: list[float], divisor: float) -> None:
-        """Noise the parts of one chunk with numbers that are drawn on the CPU."""
+        """Add noise that is drawn on the CPU to the parts of one chunk."""
         if self.secure:
             secure_noise.add_on_lattice(digest, chunk, parts, stds)
             for part in parts:
@@ -168,11 +168,11 @@ class NoiseSource:
 
     @staticmethod
     def _check(tensor: Tensor, std: float) -> None:
-        """Refuse what cannot be noised."""
+        """Raise a `UserError` for a tensor or std that noise cannot be added with."""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise UserError(f"noise was asked for on a {type(tensor).__name__}; give this rank's local torch.Tensor.")
+            raise UserError(f"noise cannot be added to a {type(tensor).__name__}; give this rank's local torch.Tensor.")
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise UserError(f"noise was asked for on {tensor.dtype}; convert the summed gradient to float32 first.")
+            raise UserError(f"noise cannot be added to {tensor.dtype}; convert the summed gradient to float32 first.")
         if not 0.0 <= std < math.inf:
             raise UserError(f"the noise's std is {std}; give a finite number of at least 0.")
 
@@ -186,7 +186,7 @@ def _generator_for(device: torch.device) -> str:
 
 
 def _chunks(tensors: Sequence[tuple[Tensor, float]], size: int) -> Iterator[tuple[list[Tensor], list[float]]]:
-    """Cut the entries of flat tensors, in their order, into chunks of ``size``: parts, and the std of each."""
+    """Split the entries of flat tensors, in order, into chunks of ``size``: a chunk's parts, and the std of each."""
     parts, stds, room = list[Tensor](), list[float](), size
     for tensor, std in tensors:
         rest = tensor

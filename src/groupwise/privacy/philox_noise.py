@@ -1,16 +1,16 @@
-"""Draws standard normals on a GPU by counting: a draw is a function of (key, its place), the same on every device.
+"""Draws standard normals on a GPU with a counter-based generator: each draw is a function of the key and its index.
 
-A generator of a GPU hands its numbers out to as many threads as that model has, so another model draws other noise from
-the same seed. Here the numbers come from Philox4x32-10 (Salmon et al., 2011), a keyed permutation of a counter of 128
-bits, in whole numbers of torch: equal bits everywhere. Draws 2j and 2j + 1 of a release are the Box-Muller pair of the
-counter (j, c2, c3) of 64, 32 and 32 bits, where c2, c3 and Philox's key of 64 bits are 128 secret bits of the release.
-Radius and angle take 64 bits each and are computed in float64, whose last bits may differ between devices: so a draw is
-the same up to about 1e-15, and rounded to float32 it is the same number but once in some ten million times. The radius
-ends at 9.5 standard deviations, which a Gaussian passes with a chance of 2e-21, and is never 0.
+torch's own GPU generator distributes its numbers over the device's threads, so another GPU model draws other noise from
+the same seed. Here the random words come from Philox4x32-10 (Salmon et al., 2011), a keyed permutation of a 128-bit
+counter, in torch's integer operations: the same bits on every device. Draws 2j and 2j + 1 of a release are the
+Box-Muller pair of the counter (j, c2, c3) of 64, 32 and 32 bits. c2, c3 and Philox's 64-bit key are 128 secret bits of
+the release. Radius and angle use 64 bits each, in float64, whose last bits may differ between devices: draws agree to
+about 1e-15, and in float32 all but one in ten million are equal. The radius is never 0, and at most 9.5 standard
+deviations, which a Gaussian exceeds with probability 2e-21.
 
-Plain operations pass over memory a hundred times. Triton makes them one kernel on a GPU that it knows, which reads and
-writes a sum once; `COMPILED` switches that off. The host takes longer to launch such a kernel for each tensor than the
-GPU to run it, so a release whose tensors stay in the same memory is recorded as a CUDA graph.
+Plain operations read and write memory a hundred times. torch.compile (Triton) fuses them into one kernel, on a GPU that
+it supports; `COMPILED` switches that off. Launching a kernel for each tensor takes the host longer than the GPU needs
+to run it, so a release whose tensors stay in the same memory is captured as a CUDA graph.
 """
 
 import math
@@ -24,22 +24,22 @@ import torch
 from torch import Tensor
 
 CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 20}
-"""Entries that plain operations noise at a time, by the device: about 150 bytes each while it lasts. For devices that
-do not compute with int64 and float64 the noise is drawn on the CPU."""
+"""Entries that plain operations process at a time, by device type: about 150 bytes each. Other devices may lack int64
+or float64, so their noise is drawn on the CPU."""
 FEW = 1 << 16
-"""Entries of a tensor that is noised together with others: a kernel of its own would take longer."""
+"""Tensors of up to this many entries are processed together, which is faster than one kernel each."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
 STEADY, MAX_GRAPHS, MAX_SEEN = 3, 8, 64
-"""Releases from the same memory after which they are recorded; graphs, and memories that are counted, at most."""
+"""Releases from the same memory before a graph is captured; the most graphs; the most addresses that are counted."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 Numbered = tuple[Tensor, float, int]
-"""A flat tensor, the std of its noise, and the number of its first entry in the release."""
+"""A flat tensor, the std of its noise, and the index of its first entry in the release."""
 Kernel = Callable[[Tensor, Tensor, Tensor], None]
-"""`noise_`, or what it was compiled to."""
+"""`noise_`, or its compiled version."""
 Sums = tuple[tuple[int, int, torch.dtype], ...]
 """Address, entries and dtype of each tensor of a release."""
 
@@ -47,8 +47,8 @@ Sums = tuple[tuple[int, int, torch.dtype], ...]
 def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
     """Add N(0, std²) in place to tensors of one device and dtype, and divide by ``divisor``.
 
-    Entry i of the release takes draw i of ``digest``, its secret. Large tensors take a kernel each, small ones one
-    together; all that the kernels ask for is sent to the device once.
+    Entry i of the release gets draw i under the secret ``digest``. Large tensors take one kernel each, small ones are
+    processed together. All kernel arguments are sent to the device at once.
     """
     device = tensors[0][0].device
     where = device if device.type in CHUNKS else torch.device("cpu")
@@ -77,7 +77,7 @@ def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
 
 
 def _add(kernel: Kernel, groups: Sequence[Sequence[Tensor]], where: torch.device, table: Tensor) -> None:
-    """Noise flat tensors by the kernel, those of a group together; the table has the secret, then a row for each."""
+    """Run the kernel on each group of flat tensors; the table has the secret, then one row per tensor."""
     secret, rows = table.tensor_split([1])
     for parts, own in zip(groups, rows.split([len(parts) for parts in groups]), strict=True):
         device = parts[0].device
@@ -95,11 +95,11 @@ def _table(rows: list[list[float]], where: torch.device) -> Tensor:
 
 _seen: Counter[Sums] = Counter()
 _graphs: dict[Sums, tuple["torch.cuda.CUDAGraph", Tensor]] = {}
-"""Where the sums of a release lie -> the graph of its kernels, and the table that they read."""
+"""The sums' addresses -> the graph of a release's kernels, and the table that they read."""
 
 
 def _repeated(work: Callable[[Tensor], None], rows: list[list[float]], where: torch.device, sums: Sums) -> None:
-    """Do the work on a table of these rows: by its graph, if the sums have lain in the same memory for a while."""
+    """Do the work on a table of these rows; by a CUDA graph, once the sums have had the same addresses a few times."""
     if (known := _graphs.get(sums)) is not None:
         known[1].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
         known[0].replay()
@@ -119,7 +119,7 @@ def _repeated(work: Callable[[Tensor], None], rows: list[list[float]], where: to
 
 
 def _groups(parts: Sequence[Numbered], chunk: int) -> list[list[Numbered]]:
-    """Put small parts together, about ``chunk`` entries a group; others are alone."""
+    """Group small parts, about ``chunk`` entries per group; each large part is a group."""
     small = [part for part in parts if len(part[0]) <= FEW]
     ends = accumulate(len(part[0]) for part in small)
     together = groupby(zip(small, ends, strict=True), lambda each: each[1] // chunk)
@@ -127,12 +127,12 @@ def _groups(parts: Sequence[Numbered], chunk: int) -> list[list[Numbered]]:
 
 
 def noise_(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
-    """Noise sums (n,) in place: (sum + std · draw) / divisor.
+    """Add noise to sums (n,) in place: (sum + std · draw) / divisor.
 
     Args:
-        sums: float32 or float64, the dtype that this is computed in.
-        rows: float64 (n, 4), or (1, 4) for all: the number of a sum's draw less its place, std, divisor, any.
-        secret: float64 (1, 4), four whole numbers below 2³².
+        sums: float32 or float64, which is also the dtype of the computation.
+        rows: float64 (n, 4), or (1, 4) for all: index of the draw minus index in `sums`, std, divisor, unused.
+        secret: float64 (1, 4), four integers below 2³².
     """
     number, std, divisor, _ = rows.unbind(1)
     numbers = number.long() + torch.arange(len(sums), device=sums.device)
@@ -141,7 +141,7 @@ def noise_(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
 
 
 def draws(numbers: Tensor, secret: Tensor) -> Tensor:
-    """The draws of N(0, 1) of these numbers, int64 (n,), under four secret words, int64 (4,): float64 (n,)."""
+    """The draws of N(0, 1) with these indices, int64 (n,), under four secret words, int64 (4,): float64 (n,)."""
     block = numbers >> 1
     counter = (block & WORD, block >> 32, secret[2], secret[3])
     first, second, third, fourth = philox(counter, (secret[0], secret[1]))
@@ -152,10 +152,10 @@ def draws(numbers: Tensor, secret: Tensor) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of counters of four words, int64 in [0, 2³²) that broadcast: four words.
+    """Philox4x32-10 of counters of four words, int64 in [0, 2³²), which broadcast; returns four words.
 
-    A product of two words wraps around in int64: its 64 bits are right, and ``>>`` only repeats the highest. Its lower
-    word is cut to 32 bits when it is used.
+    A product of two words wraps around in int64: its 64 bits are correct, and ``>>`` extends the sign. Its lower word
+    is masked to 32 bits when it is used.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -169,7 +169,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 @lru_cache
 @torch.no_grad()
 def kernel_on(device: torch.device) -> Kernel:
-    """:func:`noise_` for a device, compiled where that works and gives the same numbers."""
+    """:func:`noise_` for a device, compiled if that works and gives the same results."""
     if not (COMPILED and device.type == "cuda" and torch.cuda.is_available()):
         return noise_
     compiled = torch.compile(noise_, dynamic=True)
@@ -184,7 +184,7 @@ def kernel_on(device: torch.device) -> Kernel:
 
 
 def _agree(compiled: Callable[..., object], device: torch.device, dtype: torch.dtype, count: int) -> bool:
-    """Whether both give the same sums, with as many rows."""
+    """Whether both give the same sums, for a table of `count` rows."""
     rows = torch.tensor([[2.0**34 - 50, 1.5, 7.0, 0.0]], dtype=torch.float64, device=device).repeat(count, 1)
     secret = torch.arange(1.0, 5.0, dtype=torch.float64, device=device)[None]
     ours, theirs = (torch.arange(99, dtype=dtype, device=device) for _ in range(2))

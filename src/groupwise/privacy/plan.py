@@ -1,4 +1,4 @@
-"""Makes the privacy plan once, prints and saves it: the only thing that sets a noise scale."""
+"""Makes, prints and saves the privacy plan, which is the only source of noise scales."""
 
 import math
 import textwrap
@@ -14,17 +14,16 @@ from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
 PARTS = 20
-"""Of a plan, at whose ends `PrivacyPlan.progress` asks the accountant."""
+"""Parts of a plan; `PrivacyPlan.progress` computes ε at the end of each."""
 
 
 @dataclass(frozen=True)
 class EpsilonReport:
     """The cost of ``executed_steps`` releases at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
 
-    ``prv`` brackets ε (its ``note`` says when another accountant stood in for it); ``rdp`` and ``pld`` are upper bounds
-    (``pld`` None unless it was the plan's accountant). A run without noise has cost infinity, one without steps
-    nothing. ``guaranteed`` is False for shuffled batches, whose figures are what Poisson samples would have cost, and
-    for infinite ε.
+    ``prv`` brackets ε (its ``note`` says if another accountant replaced it); ``rdp`` and ``pld`` are upper bounds
+    (``pld`` is None unless it is the plan's accountant). Without noise ε is infinite, without steps it is 0.
+    ``guaranteed`` is False for infinite ε, and for shuffled batches, for which ε is that of Poisson samples.
     """
 
     executed_steps: int
@@ -63,7 +62,7 @@ _LIMITS = (
 
 
 def folded(text: str, indent: str = "  ") -> str:
-    """The text in lines of at most `WIDTH` columns, broken between words; a figure stays with its name."""
+    """Wrap the text to lines of at most `WIDTH` columns; "name = value" is never broken."""
     whole = text.replace(" = ", "\xa0=\xa0")
     lines = textwrap.fill(whole, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\xa0", " ")
@@ -71,7 +70,7 @@ def folded(text: str, indent: str = "  ") -> str:
 
 def _headline(plan: "PrivacyPlan") -> str:
     accountant = plan.accountant.upper()
-    if plan.note:  # it says who stood in for the accountant that was asked
+    if plan.note:  # it names the accountant that replaced the plan's
         accountant = next((name for name in ("PLD", "RDP") if f"by the {name} " in plan.note), "closed form")
     figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}, upper bound)"
     if plan.sampling == "shuffle":
@@ -100,7 +99,7 @@ def _noise(plan: "PrivacyPlan") -> str:
 
 
 LARGE_DELTA = 5e-3
-"""Above it δ is warned of even below 1/N; the default N^-1.1 is for fewer than 124 examples."""
+"""There is a warning for a δ above this, even if it is below 1/N: the default N^-1.1 is for fewer than 124 examples."""
 SAMPLINGS = ("poisson", "shuffle")
 
 
@@ -113,14 +112,14 @@ class PrivacyPlan:
     Poisson sample at rate ρ, noises the gradient sums with :func:`~groupwise.privacy.mechanism.release_gradients` at
     σ_new and the centred counts at σ_b, from a secret :class:`~groupwise.privacy.noise.NoiseSource`. One batch's
     gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are one Gaussian release:
-    1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). Creating a plan refuses σ_b and σ_new that do not follow from σ;
-    that ε follows from σ is :func:`make_plan`'s doing, and :meth:`spent` computes it again.
+    1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). The constructor raises an error if σ_b and σ_new do not follow
+    from σ. It does not check that ε follows from σ: :func:`make_plan` sees to that, and :meth:`spent` recomputes ε.
 
     Attributes:
         dataset_size: N. expected_batch_size: B. steps: T. num_groups: K. quantile_budget: r, 0 for fixed thresholds.
         noise_multiplier: σ, of the whole release. count_noise_multiplier: σ_b = σ√(K/(4r)), 0 when r = 0.
         gradient_noise_multiplier: σ_new = σ/√(1-r).
-        epsilon: infinity means no noise and no guarantee. note: set when another accountant than asked had to answer.
+        epsilon: infinity means no noise and no guarantee. note: set if another accountant replaced the requested one.
     """
 
     dataset_size: int
@@ -153,10 +152,10 @@ class PrivacyPlan:
         if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon < 0.0:
             raise UserError(
                 f"the plan has epsilon {self.epsilon} and noise multiplier {sigma}; make it with make_plan, which "
-                "calibrates the one from the other."
+                "computes one from the other."
             )
         if (sigma == 0.0) != math.isinf(self.epsilon):
-            raise UserError("a plan has no noise exactly when its epsilon is infinite; make it with make_plan.")
+            raise UserError("a plan must have noise if and only if its epsilon is finite; make it with make_plan.")
         expected = split_noise(sigma, self.num_groups, self.quantile_budget)
         given = (self.count_noise_multiplier, self.gradient_noise_multiplier)
         if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(given, expected, strict=True)):
@@ -176,7 +175,7 @@ class PrivacyPlan:
         return self.sampling == "poisson" and math.isfinite(self.epsilon) and self.noise_multiplier > 0.0
 
     def statement(self) -> str:
-        """Return the plan in words, for a person: guarantee, mechanism, figures, and what is not covered."""
+        """Return the plan as text: guarantee, mechanism, figures, and what is not covered."""
         if self.noise_multiplier == 0.0:
             lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(self)]
         else:
@@ -187,7 +186,8 @@ class PrivacyPlan:
     def progress(self, step: int) -> float:
         """Return an upper bound on the ε spent after ``step`` steps, for a progress bar.
 
-        The plan's accountant is asked at the end of each twentieth of the plan, as ε only grows; Rényi DP past the end.
+        It is the plan's accountant's ε at the end of the current twentieth of the plan, since ε only grows. Past the
+        plan's end it is by Rényi DP.
         """
         if step <= 0:
             return 0.0
@@ -199,9 +199,9 @@ class PrivacyPlan:
         return min(self.epsilon, self._bounds(end, self.accountant).upper)
 
     def spent(self, executed_steps: int) -> EpsilonReport:
-        """Account again, without the cache on disk, for the executed steps, replays with fresh noise included.
+        """Recompute ε for the executed steps (count replays with fresh noise too), without the cache on disk.
 
-        Takes a second or two at most, and nothing where this process has composed as many steps before. Raises
+        Takes up to two seconds, and no time if this process has composed as many steps before. Raises
         :class:`UserError` for a negative number of steps.
         """
         prv, rdp = self._bounds(executed_steps, "prv"), self._bounds(executed_steps, "rdp").upper
@@ -209,7 +209,7 @@ class PrivacyPlan:
         return EpsilonReport(int(executed_steps), self.delta, self.accountant, prv, rdp, pld, self.is_private)
 
     def spent_epsilon(self, executed_steps: int) -> float:
-        """The ε that `spent` quotes, by the plan's accountant and no other: what a loop asks for at each line of a log.
+        """The ``epsilon`` of :meth:`spent`, without the other accountants: fast enough for each line of a log.
 
         Raises :class:`UserError` for a negative number of steps.
         """
@@ -250,16 +250,16 @@ def make_plan(
     sampling: str = "poisson",
     accountant: str = "prv",
 ) -> PrivacyPlan:
-    """Make the plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is accounted for).
+    """Make a plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is computed).
 
-    ``epsilon=inf`` or ``noise_multiplier=0`` plan a run without noise and without a guarantee. With
-    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. Numpy's numbers
-    become Python's, which files keep. Warns when δ ≥ 1/N or δ > `LARGE_DELTA`.
+    ``epsilon=inf`` or ``noise_multiplier=0`` plans a run without noise and without a guarantee. With
+    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. Numpy scalars
+    are converted to Python numbers, so that the plan can be saved. Warns if δ ≥ 1/N or δ > `LARGE_DELTA`.
     Raises :class:`UserError` for anything out of range.
     """
     if (epsilon is None) == (noise_multiplier is None):
-        raise UserError("give exactly one of epsilon and noise_multiplier; the plan works out the other.")
-    without = PrivacyPlan(  # refuses a setting before its noise is searched for
+        raise UserError("give exactly one of epsilon and noise_multiplier; the plan computes the other.")
+    noiseless = PrivacyPlan(  # checks the settings before σ is calibrated
         dataset_size=_python(dataset_size),
         expected_batch_size=_python(expected_batch_size),
         steps=_python(steps),
@@ -274,14 +274,14 @@ def make_plan(
         gradient_noise_multiplier=0.0,
     )
     if noise_multiplier == 0.0 or epsilon == math.inf:
-        return without
+        return noiseless
     if epsilon is None:
         sigma = _python(noise_multiplier)
-        bounds = epsilon_bounds(sigma, without.sample_rate, without.steps, without.delta, accountant)
+        bounds = epsilon_bounds(sigma, noiseless.sample_rate, noiseless.steps, noiseless.delta, accountant)
         shown, note = bounds.upper, bounds.note
     elif epsilon > 0.0:
         shown = _python(epsilon)
-        found = calibrate(shown, without.delta, without.sample_rate, without.steps, accountant)
+        found = calibrate(shown, noiseless.delta, noiseless.sample_rate, noiseless.steps, accountant)
         sigma, note = found.noise_multiplier, found.note
     else:
         raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
@@ -295,9 +295,9 @@ def make_plan(
             f"delta = {delta:.3g} is below 1/N, but large for a probability with which the guarantee may fail: with so "
             f"few examples ({dataset_size}) give a smaller one, such as delta=1e-5."
         )
-    counts, gradients = split_noise(sigma, without.num_groups, without.quantile_budget)
+    counts, gradients = split_noise(sigma, noiseless.num_groups, noiseless.quantile_budget)
     return replace(
-        without,
+        noiseless,
         epsilon=shown,
         noise_multiplier=sigma,
         count_noise_multiplier=counts,
@@ -307,11 +307,12 @@ def make_plan(
 
 
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
-    """Return ε at ``delta`` of several trainings together whose data share examples, each by its plan, by PLD.
+    """Return the joint ε at ``delta`` of several trainings on the same data, one plan each, by PLD.
 
-    Formal guarantee: all that the plans release is (ε, δ)-DP together, also where a training begins at the weights of
-    the one before, if the plans do not follow from data or results. It is below the sum of their ε, which has the sum
-    of their δ. Infinite if a plan is not ``is_private``. Raises :class:`UserError` for a δ outside (0, 1).
+    Formal guarantee: everything that the plans release is (ε, δ)-DP together, even if a training starts from the
+    weights of an earlier one, as long as no plan depends on data or results. This ε is below the sum of the plans' ε,
+    which holds at the sum of their δ. It is infinite if a plan is not ``is_private``. Raises :class:`UserError` for a δ
+    outside (0, 1).
     """
     if not 0.0 < delta < 1.0:
         raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")

@@ -8,12 +8,12 @@ from groupwise.privacy.cpu_noise import bits_of
 
 
 class PoissonSampler:
-    """Draws every example independently with probability ρ (``sample_rate``), in each step.
+    """Draws every example independently with probability ρ (``sample_rate``) in each step.
 
     Formal guarantee: the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The size of a
     batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B).
-    Amplification by sampling holds only against who does not know the draw: give ``NoiseSource.derive("sampling")`` as
-    ``seed``; an int makes the draw reproducible, and then it must not be published with the model.
+    Amplification by sampling requires that the draw is secret: pass ``NoiseSource.derive("sampling")`` as ``seed``. An
+    int makes the draw reproducible; do not publish it with the model.
     """
 
     def __init__(self, dataset_size: int, sample_rate: float, seed: int | bytes) -> None:
@@ -28,10 +28,10 @@ class PoissonSampler:
 
 
 class ShuffleSampler:
-    """Cuts a new permutation of the data into batches of ``batch_size`` each epoch; the last batch may be smaller.
+    """Splits a new permutation of the data into batches of ``batch_size`` in each epoch; the last may be smaller.
 
-    No guarantee: accounting such batches as Poisson samples is common practice and can leak several times the claimed
-    ε (Chua et al. 2024; Annamalai et al. 2024). Offered to repeat published runs, whose ε is then "as published".
+    No guarantee: such batches are often accounted for as Poisson samples, and can leak several times the claimed ε
+    (Chua et al. 2024; Annamalai et al. 2024). This is for reproducing published runs, whose ε is then "as published".
     """
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int | bytes) -> None:

@@ -1,4 +1,4 @@
-"""Draws that an attacker cannot compute, added so that the lowest bits of a sum tell nothing: `noise.secure=true`."""
+"""Cryptographically secure noise, added on a lattice, so that a sum's lowest bits reveal nothing (`noise.secure`)."""
 
 import hashlib
 import math
@@ -12,13 +12,13 @@ from groupwise.errors import UserError
 from groupwise.privacy.sampling import PoissonSampler
 
 CHUNK = 1 << 15
-"""Entries that are noised at once, each with a key of its own: as many as torch adds in one thread."""
+"""Entries per chunk, which has its own key: as many as torch adds in one thread."""
 LATTICE_BITS = 40
 SMALLEST = 1e-200
 
 
 class Keystream:
-    """The words of ChaCha20 under a key of 32 bytes, from the first on; one key serves one purpose."""
+    """The output of ChaCha20 under a key of 32 bytes, from the start; use each key for one purpose only."""
 
     def __init__(self, key: bytes) -> None:
         try:
@@ -45,19 +45,19 @@ class Keystream:
 def add_on_lattice(digest: bytes, chunk: int, parts: Sequence[Tensor], stds: Sequence[float]) -> None:
     """Add N(0, std²) in place to chunk number ``chunk`` of a release, each part on the lattice of its std.
 
-    The sum is rounded to a multiple of the spacing g, and so is the noise. What is released is a function of their
-    exact sum (its rounding to the tensor's type comes last), and rounding a Gaussian to multiples of g after adding a
-    multiple of g is the same as before it. So the release is a post-processing of the real mechanism on rounded sums:
-    every multiple of g can come out, whatever the sum. Rounding may move two neighbouring sums apart by g in each of D
-    coordinates, so the noise multiplier is smaller by a factor of at most 1 + σ√D·2⁻⁴⁰.
+    The sum is rounded to a multiple of the spacing g, and so is the noise. The output is a function of their exact sum
+    (it is rounded to the tensor's dtype last). Rounding a Gaussian to multiples of g commutes with adding a multiple
+    of g. So the release is a post-processing of the real-valued mechanism on rounded sums: every multiple of g is
+    possible, whatever the sum. Rounding may move two neighbouring sums apart by g in each of D coordinates, so the
+    noise multiplier is smaller by a factor of at most 1 + σ√D·2⁻⁴⁰.
 
     Raises:
-        UserError: a std is below 1e-200, where the lattice would leave the float64 numbers.
+        UserError: a std below 1e-200, for which the lattice is too fine for float64.
     """
     stream = Keystream(hashlib.sha256(digest + chunk.to_bytes(8, "big")).digest())
     for part, std in zip(parts, stds, strict=True):
         if std < SMALLEST:
-            raise UserError(f"noise.secure=true was asked for noise of std {std}; give at least {SMALLEST:g}.")
+            raise UserError(f"noise.secure=true cannot add noise of std {std}; give at least {SMALLEST:g}.")
         spacing = lattice_spacing(std)
         draws = stream.normals(2 * part.numel())
         steps = np.rint((draws[::2] + draws[1::2]) * (std / math.sqrt(2.0) / spacing))
@@ -71,7 +71,7 @@ def lattice_spacing(std: float) -> float:
 
 
 class SecurePoissonSampler(PoissonSampler):
-    """A Poisson sampler whose draws are words of ChaCha20: an example is in when its word is below ρ·2⁶⁴."""
+    """A Poisson sampler that draws by ChaCha20: an example is in the batch if its 64-bit word is below ρ·2⁶⁴."""
 
     def __init__(self, dataset_size: int, sample_rate: float, key: bytes) -> None:
         super().__init__(dataset_size, sample_rate, key)

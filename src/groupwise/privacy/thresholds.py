@@ -14,7 +14,7 @@ def centred_counts(counts: torch.Tensor, examples: int) -> torch.Tensor:
     """Return Σ_i (b_k^(i) - ½), float64 of shape (K,), from the counts b̄_k (K,) of ``examples`` examples.
 
     Formal guarantee: adding or removing one example moves the vector by exactly ½√K in ℓ2. The raw counts of Algorithm
-    1 would move by up to √K; its proof (appendix "Proofs") takes the centred bits, and so do we.
+    1 would move by up to √K. The paper's proof (appendix "Proofs") also uses the centred bits.
     Raises :class:`UserError` unless the counts are whole numbers with 0 ≤ b̄_k ≤ ``examples``.
     """
     raw = torch.as_tensor(counts).detach().to(device="cpu", dtype=torch.float64)
@@ -34,7 +34,7 @@ class FixedThresholds:
 
     @property
     def clip_thresholds(self) -> torch.Tensor:
-        """C, float64 of shape (K,): what this step clips and noises with."""
+        """C, float64 of shape (K,): the thresholds for clipping and noise in this step."""
         return self._raw.clone()
 
     @property
@@ -50,7 +50,7 @@ class FixedThresholds:
         return {"thresholds": self._raw.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take C back from :meth:`state_dict`; raises :class:`UserError` when K differs."""
+        """Restore C from :meth:`state_dict`; raises :class:`UserError` if K differs."""
         values = positive(state["thresholds"], "thresholds").clone()
         if values.shape != self._raw.shape:
             raise UserError(
@@ -63,19 +63,19 @@ class AdaptiveThresholds(FixedThresholds):
     """Thresholds C_k that follow the q-quantile of group k's example norms (Andrew et al. 2021; §3.3).
 
     Formal guarantee: each :meth:`update` releases the centred counts, of ℓ2 sensitivity ½√K, with N(0, σ_b²) noise: a
-    Gaussian release of noise multiplier 2σ_b/√K. Together with gradients noised at σ_new of the same
+    Gaussian release with noise multiplier 2σ_b/√K. Together with gradients with noise at σ_new of the same
     :class:`~groupwise.privacy.plan.PrivacyPlan` it costs one Gaussian release at σ. Covered: the thresholds of all
-    steps. Not covered: the raw counts and the number of examples passed in, which must not be published.
+    steps. Not covered: the raw counts and the number of examples that are passed in, which must not be published.
 
     Args:
         initial: C_k before the first step, (K,), above 0; chosen without the data.
         target_quantile: q in [0, 1].
-        learning_rate: η of line 17 (the paper takes 0.3).
+        learning_rate: η of line 17 (0.3 in the paper).
         count_noise_multiplier: σ_b of the plan; 0 means noiseless counts and no guarantee.
         expected_batch_size: the configured B, never the drawn size.
         minimum, maximum: public bounds on the raw C_k.
-        rescale_to: C, if clipping uses C·C_k/√(ΣC_j²) (the paper's CIFAR-10 runs), else None. Norms are compared with
-            C_k all the same.
+        rescale_to: C, to clip at C·C_k/√(ΣC_j²) (the paper's CIFAR-10 runs), else None. Counts compare norms with the
+            raw C_k in any case.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class AdaptiveThresholds(FixedThresholds):
 
     @property
     def clip_thresholds(self) -> torch.Tensor:
-        """C, float64 of shape (K,): what this step clips *and* noises with; rescaled if so configured."""
+        """C, float64 of shape (K,): the thresholds for clipping *and* noise in this step; rescaled if configured."""
         if self.rescale_to is None:
             return self._raw.clone()
         return self.rescale_to * self._raw / torch.linalg.vector_norm(self._raw)
@@ -110,16 +110,16 @@ class AdaptiveThresholds(FixedThresholds):
     def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
         """Move C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).
 
-        Call after the gradients of ``step`` were noised: they need the thresholds that clipped them. ``counts`` (K,)
-        are those of the whole logical batch, over all microbatches and ranks; ``examples`` is its drawn size.
-        Raises :class:`UserError` when σ_b > 0 and ``noise`` is None, or for counts that cannot be.
+        Call this after adding noise to the gradients of ``step``, which needs the thresholds that clipped them.
+        ``counts`` (K,) are over all microbatches and ranks of the logical batch; ``examples`` is its drawn size.
+        Raises :class:`UserError` if σ_b > 0 and ``noise`` is None, or for impossible counts.
         """
         released = centred_counts(counts, examples)
         if released.shape != self._raw.shape:
             raise UserError(f"counts has {len(released)} entries for {len(self._raw)} groups; give one for each.")
         if self.count_noise_multiplier > 0.0:
             if noise is None:
-                raise UserError("noise is None but the plan noises the counts; pass the run's NoiseSource.")
+                raise UserError("noise is None, but the plan adds noise to the counts; pass the run's NoiseSource.")
             noise.add_gaussian_(released, self.count_noise_multiplier, step, COUNT_STREAM)
         below = released / self.expected_batch_size + 0.5
         moved = self._raw * torch.exp(-self.learning_rate * (below - self.target_quantile))

@@ -1,4 +1,4 @@
-"""Checks the arguments of `make_private` that need no other: the model, the optimiser, unknown names."""
+"""Checks single arguments of `make_private`: the model, the optimiser, unknown names."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from groupwise.errors import UserError, did_you_mean
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 """Modules that are in a private training."""
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that took private steps alone, as far as is known."""
+"""Optimizers of private trainings, whose state comes from private steps."""
 
 
 INSTEAD = {
@@ -29,11 +29,11 @@ INSTEAD = {
     "batch_first": "leave it out, as the trace finds the batch axis",
     **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source, NoiseSource.fresh(secure=True) say"),
 }
-"""Names that are no arguments -> what to do."""
+"""Names that are not arguments of `make_private` -> what to do instead."""
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a wrapped optimiser, or one that moves other parameters than the model's trainable ones, or not all.
+    """Check that an optimiser is not wrapped, and has exactly the model's trainable parameters.
 
     Raises:
         UserError: naming a parameter.
@@ -61,10 +61,10 @@ T = TypeVar("T")
 
 
 def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
-    """`make_private`, which refuses names that are neither arguments of it nor fields of `ClipConfig`.
+    """Decorator of `make_private` that refuses names which are neither its arguments nor fields of `ClipConfig`.
 
-    First of all, so that Opacus' ``module`` and ``data_loader`` are answered with the names here, where Python alone
-    would miss ``model`` and ``data``.
+    It checks this first, so that Opacus' ``module`` and ``data_loader`` raise an error with the right names, and not
+    Python's error that ``model`` and ``data`` are missing.
     """
     known = {*inspect.signature(make).parameters} | {field.name for field in fields(ClipConfig)}
     known -= {"name", "grouping", "mapping"}
@@ -78,19 +78,19 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
                 hint = f": {INSTEAD[ours]}" if ours in INSTEAD else did_you_mean(ours, sorted(known))
                 answers.append(f"{name!r}{hint}")
         if answers:
-            raise UserError(f"make_private knows no setting {'; nor '.join(answers)}.")
+            raise UserError(f"make_private has no argument {'; nor '.join(answers)}.")
         return make(*values, **named)
 
     return call
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser whose state, momentum say, comes from steps that were not private, with a `UserError`."""
+    """Raise a `UserError` for an optimiser with state (momentum, say) from steps that were not private."""
     moved = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in moved):
         raise UserError(
-            f"The optimizer has state of earlier steps ({type(optimizer).__name__}), in which unclipped gradients may "
-            "go on to move the model: make a new one over the same parameters."
+            f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
+            "still influence the model: make a new one over the same parameters."
         )
 
 
@@ -98,6 +98,6 @@ def check_model(model: nn.Module) -> None:
     """Refuse a model that is in a private training already, with a `UserError`."""
     if any(module in PRIVATE_MODULES for module in model.modules()):
         raise UserError(
-            "The model, or a part of it, is in a private training already, and a second would noise it twice: "
+            "The model, or a part of it, is in a private training already, and a second would add noise twice: "
             "private.detach() ends the first."
         )

@@ -1,4 +1,4 @@
-"""Checks the data that `make_private` is given, and how they are to be read."""
+"""Checks the data that is passed to `make_private`, and how to read it."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -29,8 +29,8 @@ def length_of(data: Any) -> int:
         )
     if hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
         raise UserError(
-            f"data is a {type(data).__name__}, whose data[0] is no example: give torch.utils.data.TensorDataset(x, y) "
-            "of its columns, or a list of examples."
+            f"data is a {type(data).__name__}, whose data[0] is not an example: give "
+            "torch.utils.data.TensorDataset(x, y) of its columns, or a list of examples."
         )
     few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
     rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
@@ -43,11 +43,11 @@ def length_of(data: Any) -> int:
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset, and how it is read: as given, else as the DataLoader does.
+    """The dataset, and how to read it: as given, else as the DataLoader does.
 
     Args:
         data: a dataset, or a DataLoader, whose sampler and batch size are not used.
-        given: arguments of a DataLoader, None for those that were not given.
+        given: arguments of a DataLoader; None for those that were not given.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
@@ -60,18 +60,18 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, A
 
 
 SAMPLE = 12
-"""How many examples are looked at to choose those that are traced."""
+"""How many examples are read, to choose those that are traced."""
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
-    """Indices of examples for the trace, from all over the dataset, the largest first."""
+    """Indices of examples for the trace, spread over the dataset, the largest first."""
     some = dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist())
     sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
     return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
 
 
 def check_items(data: Any, rows: list[int]) -> None:
-    """Refuse a dataset that mixes the examples which it reads together; a random item, other each time, is not judged.
+    """Check that `__getitems__` does not mix examples; items that are random are not compared.
 
     Raises:
         UserError: naming an example.
@@ -83,8 +83,8 @@ def check_items(data: Any, rows: list[int]) -> None:
     for row, *digests in zip(rows, alone, again, together, strict=True):
         if digests[0] == digests[1] != digests[2]:
             raise UserError(
-                f"data.__getitems__ gives example {row} otherwise among others than alone, so it mixes the examples of "
-                "a batch: transform each item by itself."
+                f"data.__getitems__ gives another example {row} in a batch than alone, so it mixes the examples of a "
+                "batch: transform each item by itself."
             )
 
 
@@ -95,9 +95,9 @@ def _numel(leaf: Any) -> int:
 
 
 def digest(item: Any) -> str:
-    """SHA-256 of an example: of tensors and arrays by dtype, shape and bytes, of numbers and texts.
+    """SHA-256 of an example: tensors and arrays by dtype, shape and bytes, numbers and strings by value.
 
-    A value of another kind counts as its type.
+    Of any other value only the type is used.
     """
     leaves, spec = tree_flatten(item)
     found = sha256(repr(spec).encode())
@@ -116,7 +116,7 @@ def digest(item: Any) -> str:
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, to compare the data of several processes.
 
-    The default generators follow the key meanwhile. None if an example differs each time it is read.
+    The default generators are seeded from the key meanwhile. None if an example differs each time that it is read.
     """
     digests = set()
     for _ in range(2):

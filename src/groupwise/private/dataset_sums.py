@@ -1,4 +1,4 @@
-"""Forms the clipped sums of batches of a dataset; its random augmentation follows the key of the noise."""
+"""Forms the clipped sums of batches of a dataset; its random augmentation is seeded from the noise key."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
@@ -51,16 +51,16 @@ class DatasetSums(Microbatches):
         self.collate_fn, self.num_workers, self.pin_memory = collate_fn, num_workers, pin_memory
         self._model = model
         self._at_once = _rows_of(data) if collate_fn is default_collate else None
-        """Gives the batch of rows of tensors, which need not be read one by one."""
+        """For a `TensorDataset`, a function that reads all rows of a microbatch at once."""
         self._batches: Iterator[Any] | None = None
-        """Of the worker processes, which read ahead."""
+        """The microbatches that worker processes prefetch."""
         self._step = -1
         """The step of the last microbatch."""
 
     def losses_of(self, rows: Sequence[int], now: bool = False) -> LossesOf:
-        """A function of some of these examples that returns their losses.
+        """A function that returns the losses of some of these examples.
 
-        The examples are read once, now or on the first call, and reading them leaves the generators as they were: so
+        The examples are read once, now or in the first call, and reading does not change the random generators. So
         examples and dropout masks are the same in every call.
         """
 
@@ -78,7 +78,7 @@ class DatasetSums(Microbatches):
         return losses_of
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
-        """See `Microbatches`; a microbatch that has to be traced is read once more."""
+        """See `Microbatches`; a microbatch that has to be traced is read a second time."""
         batch = self._batch(private, step, start, rows)
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
@@ -151,11 +151,11 @@ def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
 
 @dataclass(frozen=True)
 class _Reader(Dataset[Any]):
-    """Reads a microbatch; the default generators follow the key meanwhile, in worker processes too."""
+    """Reads a microbatch; the default generators are seeded from the key meanwhile, in worker processes too."""
 
     read: Callable[[Sequence[int]], Any]
     noise: NoiseSource
-    """Another than that of the model's masks, which an augmentation must not repeat."""
+    """Not the source of the model's dropout masks, so that augmentation is independent of these."""
     process: int
 
     def __getitem__(self, place: Place) -> Any:
@@ -165,7 +165,7 @@ class _Reader(Dataset[Any]):
 
 
 def _own(value: Any) -> Any:
-    """A copy of a dict or list, from which labels may be taken out."""
+    """A shallow copy of a dict or list, so that `losses` may pop labels from it."""
     return copy(value) if isinstance(value, MutableMapping | list) else value
 
 

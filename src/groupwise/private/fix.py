@@ -1,4 +1,4 @@
-"""Replaces the BatchNorm layers of a model, which no private training takes, by GroupNorm."""
+"""Replaces the BatchNorm layers of a model, which private training refuses, by GroupNorm."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from groupwise.errors import UserError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MOST_GROUPS, LEAST_CHANNELS = 32, 4
-"""Of a GroupNorm. A group of one channel would erase what a global average pooling passes on."""
+"""Limits of a GroupNorm. With one channel per group, a global average pooling would return a constant."""
 
 
 def fix_model(model: nn.Module) -> list[str]:
-    """Replace each BatchNorm that `make_private` refuses by a GroupNorm, in place; say what has changed.
+    """Replace each BatchNorm that `make_private` refuses by a GroupNorm, in place, and return what has changed.
 
-    It is refused in training mode, or without running statistics. Weight, bias and eps are kept, the same objects, so
-    an optimiser that was made before goes on with them; running statistics are lost. A GroupNorm has at most 32 groups,
-    of at least 4 channels where there are as many. **It computes something else than the BatchNorm did:** a pretrained
-    model has to be fine-tuned. BatchNorm in eval mode is not refused and stays as it is: `.eval()` on it, before
-    `make_private`, keeps what a pretrained model computes.
+    A BatchNorm is refused in training mode, or without running statistics. Weight and bias stay the same objects, so an
+    existing optimiser remains valid. Running statistics are lost. The GroupNorm has at most 32 groups, of at least 4
+    channels if possible. **It does not compute the same function:** a pretrained model has to be fine-tuned. A
+    BatchNorm in eval mode is not refused, and is not replaced: to keep the function of a pretrained model, call
+    `.eval()` on its BatchNorm layers before `make_private`.
 
     Args:
-        model: any; what it holds in several places is replaced in all of them.
+        model: any; a layer that occurs in several places is replaced in all of them.
 
     Returns:
-        One sentence for each layer that was changed; none where the model was fine.
+        One sentence per replaced layer; an empty list if there was none.
 
     Raises:
-        UserError: a subclass of BatchNorm, whose own forward would be lost; ``model`` is the BatchNorm. Nothing has
-            changed then.
+        UserError: a subclass of BatchNorm, whose own forward would be lost; ``model`` itself is a BatchNorm. Nothing
+            has been changed then.
     """
     replaced = {
         module: _group_norm(name, module)

@@ -1,4 +1,4 @@
-"""Makes a private training out of a model, an optimiser and a dataset, in one call."""
+"""Makes a private training from a model, an optimiser and a dataset."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -67,26 +67,26 @@ def make_private(
     one example of ``data``, with N public and with the ε and δ of ``private.plan``, if each of the ``losses`` depends
     on its own example alone.
 
-    Before training a few examples are traced, and compared with a loop over single examples: a model, loss or
-    collate function that mixes them there is refused by name (`groupwise.clipping.verify` says what is seen).
+    Before training a few examples are traced, and compared with a loop over single examples. A model, loss or collate
+    function that mixes these examples raises an error that names it (see `groupwise.clipping.verify`).
 
     Args:
         model: any that `groupwise.clipping.attach` takes; it is a plain model between steps.
         optimizer: any of ``torch.optim`` but LBFGS and SparseAdam, over the model's trainable parameters.
         data: N examples, with ``__len__`` and ``__getitem__``; or a DataLoader, whose dataset, collate function and
-            workers are taken.
+            workers are used.
         losses: (model, batch) -> one loss for each of the batch's b examples, (b,): ``reduction="none"``.
-        epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a ready plan.
+        epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a plan.
         delta: δ; by default N^-1.1.
         epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
         batch_size: B, the expected number of examples that a step draws.
-        microbatch: examples at once, at most; by default as many as fit into memory. Halved where memory runs out.
+        microbatch: the most examples at once; by default as many as fit into memory. Halved if memory runs out.
         collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
-        clip: a mode by its name, a partition of the model's layers (adaptive, if ``policy="fixed"`` is not given), or a
-            whole configuration.
+        clip: the name of a mode, a partition of the model's layers (adaptive, unless ``policy="fixed"`` is given), or a
+            `ClipConfig`.
         threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
             there).
-        noise: "global", "equal_budget" or "weighted": how the noise is shared out between the groups.
+        noise: "global", "equal_budget" or "weighted": how the noise is allocated to the groups.
         accountant: "prv", "pld" or "rdp".
         cuda_graph: on an NVIDIA GPU, launch a microbatch as one CUDA graph: faster where the host is the bottleneck, as
             with transformers in bfloat16. The batch is moved to the model's device; there should be few shapes.
@@ -98,7 +98,7 @@ def make_private(
         **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
 
     Raises:
-        UserError: what cannot be clipped, accounted for or trained, in one sentence.
+        UserError: the model, data or arguments cannot be clipped, accounted for or trained; says what to do.
     """
     if isinstance(losses, nn.Module):
         raise UserError(
@@ -116,7 +116,7 @@ def make_private(
     if not model.training:
         warn(
             "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
-            "fixed: call model.train() first if that is not meant."
+            "fixed: call model.train() first if that is not intended."
         )
     config = resolve_clip(clip, threshold, settings)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -146,7 +146,7 @@ def make_private(
         with secret_randomness(source.child("trace"), 0, device=device), optimizers_blocked(trainable):
             rows = choose_examples(dataset, dataset_size)
             check_items(dataset, rows)
-            losses_of = sums.losses_of(rows, now=True)  # so that what the dataset draws is not taken for the losses'
+            losses_of = sums.losses_of(rows, now=True)  # read here: draws of the dataset are not draws of the losses
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = fill_evenly(min(ranks.gather(fits)), made.expected_batch_size / ranks.replicas)

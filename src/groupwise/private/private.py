@@ -1,4 +1,4 @@
-"""Trains privately, a step at a time, in the user's own loop."""
+"""The private training that `make_private` returns, which takes steps in the user's own loop."""
 
 import math
 import os
@@ -27,20 +27,19 @@ from groupwise.training.progress import Progress
 
 EARLY = "\n  This epsilon is a guarantee if nothing of the run decided when to stop; else the plan's is."
 USED: set[bytes] = set()
-"""Derived from the keys of trainings that have begun in this process."""
+"""Digests of the noise keys of all trainings that have begun in this process."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The report of a step; all but `nonprivate` may be published.
+    """The report of a step; everything but `nonprivate` may be published.
 
     Args:
         number: how many steps were taken, this one included.
         plan: of the training.
-        nonprivate: straight from the data, without noise, over all processes: "loss", the mean over the examples that
-            were drawn (NaN without any), "batch_size", how many they are, "clipped", the share of them that was
-            clipped, by the group's name, "nonfinite", how many were left out, and "examples_per_second", which tells
-            how many they are.
+        nonprivate: computed from the data without noise, over all processes. "loss": the mean over the drawn examples
+            (NaN without any); "batch_size": their number; "clipped": the share that was clipped, by group name;
+            "nonfinite": how many were left out; "examples_per_second", which reveals their number too.
     """
 
     number: int
@@ -54,7 +53,7 @@ class Step:
 
 
 class Steps:
-    """The next steps of a private training, as an iterable that takes them; on a terminal with a line of progress."""
+    """The next steps of a private training: iterating takes them, and shows the progress on a terminal."""
 
     def __init__(self, private: "Private", count: int) -> None:
         self._private, self._end = private, private.executed + count
@@ -107,7 +106,7 @@ class Private:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Answer Opacus' name of a method by the one here."""
+        """For Opacus' `get_epsilon`, raise an error that names `epsilon_at`."""
         hint = ": use private.epsilon_at(delta)" if name == "get_epsilon" else ""
         raise AttributeError(f"'Private' object has no attribute {name!r}{hint}", name=name, obj=self)
 
@@ -115,44 +114,43 @@ class Private:
 
     @property
     def model(self) -> nn.Module:
-        """The plain model; it clips only while a step runs."""
+        """The model; outside of a step it is a plain model, without clipping."""
         return self.core.model
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The privacy plan, which sets all scales of noise."""
+        """The privacy plan, which sets all noise scales."""
         return self.core.plan
 
     @property
     def executed(self) -> int:
-        """Steps that were taken, those with an empty batch included."""
+        """The number of steps taken, including those with an empty batch."""
         return self.core.executed
 
     @property
     def epsilon(self) -> float:
-        """ε of the steps that were executed, at the plan's δ; after a step, computing it can take seconds.
+        """ε of the executed steps at the plan's δ; computing it after a step can take seconds.
 
-        It is a guarantee only if nothing that the run produced decided when to stop; otherwise quote the plan's ε
+        It is a guarantee only if no result of the run decided when to stop; otherwise quote the plan's ε
         (docs/privacy.md).
         """
         return self.plan.spent_epsilon(self.executed)
 
     def epsilon_at(self, delta: float) -> float:
-        """ε of the steps that were executed, at another δ, with the same noise (seconds)."""
+        """ε of the executed steps at another δ, with the same noise; takes seconds."""
         return replace(self.plan, delta=delta).spent_epsilon(self.executed)
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """C_k that will clip the next batch, by the group's name; released with noise, so they may be published."""
+        """The thresholds C_k of the next step, by group name; adaptive ones have noise, so they may be published."""
         return self.core.named_thresholds()
 
     def set_threshold(self, threshold: float) -> None:
-        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups; the noise follows, and ε stays.
-
-        Like a learning rate, it may depend on the step number, but not on the data.
+        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups. The noise scales with it, so ε is
+        unchanged. Like a learning rate, it may depend on the step number, but not on the data.
 
         Raises:
-            UserError: the thresholds adapt by themselves; a number that is not above 0; within a step.
+            UserError: the thresholds are adaptive; a number that is not above 0; called within a step.
         """
         self._check_open()
         thresholds = self.core.thresholds
@@ -162,7 +160,7 @@ class Private:
         thresholds.load_state_dict({"thresholds": torch.full((groups,), threshold / groups**0.5, dtype=torch.float64)})
 
     def statement(self) -> str:
-        """The plan in words, and what was spent."""
+        """The plan and the ε spent so far, as text."""
         secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         early = "" if self.executed in (0, self.plan.steps) else EARLY
@@ -171,7 +169,7 @@ class Private:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, count: int | None = None) -> Steps:
-        """The steps that are left, or the next ``count`` of them, to loop over: each is taken when its turn comes.
+        """Iterate over the remaining steps, or the next ``count`` of them; each iteration takes one step.
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
@@ -181,8 +179,8 @@ class Private:
     def step(self) -> Step:
         """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.
 
-        Modules are in the mode (train or eval) that they were in when `make_private` was called. A step that fails
-        before its noise, for lack of memory say, has released nothing, and is taken again by the next call.
+        Modules run in the mode (train or eval) that they had when `make_private` was called. A step that fails before
+        its noise, for lack of memory say, has released nothing. The next call repeats it.
 
         Raises:
             UserError: all steps of the plan were taken; the data grew or shrank; losses that cannot be clipped.
@@ -210,7 +208,7 @@ class Private:
         self._check_agreed()
         if self.executed >= self.plan.steps:
             raise UserError(
-                f"All {self.plan.steps} steps of the plan were taken, and one more would cost more than was promised: "
+                f"All {self.plan.steps} steps of the plan were taken, and one more would exceed the plan's epsilon: "
                 "plan more epochs or steps in make_private."
             )
         core = self.core
@@ -218,8 +216,8 @@ class Private:
             check_parameters(core.model, core.optimizer)
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
-                f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: the plan "
-                "is for the former, so call make_private again."
+                f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: call "
+                "make_private again, as the plan depends on their number."
             )
 
     # -- what is refused -----------------------------------------------------------------------------------------------
@@ -249,31 +247,31 @@ class Private:
             for what, of in zip(("key", "step", "plan or thresholds", "data"), zip(*found, strict=True), strict=True):
                 if len({*of} - {None}) > 1:
                     raise UserError(
-                        f"The processes have not the same {what}: give make_private the same arguments and the whole "
-                        "data set in each of them (it deals the examples out itself), and load one and the same state."
+                        f"The processes do not have the same {what}: give make_private the same arguments and the "
+                        "whole dataset in each process (it divides each batch itself), and load the same state."
                     )
         used = core.noise.derive("used")
         if used in USED and core.noise.is_secret and not self._resumed:
             raise UserError(
-                "noise_source was used by another training, and the same noise on other gradients would show these: "
-                "leave it out, or give NoiseSource.fresh() to each."
+                "noise_source was used by another training, and the same noise on other gradients would reveal their "
+                "difference: leave it out, or give NoiseSource.fresh() to each."
             )
         USED.add(used)
         self._agreed = True
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UserError("This private training was detached: call make_private again, with a budget of its own.")
+            raise UserError("This private training was detached: call make_private again, with a new privacy budget.")
         if os.getpid() != self._process:
             raise UserError(
-                "This private training is of the process that made it, and a fork would add the same noise to other "
-                "gradients: call make_private in each process, with a budget of its own."
+                "This private training belongs to another process, and a fork would add the same noise to other "
+                "gradients: call make_private in each process, with a privacy budget of its own."
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies and pickles: two trainings with one key would add the same noise twice."""
         raise UserError(
-            "A private training is not copied or pickled, as its copy would add the same noise again: keep "
+            "A private training cannot be copied or pickled, as the copy would add the same noise again: save "
             "private.state_dict(), and load it into a new one."
         )
 
@@ -285,10 +283,10 @@ class Private:
         return f"{replicas} process{'' if replicas == 1 else 'es'}{' in shards' if self.core.in_shards else ''}"
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, after the last complete step; it holds the key of the noise, so keep it secret.
+        """Everything that a resumed run needs, after the last complete step. It holds the noise key: keep it secret.
 
-        Its tensors are copies, which later steps do not change. With shards every process must call this, and gets
-        whole tensors on the CPU.
+        Its tensors are copies, which later steps do not change. With sharded parameters every process must call this,
+        and gets whole tensors on the CPU.
         """
         return tree_map_only(Tensor, torch.clone, self._state())
 
@@ -299,7 +297,7 @@ class Private:
         return self.core.state_dict() | {"processes": self._processes, "clip": self.settings}
 
     def save(self, path: str | Path) -> None:
-        """Write `state_dict` atomically to a file that its owner alone may read; replicas write a single file."""
+        """Write `state_dict` atomically to a file that only its owner may read; replicas write a single file."""
         state = self._state()
         if self.core.ranks.main:
             save_checkpoint(path, state)
@@ -309,15 +307,15 @@ class Private:
         self.load_state_dict(load_checkpoint(Path(path), self.core.device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume, bit for bit, from where `state_dict` was taken; only before the first step. Sets the microbatch too.
+        """Resume from a `state_dict`, bit for bit; only before the first step. Restores the microbatch size too.
 
         Raises:
-            UserError: after a step; a state of another plan, or of something else.
+            UserError: a step was taken already; the state belongs to another plan, model or optimiser.
         """
         self._check_open()
         if self.executed:
             raise UserError(
-                f"{self.executed} steps were taken here already, and going back would repeat their noise on other "
+                f"{self.executed} steps were taken here already, and resuming would repeat their noise on other "
                 "gradients: call make_private again, and load the state before the first step."
             )
         named = state if isinstance(state, dict) else {}
@@ -327,12 +325,12 @@ class Private:
                 name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
                 raise UserError(
                     f"The state was made with {name}={there.get(name)}, and here it is {here.get(name)}: give the "
-                    "same, as one noise on two different gradients would show them."
+                    "same, as the same noise on two different gradients would reveal their difference."
                 )
         if named.get("processes", self._processes) != self._processes:
             raise UserError(
-                f"The state was made by {named['processes']}, and here are {self._processes}: other processes share a "
-                "batch otherwise, and its noise would meet other gradients. Start as many, or call make_private again."
+                f"The state was made by {named['processes']}, and here are {self._processes}: these divide a batch "
+                "differently, so its noise would be added to other gradients. Start as many processes as before."
             )
         try:
             noise = NoiseSource.from_state(state)
@@ -342,15 +340,15 @@ class Private:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"The state does not fit this model and optimiser ({reason(error)}): make them as they were. The key "
-                "of the noise was not taken over."
+                f"The state does not fit this model and optimiser ({reason(error)}): create them as before. The key "
+                "of the noise was not loaded."
             ) from error
         self._sums.forget()
         self.core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
         self._resumed = True
 
     def detach(self) -> None:
-        """End the training: the model and the optimiser are as they were, and nothing more is released here."""
+        """End the training and restore the model and the optimiser; no further steps can be taken."""
         if not self._closed:
             self._closed = True
             self._sums.forget()
@@ -361,7 +359,7 @@ class Private:
 
 
 def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for a state of another kind of optimiser, whose settings have other names."""
+    """Raise a ValueError for the state of another type of optimiser, whose settings have other names."""
     names = [sorted(set(group) - {"params"}) for group in saved["param_groups"]]
     if names != [sorted(set(group) - {"params"}) for group in optimizer.state_dict()["param_groups"]]:
-        raise ValueError(f"it is of an optimizer with other settings than {type(optimizer).__name__} has")
+        raise ValueError(f"it is from an optimizer with other settings than {type(optimizer).__name__} has")

@@ -22,28 +22,28 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
 }
-"""The clipping modes of `conf/clip/` by what sets them apart; those of pipelines, and none, are for `run.py` alone."""
+"""The clipping modes of `conf/clip/`, except `none` and those of pipelines, which only `run.py` has."""
 
 
 def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
-    """The clipping that is meant by a mode's name, a configuration of it, or a partition of one's own.
+    """The configuration for the name of a clipping mode, a `ClipConfig`, or a partition.
 
     Args:
         clip: as `make_private` has it. threshold: C. settings: other fields of `ClipConfig`.
 
     Raises:
-        UserError: an unknown mode or setting, one that is out of range or changes nothing; no clipping at all.
+        UserError: an unknown mode or setting; one that is out of range, or has no effect; no clipping at all.
     """
     threshold, settings = plain(threshold), plain(settings)
     given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
     if isinstance(clip, ClipConfig):
         if clip.grouping == "none":
-            raise UserError("clip.grouping is 'none', which is no private training: choose a mode, or train plainly.")
+            raise UserError("clip.grouping is 'none', which is not private: choose a mode, or train without groupwise.")
         config = replace(clip, **given)
     elif isinstance(clip, str) and clip not in MODES:
         raise UserError(
-            f"clip={clip!r} is no clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or give "
-            "a partition."
+            f"clip={clip!r} is not a clipping mode{did_you_mean(clip, MODES)}: choose one of {', '.join(MODES)}, or "
+            "give a partition."
         )
     else:
         mode = {"name": clip, **MODES[clip]} if isinstance(clip, str) else {"name": "custom", "grouping": "custom"}
@@ -71,7 +71,7 @@ def resolve_plan(
     budget: Mapping[str, Any],
     length: Mapping[str, Any],
 ) -> PrivacyPlan:
-    """The plan of N examples and K groups: a new one, or the given one if it fits.
+    """The plan for N examples and K groups: a new one, or the given one if it fits.
 
     Args:
         budget: epsilon and noise_multiplier. length: batch_size, epochs, steps and delta; None where not given.
@@ -85,9 +85,7 @@ def resolve_plan(
     batch_size, epochs, steps = length["batch_size"], length["epochs"], length["steps"]
     if plan is not None:
         if any(value is not None for value in length.values()):
-            raise UserError(
-                "plan says delta, steps and batch_size already: leave delta, epochs, steps, batch_size out."
-            )
+            raise UserError("plan has delta, steps and batch_size already: leave delta, epochs, steps, batch_size out.")
         _check_plan(plan, dataset_size, num_groups, adaptive=clip.policy == "adaptive")
         return plan
     if batch_size is None:
@@ -100,12 +98,12 @@ def resolve_plan(
     if batch_size < 1:
         warn(f"batch_size={batch_size} is a number of examples, not a rate.")
     if steps is None and not 0 < epochs < math.inf:
-        raise UserError(f"epochs={epochs} is no length of a run: give a finite number above 0.")
+        raise UserError(f"epochs={epochs} cannot be the length of a run: give a finite number above 0.")
     return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
 
 
 def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive: bool) -> None:
-    """Refuse a plan whose noise is that of other data, groups or releases."""
+    """Raise a `UserError` for a plan for other data, groups or kinds of release."""
     if plan.sampling != "poisson":
         raise UserError(
             f"the plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
@@ -123,6 +121,6 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive:
         )
     if (spent := plan.spent_epsilon(plan.steps)) > plan.epsilon * (1 + 1e-6):
         raise UserError(
-            f"the plan says epsilon={plan.epsilon:g}, and its noise comes to {spent:.4g} by {plan.accountant}: make it "
+            f"the plan says epsilon={plan.epsilon:g}, but its noise gives {spent:.4g} by {plan.accountant}: make it "
             "with make_plan, and change nothing in it."
         )

@@ -1,8 +1,8 @@
 """Sets the precision of float32 products on a GPU, whatever torch's own settings are.
 
-On NVIDIA's GPUs since 2020 a float32 product or convolution can be one of TF32, which keeps 10 bits of each factor, and
-torch allows that in cuDNN by default. A clipped sum is a product of its own, made after the norm: rounded
-like that it may exceed the threshold by a thousandth, which the noise does not cover. So norms and sums are float32.
+NVIDIA's GPUs since 2020 can compute float32 products and convolutions in TF32, which keeps 10 bits of each factor, and
+torch allows that in cuDNN by default. A clipped sum is another product than the norm: in TF32 it may exceed the
+threshold by a relative 1e-3, which the noise does not cover. So norms and sums are float32.
 """
 
 import os
@@ -19,7 +19,7 @@ PLACES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 
 @contextmanager
 def products(tf32: bool) -> Iterator[None]:
-    """Inside, float32 products and convolutions on a GPU are made of TF32, or not at all; then as before."""
+    """Inside, allow or forbid TF32 in float32 products and convolutions on a GPU; restores the settings."""
     before = [place.allow_tf32 for place in PLACES]
     with kept_precisions():  # which setting `allow_tf32`, and setting it back, both change
         for place in PLACES:
@@ -36,9 +36,9 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
     """The settings of a run: no TF32 unless its `train.precision` is tf32, and bfloat16 products summed in float32.
 
     Args:
-        deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and one
-            order of sums in cuBLAS, for which the environment is set, before the first product at best. Slower; torch
-            raises RuntimeError at an operation that has no deterministic algorithm.
+        deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and a
+            fixed order of sums in cuBLAS. For that an environment variable is set, which should happen before the first
+            product. Slower; torch raises RuntimeError at an operation that has no deterministic algorithm.
     """
     if device.type == "cpu":  # where sums have one order
         yield

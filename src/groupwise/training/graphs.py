@@ -1,15 +1,15 @@
-"""Records the work of a microbatch as one CUDA graph for each shape, and launches it in the place of its kernels.
+"""Captures the work of a microbatch as one CUDA graph per shape, and launches that instead of single kernels.
 
-On a GPU the host of a small step is slower than the device: it starts a thousand kernels, layer by layer. A graph holds
-the forward and the clipped backward pass of a microbatch and starts at once. What is recorded is the work of the
-eager microbatch and none of the decisions that the host took: these follow from shapes and from the model, never from
-values on the device, which a step reads once, after its last microbatch. Thresholds, weights, counts, gradients and
-dropout's seed are read from memory at each launch, so one graph serves all steps. Few batches drawn are equally large:
-so microbatches are filled up to one of few sizes (`Microbatches.split`), with rows whose losses are multiplied by 0.
+In a small step on a GPU the host is the bottleneck: it launches a thousand kernels, layer by layer. A graph has the
+forward and the clipped backward pass of a microbatch, and takes one launch. Decisions of the host are not captured;
+they depend on shapes and on the model, not on values on the device, which a step reads once, after its last microbatch.
+Thresholds, weights, counts, gradients and the dropout seed are read from memory at each launch, so one graph serves all
+steps. Drawn batches have many sizes, so microbatches are padded to one of few sizes (`Microbatches.split`) with filler
+rows, whose losses are multiplied by 0.
 
-What a model works out on the host would stand still, as would a tensor that is neither an input, a parameter nor a
-buffer. At the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass on the same
-inputs and masks, and other losses are refused.
+A value that the model computes on the host would stay constant, as would a tensor that is not an input, parameter or
+buffer. So at the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass on the same
+inputs and masks, and a difference raises an error.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from groupwise.training.private_step import LossesOf, PrivateStep
 
 WARM_UP = 2
-"""Microbatches of a shape that run eagerly first, while libraries choose their kernels."""
+"""Microbatches of a shape that run eagerly before capture, while libraries choose their kernels."""
 MAX_GRAPHS = 64
 """Microbatches of further shapes run eagerly. All graphs share one pool of memory."""
 
@@ -65,13 +65,13 @@ class CudaRecorder:
         return graph.replay
 
     def forget(self) -> None:
-        """Give up what was recorded; a pool whose graphs are gone takes no others."""
+        """Drop all graphs, and start a new memory pool: one whose graphs are gone cannot be used again."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass
 class Recorded:
-    """A recorded microbatch: the memory that it reads, and where its losses and its groups' squared norms are."""
+    """A captured microbatch: its static inputs, and the tensors that its losses and squared norms are written to."""
 
     inputs: list[Any]
     launch: Callable[[], None]
@@ -109,7 +109,7 @@ class Graphs:
         losses: Callable[[Any], Tensor],
         again: "LossesOf",
     ) -> Tensor:
-        """What `PrivateStep.clip` does with these rows.
+        """Do the same as `PrivateStep.clip` for these rows.
 
         Args:
             batch: the rows as read: tensors on the device and plain values, in tuples, lists and dicts.

@@ -1,4 +1,4 @@
-"""Refuses, while a step runs, what would release clipped sums without noise or change them after clipping."""
+"""Detects, during a step, code that would use clipped sums without noise, or change them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from groupwise.privacy.randomness import refuse_another_seed
 
 @contextmanager
 def optimizers_blocked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, an optimizer that steps on any of these parameters raises `UserError`: their gradients have no noise."""
+    """Inside, an optimiser step on any of these parameters raises a `UserError`: their gradients have no noise yet."""
     blocked = {id(parameter) for parameter in parameters}
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -35,7 +35,7 @@ class StepGuard:
     """Watches a model while the clipped sums of a batch are formed.
 
     Args:
-        model: that is trained privately.
+        model: the model that is trained privately.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,10 +44,10 @@ class StepGuard:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the sums of a batch.
+        """Use it around the computation of a batch's sums.
 
         Raises:
-            UserError: an optimizer stepped; a parameter has a hook; a buffer or parameter was changed.
+            UserError: an optimiser stepped; a parameter has a hook; a buffer or parameter was changed.
         """
         self._refuse_hooks()
         before = self._versions()
@@ -57,14 +57,14 @@ class StepGuard:
         for name in (*before, *after):
             if before.get(name) != after.get(name):
                 raise UserError(
-                    f"{name!r}, a buffer or parameter, was changed by the losses, so it carries what it saw past all "
-                    "clipping and noise: leave it alone there; a module with a running state goes into eval mode for "
-                    "good."
+                    f"{name!r}, a buffer or parameter, was changed by the losses, so it keeps data of the examples "
+                    "without clipping and noise: do not change it there; put a module with a running state into eval "
+                    "mode before make_private."
                 )
 
     @contextmanager
     def losses(self) -> Iterator[None]:
-        """Around the losses of a microbatch, which do not see the sums of those before it: `.grad` is None inside.
+        """Use it around the losses of a microbatch. Inside, `.grad` is None, to hide the sums of earlier microbatches.
 
         Raises:
             UserError: torch was seeded; a parameter got a gradient.
@@ -76,8 +76,8 @@ class StepGuard:
             yield
             if any(parameter.grad is not None for parameter in self._trainable.values()):
                 raise UserError(
-                    "The losses changed gradients of the model by themselves, past the clipping and the noise: leave "
-                    "backward() out of them."
+                    "The losses set gradients of the model themselves, without clipping and noise: leave backward() "
+                    "out of them."
                 )
         finally:
             for parameter, gradient in zip(self._trainable.values(), sums, strict=True):
@@ -88,12 +88,12 @@ class StepGuard:
         for name, parameter in self._trainable.items():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UserError(
-                    f"Parameter {name!r} has a hook, which sees clipped sums without noise and may change them: remove "
+                    f"Parameter {name!r} has a hook, which could read or change clipped sums before the noise: remove "
                     "it."
                 )
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """Which buffers and parameters there are, and how often each was changed in place."""
+        """The identity of each buffer and parameter, and its in-place version counter."""
         frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
         there: dict[str, Any] = {**dict(self._model.named_buffers()), **frozen, **self._trainable}
         return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in there.items()}

@@ -1,4 +1,4 @@
-"""Chooses how many examples to hold in memory at once, keeps what a step frees, and recognises when memory ran out."""
+"""Chooses the microbatch size, keeps freed memory for the next step, and handles out-of-memory errors."""
 
 import ctypes
 import math
@@ -23,7 +23,7 @@ T = TypeVar("T")
 MEASURED = 2
 """Examples in the forward pass whose activations are measured."""
 OVERHEAD = 3.0
-"""Peak memory over saved activations, with output gradients and temporaries."""
+"""Peak memory divided by saved activations: there are output gradients and temporaries too."""
 GPU_SHARE = 0.6
 CPU_BUDGET = 2 << 30
 CPU_MOST = 256
@@ -37,11 +37,11 @@ def choose_microbatch(
     examples: np.ndarray,
     most: int | None = None,
 ) -> int:
-    """The largest power of two whose activations fit the budget, from the bytes that a small forward pass saves.
+    """The largest power of two whose activations fit the budget, measured in a forward pass of two examples.
 
-    The budget is an eighth of the machine's memory and at most 2 GiB on a CPU (never what happens to be free, so that
-    the choice is the same each time), and three fifths of a GPU's memory less what the model takes there with its
-    gradients and two moments of an optimiser. Where others use the GPU too, the first step may halve it.
+    On a CPU the budget is an eighth of the machine's memory, and at most 2 GiB. On a GPU it is three fifths of its
+    memory, minus the model, its gradients and two optimiser moments. It does not depend on what is free at the moment,
+    so that the choice is always the same. If others use the GPU too, the first step may halve it.
 
     Args:
         losses_of: indices of training examples -> losses, with gradients on.
@@ -77,7 +77,7 @@ def choose_microbatch(
 
 
 def fill_evenly(size: int, batch_size: float) -> int:
-    """The microbatch, of about `size` examples, of which nearly every Poisson batch needs as few as it can.
+    """A microbatch of about `size` examples, so that nearly every Poisson batch needs the same number of microbatches.
 
     A batch of B examples in expectation has up to B + 4·√B. With microbatches of B, every second batch would need one
     more, of a few examples.
@@ -87,7 +87,7 @@ def fill_evenly(size: int, batch_size: float) -> int:
 
 
 def gpu_budget(model: nn.Module, device: torch.device) -> float:
-    """Bytes for activations: of all that the GPU has, never of what happens to be free."""
+    """Bytes for activations: a share of the GPU's whole memory, not of what is free."""
     held = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
     return GPU_SHARE * max(torch.cuda.get_device_properties(device).total_memory - held, 0)
 
@@ -149,9 +149,9 @@ def is_oom(error: BaseException) -> bool:
 
 
 def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
-    """Return `work(size)`, or with half the size, and so on, while memory runs out.
+    """Return `work(size)`; while memory runs out, try again with half the size.
 
-    It is not tried again where several processes work together, unless `alone` says that `work` sends no messages.
+    With several processes there is no second try, unless `alone` says that `work` does not communicate.
     """
     while True:
         try:

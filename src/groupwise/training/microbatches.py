@@ -1,4 +1,4 @@
-"""Forms the clipped sums of a drawn batch, as many examples at a time as there is memory for."""
+"""Forms the clipped sums of a batch in microbatches that fit into memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class Microbatches(ABC):
     """A `BatchSums` that runs one microbatch after the other.
 
     Args:
-        size: examples at once, at most. It changes the update by rounding and dropout masks only.
+        size: the most examples per microbatch. It changes only rounding and dropout masks.
         graphs: runs microbatches as CUDA graphs; None runs them eagerly.
     """
 
@@ -39,20 +39,20 @@ class Microbatches(ABC):
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,).
 
-        `present`, (b,), is False at rows that are fillers; None has none.
+        `present`, (b,), is False for filler rows; None: there are none.
         """
 
     def forget(self) -> None:
-        """Release what is kept for microbatches of this size."""
+        """Free what is kept for microbatches of this size."""
         if self.graphs is not None:
             self.graphs.forget()
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """See `groupwise.training.private_step.BatchSums`.
 
-        If memory runs out, the batch begins again with microbatches of half the size. If the norm of an example is not
-        finite and its rows were not masked, it begins again with masks. Nothing has been released by then, and the
-        noise of the step stays the same.
+        If memory runs out, the batch is restarted with microbatches of half the size. If an example's norm is not
+        finite and rows were not masked, it is restarted with masks. Nothing has been released by then, and the step's
+        noise stays the same.
         """
         share, engine = self.share(drawn, private.ranks), private.engine
 
@@ -77,10 +77,10 @@ class Microbatches(ABC):
     def split(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
     ) -> Iterator[tuple[int, np.ndarray, int]]:
-        """The microbatches of a share: where each begins, its rows, and how many of them, at the end, are fillers.
+        """The microbatches of a share: the start of each, its rows, and how many of its last rows are fillers.
 
-        In shards all processes run equally many, as each needs the parameters of the others; a process that has no more
-        examples takes the first of the batch as a filler. Where sizes are rounded, the last example fills up.
+        With shards all processes run the same number of microbatches, as each needs the others' parameters. A process
+        without further examples takes the batch's first as a filler. If sizes are rounded, the last one is repeated.
         """
         replicas = private.ranks.replicas
         most = -(-len(drawn) // replicas) if private.in_shards else len(share)
@@ -129,10 +129,10 @@ class TaskSums(Microbatches):
 
 
 CHECKED = 5
-"""Examples that are compared with a loop over single ones before training."""
+"""How many examples are compared with a loop over single examples before training."""
 
 
 def examples_to_trace(ordered: Sequence[int] | np.ndarray, most: int = 6) -> list[int]:
-    """Of examples in the order of their sizes the first, the last, and some evenly spaced between them."""
+    """From examples that are sorted by size: the first, the last, and evenly spaced ones in between."""
     places = np.linspace(0, len(ordered) - 1, min(most, len(ordered))).round().astype(int).tolist()
     return [int(ordered[place]) for place in dict.fromkeys([*places[:1], *places[-1:], *places[1:-1]])]

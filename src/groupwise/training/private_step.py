@@ -1,7 +1,7 @@
-"""The private step: Algorithm 1, from the sample to the account.
+"""The private step: Algorithm 1, from sampling the batch to counting the step.
 
-All trainings take their steps through it: `run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards
-and stages of a pipeline. They differ only in how the clipped sums of a drawn batch are formed (`BatchSums`).
+All trainings use it: `run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards and pipeline stages.
+They differ only in how the clipped sums of a batch are formed (`BatchSums`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
-"""Indices of examples -> one loss for each, (n,), of that example alone."""
+"""Indices of examples -> one loss for each, (n,), computed from that example alone."""
 
 
 class Sampler(Protocol):
@@ -47,14 +47,14 @@ class BatchSums(Protocol):
     """Forms the clipped sums of drawn batches."""
 
     size: int
-    """Examples at once, at most."""
+    """The most examples per microbatch."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are set to zero between batches, and not to None: CUDA graphs write to their memory."""
+        """Whether to set gradients to zero between batches, not to None, because CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
-        """Set the parameters' .grad to the clipped sums of this process's share of a batch, after `PrivateStep.clear`.
+        """Call `PrivateStep.clear`, and set .grad to the clipped sums of this process's share of a batch.
 
         Returns:
             The sum of its losses, (), which is not private.
@@ -69,7 +69,7 @@ NONFINITE = (
 
 @dataclass(frozen=True)
 class Released:
-    """The report of a step; only `noise_norm` may be published.
+    """The result of a step; only `noise_norm` may be published.
 
     Args:
         drawn: size of the batch, over all replicas.
@@ -88,13 +88,13 @@ class Released:
 
 @dataclass(kw_only=True)
 class PrivateStep:
-    """A model, its data and its privacy mechanism, and the steps that they take.
+    """A model, its data and its privacy mechanism; `step` takes one private step.
 
     Args:
-        model: its trainable parameters are what is released.
+        model: its trainable parameters are released.
         engine: attached to the model; None trains without clipping, noise or guarantee.
         thresholds: C_k of the engine's groups; None without an engine.
-        plan: sets all scales of noise.
+        plan: sets all noise scales.
         noise: the source of the run's randomness, the same in all processes.
         allocation: how the groups share the noise: "global", "equal_budget" or "weighted".
         optimizer: over the trainable parameters.
@@ -114,18 +114,18 @@ class PrivateStep:
     sums: BatchSums
     ranks: Ranks = field(default_factory=Ranks)
     sampler: Sampler = field(init=False)
-    """The one that the plan names, from the run's key."""
+    """The plan's sampler, seeded from the run's key."""
     executed: int = field(init=False, default=0)
-    """How many steps were released: what ε is accounted from."""
+    """The number of released steps, from which ε is computed."""
     running: bool = field(init=False, default=False)
-    """Whether a step runs."""
+    """Whether a step is running."""
     _rewind: Callable[[], None] | None = field(init=False, default=None)
-    """Puts the generators back to the beginning of the current microbatch."""
+    """Resets the generators to their state at the beginning of the current microbatch."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.in_shards = are_shards(self.trainable)
-        """Each process holds a part of every parameter (FSDP2), and gradients that are summed already."""
+        """Whether each process holds a shard of every parameter (FSDP2), and gradients are summed over processes."""
         self._guard = StepGuard(self.model)
         self.use_key(self.noise)
 
@@ -135,7 +135,7 @@ class PrivateStep:
         return self.ranks.replica * self.ranks.stages + self.ranks.stage
 
     def use_key(self, noise: NoiseSource) -> None:
-        """Draw batches, masks and noise from this source."""
+        """Draw batches, dropout masks and noise from this source."""
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
         if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
@@ -146,14 +146,14 @@ class PrivateStep:
     def step(self) -> Released:
         """Take one step of Algorithm 1: one batch, one release, one update.
 
-        A step that fails before its noise has released nothing, and the next call takes it again, with the same batch
-        and noise.
+        A step that fails before its noise has released nothing. The next call repeats it, with the same batch and
+        noise.
 
         Raises:
-            UserError: a step inside of a step; what `StepGuard` and `ClippingEngine.clip` refuse.
+            UserError: called inside another step; see also `StepGuard` and `ClippingEngine.clip`.
         """
         if self.running:
-            raise UserError("A private step began inside of another one: take it after that has ended.")
+            raise UserError("A private step was begun inside another one: end that one first.")
         self.reshard()
         self.running, step = True, self.executed
         try:
@@ -181,18 +181,18 @@ class PrivateStep:
             return_freed_memory()
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
         if nonfinite:
-            warn(NONFINITE)  # one text from one line, so Python tells it once
+            warn(NONFINITE)  # Python shows the same warning from the same line only once
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
-        """Clear the gradients and counts, to begin the batch, or to begin it again."""
+        """Clear gradients and counts before a batch is processed, or processed again."""
         self.optimizer.zero_grad(set_to_none=not self.sums.keeps_gradients)
         if self.engine is not None:
             self.engine.reset()
 
     @contextmanager
     def microbatch(self, step: int, start: int) -> Iterator[None]:
-        """Inside, random draws follow from the key, the step and the microbatch's start in this process's share."""
+        """Inside, generators are seeded from the key, the step and the microbatch's start in this process's share."""
         generators = secret_randomness(self.noise, step, start, process=self.process, device=self.device)
         with generators as self._rewind:
             yield
@@ -204,14 +204,14 @@ class PrivateStep:
         Args:
             losses_of: the losses (b,) of the microbatch, or of some of its examples.
             rows: the microbatch, (b,).
-            present: (b,), False at fillers, which are not in the batch: their losses are multiplied by 0, and their
-                norms are not counted. None has none.
+            present: (b,), False for filler rows, which are not in the batch: their losses are multiplied by 0, and
+                their norms are not counted. None: there are no fillers.
 
         Returns:
-            The losses, 0 at fillers, without their graph.
+            The losses, detached, 0 for filler rows.
 
         Raises:
-            UserError: what `StepGuard.losses` and `ClippingEngine.clip` refuse.
+            UserError: see `StepGuard.losses` and `ClippingEngine.clip`.
         """
         if self.engine is None:
             losses = losses_of(rows) if present is None else losses_of(rows) * present
@@ -229,7 +229,7 @@ class PrivateStep:
         counts = torch.zeros(0) if self.engine is None else self.engine.counts
         if self.ranks.replicas > 1:
             on_device = counts.to(self.device)
-            own = [] if self.in_shards else self._gradients()  # shards were summed on their way here
+            own = [] if self.in_shards else self._gradients()  # FSDP2 has summed shards already
             self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
             counts = on_device.cpu()
         return counts
@@ -241,7 +241,7 @@ class PrivateStep:
         return [parameter.grad for parameter in self.trainable if parameter.grad is not None]
 
     def _release(self, step: int) -> float | None:
-        """Add noise once, at the scale of the engine's sensitivity, then divide by B; returns the norm of the noise."""
+        """Add noise once, scaled to the engine's sensitivity, and divide by B; returns the noise's expected norm."""
         batch_size = self.plan.expected_batch_size
         if self.engine is None:
             for gradient in self._gradients():
@@ -260,12 +260,12 @@ class PrivateStep:
 
     @cached_property
     def group_sizes(self) -> list[int]:
-        """d_k, the numbers that train in each of the engine's groups."""
+        """d_k, the number of trainable entries in each of the engine's groups."""
         groups = () if self.engine is None else self.engine.groups
         return [sum(parameter.numel() for parameter in group.parameters) for group in groups]
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group -> C_k that will clip the next batch; {} unclipped."""
+        """Group name -> C_k for the next batch; {} without clipping."""
         if self.engine is None or self.thresholds is None:
             return {}
         names = [group.name for group in self.engine.groups]
@@ -274,9 +274,9 @@ class PrivateStep:
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, the key of the noise included; all processes of a run call it together.
+        """Everything that the next step depends on, including the noise key; all processes must call this together.
 
-        Of a model in shards every tensor is whole, and on the CPU.
+        For a sharded model every tensor is whole, and on the CPU.
         """
         self.reshard()
         state = {
@@ -294,7 +294,7 @@ class PrivateStep:
         return self._whole(state)
 
     def weights(self) -> dict[str, Any]:
-        """The model's state alone, as `state_dict` has it."""
+        """The model's part of `state_dict`."""
         self.reshard()
         return self._whole(self.model.state_dict())
 
@@ -306,15 +306,15 @@ class PrivateStep:
         return whole(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken; the plan and the key are the caller's.
+        """Restore a `state_dict`, except for the plan and the key, which the caller handles.
 
         Raises:
-            UserError: it was taken with CUDA graphs and there are none here, or the other way round.
+            UserError: it was saved with CUDA graphs and there are none here, or the other way round.
         """
         if state.get("cuda_graph", self.sums.keeps_gradients) != self.sums.keeps_gradients:
             raise UserError(
-                f"The state was made with cuda_graph={state['cuda_graph']}: give the same, as graphs fill microbatches "
-                "up, so that dropout's masks would differ under the same noise."
+                f"The state was made with cuda_graph={state['cuda_graph']}: give the same, as graphs pad microbatches, "
+                "so that dropout masks would differ under the same noise."
             )
         if self.in_shards:
             from groupwise.training.shards import in_shards
@@ -328,11 +328,11 @@ class PrivateStep:
             self.thresholds.load_state_dict(state["thresholds"])
         if self.engine is not None:
             self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
-        self.sums.size = state["microbatches"][self.process]  # masks belong to microbatches
+        self.sums.size = state["microbatches"][self.process]  # dropout masks depend on it
         self.executed = state["step"]
 
     def reshard(self) -> None:
-        """Put whole parameters that a forward pass without a backward pass has left behind into shards again."""
+        """Shard parameters again that a forward pass without a backward pass has left whole."""
         if self.in_shards:
             from groupwise.training.shards import reshard
 
@@ -340,7 +340,7 @@ class PrivateStep:
 
 
 def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
-    """Was `fully_shard` called on the model of these parameters?"""
+    """Whether `fully_shard` was called on the model of these parameters."""
     return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
@@ -350,7 +350,7 @@ def agreed_noise(noise: NoiseSource, ranks: Ranks) -> NoiseSource:
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:
-    """The same batches on every process, as they follow from the run's key."""
+    """The plan's sampler, seeded from the run's key: it draws the same batches in every process."""
     key = noise.derive("sampling")
     if plan.sampling == "shuffle":
         return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)

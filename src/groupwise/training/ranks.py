@@ -1,4 +1,4 @@
-"""The processes of one run: their numbers, what they agree on, and sums over replicas.
+"""The processes of one run: their ranks, communication between them, and sums over replicas.
 
 A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S + s has stage s of replica d. One process
 alone, where torch.distributed is not initialised, is D = S = 1.
@@ -17,7 +17,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from groupwise.errors import UserError
 
 BUCKET = 1 << 26
-"""Bytes that are sent at once: few messages, and little extra memory."""
+"""Bytes per message: large enough for few messages, small enough for little extra memory."""
 
 
 class Ranks:
@@ -72,7 +72,7 @@ class Ranks:
         self._in_buckets(tensors, lambda flat: dist.all_reduce(flat, group=self.data))
 
     def copy_(self, tensors: Sequence[Tensor]) -> None:
-        """Give every replica the first one's values, in place."""
+        """Copy the first replica's values to all replicas, in place."""
         self._in_buckets(tensors, lambda flat: dist.broadcast(flat, group_src=0, group=self.data))
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class Ranks:
     def share(self, examples: np.ndarray) -> np.ndarray:
         """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
 
-        Every D-th example, so that a batch that is sorted by length gives every replica as much to do.
+        A share is every D-th example, so that a batch that is sorted by length gives all replicas the same work.
         """
         return examples[self.replica :: self.replicas]
 

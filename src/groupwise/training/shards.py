@@ -1,8 +1,8 @@
 """Trains replicas that share one copy of the parameters between them, in shards (FSDP2).
 
-Every block is gathered for as long as it works, clips on each replica the gradients of its own examples, and goes back
-into shards; the clipped sums are added up over the replicas on their way there. A replica adds noise to its own shards
-from a stream of its own, so that together they add one noise to the whole gradient.
+A block's parameters are gathered while it runs. Each replica clips the gradients of its own examples, and the clipped
+sums are reduced over the replicas and sharded (reduce-scatter). A replica adds noise to its own shards from its own
+stream, so that together they add noise once to the whole gradient.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def use_shards(model: nn.Module, ranks: Ranks) -> None:
     """Check a model that a user has sharded, and have its gradients summed.
 
     Raises:
-        UserError: shards whose sums are not those of all processes in the parameters' own precision.
+        UserError: not all parameters are sharded, over all processes, or sums have another dtype than the parameters.
     """
     if not isinstance(model, FSDPModule):
         raise UserError("Parts of the model are in shards and the whole is not: call fully_shard on the model, last.")
@@ -78,9 +78,9 @@ def use_shards(model: nn.Module, ranks: Ranks) -> None:
 
 
 def sum_gradients(model: nn.Module, average: bool = False) -> None:
-    """Have FSDP2 sum gradients over the processes: the private step divides by the expected batch size.
+    """Set FSDP2 to sum gradients over the processes, as the private step divides by the expected batch size.
 
-    `average` has it divide by the number of processes again, as it does by itself.
+    `average` restores FSDP2's default, the mean over the processes.
     """
     for module in sharded(model):
         module.set_gradient_divide_factor(float(torch.distributed.get_world_size()) if average else 1.0)
@@ -99,7 +99,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with every tensor whole and on the CPU; every process asks at the same time, in the same order."""
+    """A state with every tensor whole and on the CPU; a collective operation, which all processes must call."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 

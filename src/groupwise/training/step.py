@@ -1,7 +1,7 @@
 """Takes the steps of a run: private steps on the examples of a task, with schedule, metrics and checkpoints.
 
-Each of several replicas takes its share of the batch. Gradients and counts are summed over them once per batch, before
-the noise. All have the same key, so they add the same noise and stay equal bit for bit.
+Each replica processes its share of the batch. Gradients and counts are summed over replicas once per batch, before the
+noise. All replicas have the same key, so they add the same noise and stay equal bit for bit.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Trainer:
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
     def step(self, step: int) -> list[float]:
-        """Run step `step` (0-based); returns this process's part of what `report` takes."""
+        """Run step `step` (0-based); returns this process's values, whose sums over all processes `report` takes."""
         rate = float(self.schedule.get_last_lr()[0])
         released = self.private.step()
         self.schedule.step()
@@ -41,16 +41,16 @@ class Trainer:
         return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """Metrics of the last step, from the sums over all processes; `nonprivate/` has those that are no release."""
+        """Metrics of the last step, from the sums over all processes; those without noise are named `nonprivate/…`."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """All state that the next step depends on."""
+        """Everything that the next step depends on."""
         return self.private.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken (noise and plan are the caller's)."""
+        """Restore a `state_dict`, except for noise key and plan, which the caller handles."""
         self.private.load_state_dict(state)
         self.schedule.last_epoch = state["step"]
         self.schedule._last_lr = [group["lr"] for group in self.private.optimizer.param_groups]
@@ -67,7 +67,7 @@ class Trainer:
         return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group -> C_k; {} unclipped."""
+        """Group name -> C_k; {} without clipping."""
         return self.private.named_thresholds()
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Defines what the training loop must know of a task, and nothing more; moves what a task made to a device."""
+"""Defines a task, the interface of the training loop to data and model; moves tensors to a device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ Split = Literal["train", "valid", "test"]
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards the mode that each module was in."""
+    """Put the model into eval mode inside, and restore each module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -35,22 +35,22 @@ class Task(ABC):
     train_size: int
     """N, public."""
     splits: tuple[Split, ...] = ("valid",)
-    """Splits that are evaluated at the end, beside the training set."""
+    """Splits that are evaluated at the end, in addition to the training set."""
     exports: bool = False
-    """Whether `export` knows a format."""
+    """Whether `export` is implemented."""
     headline: str = "accuracy"
-    """The metric that stands for the others where there is room for one."""
+    """The metric to show where there is room for only one."""
 
     @abstractmethod
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Any:
-        """A batch of these training examples: what `losses` takes.
+        """A batch of these training examples, for `losses`.
 
-        `even` pads texts to lengths of which there are few, so that many microbatches have the same shapes.
+        `even` pads texts to one of few lengths, so that many microbatches have the same shapes.
         """
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """One loss for each example of a batch, (n,): of that example alone, never a mean over others."""
+        """One loss for each example of a batch, (n,), computed from that example alone; never a mean."""
 
     def losses_of(self, examples: Sequence[int] | np.ndarray) -> Tensor:
         """The losses of these training examples, (n,)."""
@@ -60,9 +60,9 @@ class Task(ABC):
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """Metrics of the model as it stands, in eval mode, on the first `limit` examples of a split.
+        """Metrics of the current model, in eval mode, on the first `limit` examples of a split.
 
-        `final` adds what is too slow for every few epochs, such as generation.
+        `final` adds metrics that are too slow to compute during training, such as those of generated texts.
         """
 
     @abstractmethod
@@ -70,11 +70,11 @@ class Task(ABC):
         """Counts, source and "sha256" of the files by name, for the run's record."""
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """The same examples in the order in which they share microbatches: the largest first, like beside like."""
+        """The same examples in the order in which they are put into microbatches: by size, the largest first."""
         return examples
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """Texts that the last final evaluation made, by split, for the run's record."""
+        """Texts that the last final evaluation generated, by split, for the run's record."""
         return {}
 
     def evaluate_in_context(self, shots: int, prompt_set: int) -> dict[str, float]:
@@ -82,20 +82,20 @@ class Task(ABC):
         raise UserError("eval.shots is for tasks that generate text (e2e, dart, samsum): leave it out.")
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write the model for other programs, and `provenance` beside it; asked for only where `exports` says so."""
-        raise UserError(f"{type(self).__name__} knows no format to export to: take model.pt from the run's folder.")
+        """Write the model for other programs, and `provenance` beside it; called only if `exports` is True."""
+        raise UserError(f"{type(self).__name__} has no export format: take model.pt from the run's folder.")
 
 
 ROUND = 8
-"""Lengths go up to a multiple of this, so that there are few different shapes."""
+"""Lengths are rounded up to a multiple of this, so that there are few different shapes."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """b rows that every stage knows; what travels between stages is not here.
+    """The inputs of b rows, known to every stage; without the activations that stages send each other.
 
     Args:
-        first: what the first stage reads: token ids (b, T) or images (b, C, H, W).
+        first: the input of the first stage: token ids (b, T) or images (b, C, H, W).
         kwargs: tensors with the batch as first axis, for the stages that take them: attention_mask and position_ids
             (b, T), places and labels (b, P), or labels (b,) of images, and weights (b,), 0 at fillers and else 1.
         absent: how many rows at the end are fillers: copies of an example, with weight 0.
@@ -107,7 +107,7 @@ class Microbatch:
 
     @property
     def examples(self) -> int:
-        """b, the fillers among them."""
+        """b, filler rows included."""
         return self.first.shape[0]
 
 
@@ -118,21 +118,21 @@ class Feed(Protocol):
         """Examples in the split."""
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """The same examples, like beside like, in the order in which they should share microbatches."""
+        """The same examples, sorted by size, in the order in which they should be put into microbatches."""
 
     def microbatches(self, examples: np.ndarray, size: int, least: int = 1) -> list[Microbatch]:
         """One logical batch, (n,) numbers of examples in `order`, as at least `least` microbatches of `size` rows.
 
-        All have one shape, which depends on the whole logical batch and on nothing else. No examples, no microbatches.
+        All have one shape, which depends only on the whole logical batch. Without examples there are no microbatches.
         """
 
 
 def fill(examples: np.ndarray, size: int, least: int = 1) -> list[tuple[np.ndarray, int]]:
-    """Share out (n,) examples, in their order, to max(⌈n / size⌉, least) microbatches of `size` rows; n > 0.
+    """Split (n,) examples, in their order, into max(⌈n / size⌉, least) microbatches of `size` rows; n > 0.
 
     Returns:
-        Of each microbatch the numbers of its examples, (size,), and how many at its end are fillers, copies of the last
-        example.
+        For each microbatch the indices of its examples, (size,), and how many of its last rows are fillers: copies of
+        the last example.
     """
     count = max(-(-len(examples) // size), least)
     rows = np.full(count * size, examples[-1])
@@ -152,11 +152,10 @@ def rounded(length: int, most: int) -> int:
 
 
 def to_device(value: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """The tensor, or the array's, on the device; on a GPU it is there once the queue has come to it.
+    """Copy a tensor or array to the device; to a GPU asynchronously, in the order of its stream.
 
-    A plain copy to a GPU waits until all work that was queued before it is done, once a microbatch. From page-locked
-    memory it takes its turn in the queue, and the host makes the next microbatch meanwhile: there is no other
-    prefetching.
+    A plain copy to a GPU would wait for all earlier work in the stream, once per microbatch. From pinned memory the
+    copy is queued, and the host prepares the next microbatch meanwhile. There is no other prefetching.
     """
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if device.type != "cuda" or tensor.device.type != "cpu" or not torch.cuda.is_available():
@@ -165,5 +164,5 @@ def to_device(value: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def row_numbers(examples: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Numbers of examples as an index, (n,) int64."""
+    """Indices of examples as a tensor, (n,) int64."""
     return to_device(np.ascontiguousarray(examples, dtype=np.int64), device)

@@ -1,12 +1,11 @@
 """Clips convolutions with standardised filters.
 
-A filter w is used as W = l·n, with the gain l and the direction n of w - mean w. An example's gradient G for W becomes
-c·(G - a·⟨G, n⟩·n) less its mean for w, and ⟨G, n⟩ for the gain: c is l/‖w - mean w‖, and a is 1, or 0 for a filter so
-flat that its length counts as a constant. This map is the same for all examples. So gradients that are formed go
-through it one by one, and a sum goes through it once.
+A filter w is used as W = l·n, with the gain l and the direction n of w - mean w. From an example's gradient G for W
+follow those for w, which is c·(G - a·⟨G, n⟩·n) minus its mean, and for the gain, which is ⟨G, n⟩. Here c is
+l/‖w - mean w‖, and a is 1, or 0 for a filter so flat that its norm is clamped to a constant. This map is the same for
+all examples, so it can be applied to each gradient, or once to a sum.
 
-Where norms go by inner products, ⟨G, n⟩ = Σ_t g_t (x_t·n) is found from what n makes of the input, and the mean
-likewise.
+With the gram formula, ⟨G, n⟩ = Σ_t g_t (x_t·n) comes from convolving the input with n, and the mean likewise.
 """
 
 import math
@@ -32,7 +31,7 @@ STANDARDIZATION_EPS = 1e-4
 
 
 def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Give each output filter mean 0 and squared norm 1; a summed squared deviation counts as 1e-4 at least.
+    """Give each output filter mean 0 and squared norm 1; its sum of squared deviations is clamped to at least 1e-4.
 
     Args:
         weight: filters (p, ...); statistics are taken over all axes but the first.
@@ -51,7 +50,7 @@ class WSConv2d(nn.Conv2d):
     De et al. (2022) train WRN16-4 with it; the paper follows them (section 4.1).
 
     Args:
-        gain: learn a factor for each output channel, as De et al. do; the rest are `nn.Conv2d`'s arguments.
+        gain: learn a factor for each output channel, as De et al. do; all other arguments are those of `nn.Conv2d`.
     """
 
     gain: nn.Parameter | None
@@ -59,7 +58,7 @@ class WSConv2d(nn.Conv2d):
     def __init__(self, *args: Any, gain: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.padding_mode != "zeros":
-            raise ValueError(f"WSConv2d pads with zeros only; padding_mode={self.padding_mode!r} was given.")
+            raise ValueError(f"WSConv2d pads with zeros only, and padding_mode={self.padding_mode!r} was given.")
         self.register_parameter("gain", nn.Parameter(torch.ones(self.out_channels)) if gain else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,11 +73,11 @@ class WSConv2d(nn.Conv2d):
 class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-    `saved` is (x, W, n, c, a): n is (p, K), and the last two (p, 1).
+    `saved` is (x, W, n, c, a) as in the module docstring: n is (p, K), c and a are (p, 1).
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
-    autocast: ClassVar = "keep"  # filters are computed as they are stored; `prepare` and `forward` lower the rest
+    autocast: ClassVar = "keep"  # filters are standardised in their own dtype; `prepare` and `forward` cast the rest
     parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias", "gain")
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -105,7 +104,7 @@ class WSConv2dRule(ConvRule):
         x, weight, _, scale, _ = saved
         taps = math.prod(self.module.kernel_size)
         slack = taps**0.5 * second_product_slack(x, g, max(g.shape[2:].numel(), weight[0].numel()))
-        return slack * (scale.abs().amax() + 1.0).double()  # more than the map's norm
+        return slack * (scale.abs().amax() + 1.0).double()  # an upper bound on the map's norm
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         weight, bias = super().weighted_sum(saved[:2], g, factors, self._of_used(wanted))
@@ -118,16 +117,16 @@ class WSConv2dRule(ConvRule):
         return rows, bias, gain
 
     def _of_used(self, wanted: Wanted) -> Wanted:
-        """Whether the gradients of the filters used, and of the bias, are needed."""
+        """Whether the gradients of W and of the bias are needed."""
         return self.needs_filters(wanted), wanted[1]
 
     def _pulled(self, saved: Saved, weight: Tensor | None, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
-        """From gradients (n, p, …) of the filters used, which may be changed, to those of w and the gain."""
+        """Map gradients (n, p, …) of W to those of w and the gain; changes its input in place."""
         if weight is None:
             return None, None
         rows = weight.flatten(2)
         direction, scale, taken = (upcast(t).to(rows.dtype) for t in saved[2:])
-        # the mean is the part along another direction
+        # subtracting the mean removes the component along the constant direction
         directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
         shares = torch.stack([taken, torch.ones_like(taken)], 2)
         by_filter = rows.transpose(0, 1)
@@ -141,7 +140,7 @@ class WSConv2dRule(ConvRule):
         return rows.view(weight.shape), gains
 
     def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
-        """From inner products, each moved by its rounding towards the larger norm."""
+        """Squared norms (n,) from inner products; each is changed by its rounding bound, towards the larger norm."""
         x, g = saved[0], upcast(g)
         direction, scale, taken = saved[2:]
         x = upcast(x)
@@ -163,5 +162,5 @@ class WSConv2dRule(ConvRule):
         return squares
 
     def _seen(self, x: Tensor, filters: Tensor) -> Tensor:
-        """What filters (q, K) make of inputs of n examples, (n, T, q)."""
+        """The inputs of n examples convolved with filters (q, K): (n, T, q)."""
         return positions_first(self.convolve(x, filters.view(-1, *self._filter())))

@@ -27,24 +27,24 @@ from groupwise.clipping.precision import (
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, chunk_floats, register_rule
 
 GROUPED_FLOATS = 3 << 16
-"""Weights that a CPU's kernel for many groups of channels keeps in its cache; with more it is much slower."""
+"""Weight entries up to which a CPU's kernel for grouped convolutions stays in its cache; with more it is far slower."""
 
 ALONE_FLOATS = 20480
-"""Inputs of one example from which torch has a fast kernel for it alone."""
+"""Input entries of one example from which torch has a fast kernel for a single example."""
 COPIED_FLOATS = 1 << 18
-"""Output gradients that it may copy at a time."""
+"""Output-gradient entries that the grouped kernel may copy at a time."""
 
 FEW_ROWS, MANY_WEIGHTS = 64, 1 << 18
-"""Positions of all examples up to which a CPU's kernel for the gradient of so many weights is 3 times as slow as a
-product of the output gradients and what each position sees."""
+"""With at most so many positions and at least so many weights, a CPU's kernel for the weight gradient is 3 times slower
+than a product of output gradients and unfolded inputs."""
 
 _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-"""The methods of torch's own convolutions, which no subclass may have changed."""
+"""The methods of torch's own convolutions, which a subclass must not override."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A convolution's shape, one entry an axis of space: what each position of the output sees of the input."""
+    """A convolution's hyperparameters, one entry per spatial axis, and its unfolded inputs (im2col)."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -53,7 +53,7 @@ class Geometry:
     groups: int
 
     def windows(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """What each position sees of inputs x (B, c, *space), padding included: a copy (B, K, T), K as in a filter."""
+        """Unfold inputs x (B, c, *space), padding included: a copy (B, K, T), where K is the size of a filter."""
         padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
         inner = tuple(slice(pad, pad + n) for n, pad in zip(x.shape[2:], self.padding, strict=True))
         padded[(slice(None), slice(None), *inner)] = x
@@ -66,7 +66,7 @@ class Geometry:
     # -- inner products between positions -------------------------------------------------------------------------
 
     def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[float, float]:
-        """What XXᵀ of one example takes: operations, and numbers written."""
+        """The cost of one example's XXᵀ: operations, and entries written."""
         pixels, sizes = math.prod(space), list(space)
         written = float(pixels**2)
         for axis, kernel in enumerate(self.kernel):
@@ -75,7 +75,7 @@ class Geometry:
         return 2.0 * pixels * pixels * channels, written
 
     def products(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """XXᵀ (B, T, T) of inputs x (B, c, *space) for one group of channels, from those of pixels."""
+        """XXᵀ (B, T, T) of the unfolded inputs x (B, c, *space), without unfolding: from inner products of pixels."""
         space, n = x.shape[2:], len(x)
         pixels = x.flatten(2).mT
         between = self_products(pixels.contiguous() if x.device.type == "cpu" else pixels).view(n, *space, *space)
@@ -85,11 +85,11 @@ class Geometry:
         return between.reshape(n, math.prod(out), math.prod(out))
 
     def _gathers(self, axis: int) -> bool:
-        """Whether positions along an axis are anything but the inputs themselves."""
+        """Whether unfolding changes an axis: not for kernel 1, stride 1 and no padding."""
         return (self.kernel[axis], self.stride[axis], self.padding[axis]) != (1, 1, 0)
 
     def _gather(self, between: Tensor, axis: int, size: int, out: int) -> Tensor:
-        """Products between inputs (n, *space, *space), summed over one axis's taps, each at both positions."""
+        """Sum products between pixels (n, *space, *space) over the taps of one axis, both shifted by the same tap."""
         left, right = 1 + axis, 1 + axis + (between.dim() - 1) // 2
         shape = list(between.shape)
         shape[left] = shape[right] = out
@@ -97,7 +97,7 @@ class Geometry:
         for tap in range(self.kernel[axis]):
             shift, step = tap * self.dilation[axis] - self.padding[axis], self.stride[axis]
             first = max(0, -(shift // step))
-            last = min(out, (size - 1 - shift) // step + 1)  # outputs that see through this tap no padding
+            last = min(out, (size - 1 - shift) // step + 1)  # outputs for which this tap is not in the padding
             if last > first:
                 target, source = [slice(None)] * len(shape), [slice(None)] * len(shape)
                 target[left] = target[right] = slice(first, last)
@@ -123,7 +123,7 @@ class ConvRule(LayerRule):
         return axes == len(self.module.kernel_size) + 2
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Padding that a convolution cannot do itself (same, reflect, replicate, circular) happens outside."""
+        """Apply padding that the convolution kernel cannot do (same, reflect, replicate, circular)."""
         if self._pads_outside:
             mode = "constant" if self.module.padding_mode == "zeros" else self.module.padding_mode
             return F.pad(x, self.module._reversed_padding_repeated_twice, mode=mode)
@@ -151,7 +151,7 @@ class ConvRule(LayerRule):
         return torch.convolution(x, weight, bias, *rest)
 
     def _settings(self) -> tuple[Any, ...]:
-        """Stride, padding, dilation, that it is not transposed, output padding."""
+        """Stride, padding, dilation, transposed (False), output padding."""
         shape = self.geometry
         return shape.stride, shape.padding, shape.dilation, False, [0] * len(shape.kernel)
 
@@ -160,14 +160,14 @@ class ConvRule(LayerRule):
         return self._backward(g, x, weight, [True, False, False])[0]
 
     def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        """Gradients of the layer's input, weight and bias, where the mask asks for them."""
+        """The gradients of input, weight and bias that the mask selects."""
         rest = (*self._settings(), self.module.groups, mask)
         return torch.ops.aten.convolution_backward(g, x, weight, [self.module.out_channels], *rest)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
     def materializes(self, saved: Saved, g: Tensor) -> bool:
-        """Whether the norms of the weight's gradients are found by forming them."""
+        """Whether norms are computed by forming the weight's gradients."""
         if self.geometry.groups > 1:
             return True
         x = saved[0]
@@ -185,7 +185,7 @@ class ConvRule(LayerRule):
         step = max(1, chunk_floats(g) // held)
         parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
         squares = torch.cat([self.gram_norms(*part, wanted) for part in parts])
-        if out.numel() <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+        if out.numel() <= LONGEST_SUM:  # then the slack of the norms covers the rounding of the sum too
             return squares
         return inflate_norms(squares, self._slack(saved, g))
 
@@ -205,7 +205,7 @@ class ConvRule(LayerRule):
         return inflate_norms(super().formed_norms(saved, g, wanted), self._slack(saved, g))
 
     def _slack(self, saved: Saved, g: Tensor) -> Tensor:
-        taps = math.prod(self.module.kernel_size)  # at most so many positions see one number of the input
+        taps = math.prod(self.module.kernel_size)  # an input entry occurs in at most so many positions
         return taps**0.5 * second_product_slack(saved[0], g, g.shape[2:].numel())
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
@@ -233,11 +233,11 @@ class ConvRule(LayerRule):
         if g.device.type != "cpu":
             return super().chunk(g, wanted)
         if not g.is_contiguous() and self.module.in_channels * g[0, 0].numel() >= ALONE_FLOATS:
-            return 1  # in channels_last several are copied, and one is not
+            return 1  # in channels_last several examples would be copied, a single one is not
         return max(1, min(GROUPED_FLOATS // max(1, self.size(wanted)), COPIED_FLOATS // max(1, g[0].numel())))
 
     def _by_groups(self, x: Tensor, g: Tensor) -> Tensor:
-        """Weight gradients (B, p, c/groups, *k): the examples are groups of channels of one call of a kernel."""
+        """Weight gradients (B, p, c/groups, *k), by one kernel call in which each example is a group of channels."""
         n, shape = len(x), self._filter()
         like = g.new_empty(1).expand(n * g.shape[1], *shape)
         gradients, inputs = g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:])
@@ -246,7 +246,7 @@ class ConvRule(LayerRule):
         return weights.view(n, -1, *shape)
 
     def _filter(self) -> tuple[int, ...]:
-        """Shape of one filter: channels that it sees, and its taps."""
+        """The shape of one filter: input channels, and kernel size."""
         return self.module.in_channels // self.module.groups, *self.module.kernel_size
 
     def _sizes(self, inputs: torch.Size, out: torch.Size) -> Sizes:
@@ -256,12 +256,12 @@ class ConvRule(LayerRule):
 
 
 def _over_space(g: Tensor) -> Tensor:
-    """The bias's gradients (B, p), from output gradients (B, p, *out)."""
+    """The bias's per-example gradients (B, p), from output gradients (B, p, *out)."""
     return g.flatten(2).sum(2, dtype=torch.promote_types(g.dtype, torch.float32))
 
 
 def positions_first(g: Tensor) -> Tensor:
-    """Output gradients (B, p, *out) -> (B, T, p), without a copy where the memory has channels last."""
+    """Output gradients (B, p, *out) -> (B, T, p), without a copy in channels_last."""
     if g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last):
         return g.permute(0, 2, 3, 1).flatten(1, 2)
     return g.flatten(2).mT

@@ -1,4 +1,4 @@
-"""Clips embeddings: one example's gradient adds the output gradients of equal indices; nothing is ever one-hot."""
+"""Clips embeddings: one example's gradient sums the output gradients of equal indices, without one-hot matrices."""
 
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ class EmbeddingRule(LayerRule):
 
     @classmethod
     def handles(cls, module: nn.Module) -> bool:
-        """Not with options that cannot be clipped, which `products.embedding` refuses."""
+        """As in `LayerRule`, but not with options that cannot be clipped: `products.embedding` refuses these."""
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         return super().handles(module) and not any(getattr(module, name) for name in options)
 
@@ -52,13 +52,13 @@ class EmbeddingRule(LayerRule):
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         indices, g = self.rows(saved, g)
         lengths = torch.linalg.vector_norm(g, dim=2, dtype=torch.float64)
-        slots = distinct(indices.masked_fill(lengths == 0, -1))  # what stands at padding changes nothing
+        slots = distinct(indices.masked_fill(lengths == 0, -1))  # ignore padding
         places = slots + torch.arange(len(slots), device=slots.device).unsqueeze(1) * slots.shape[1]
         sums = g.new_zeros(g.shape).flatten(0, 1).index_add_(0, places.flatten(), g.flatten(0, 1))
         return inflate_norms(squared_row_norms(sums.view(g.shape)), slack_of_repeats(slots, lengths, g.dtype))
 
     def weighted_rows(self, saved: Saved, g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum as indices (B·T,) and what is added there, factor_i times output gradients, (B·T, d)."""
+        """The weighted sum as indices (B·T,) and the rows to add there, factor_i times output gradients, (B·T, d)."""
         indices, g = self.rows(saved, g)
         return indices.flatten(), scale_rows(g, factors).flatten(0, 1)
 
@@ -75,7 +75,7 @@ class EmbeddingRule(LayerRule):
 
 
 def distinct(indices: Tensor) -> Tensor:
-    """Which of its row's distinct numbers each of the indices (B, T) is, from 0."""
+    """Number the distinct indices of each row, from 0: (B, T) -> (B, T)."""
     order = indices.argsort(dim=1)
     ordered = indices.gather(1, order)
     first = F.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).cumsum(1)
@@ -83,15 +83,15 @@ def distinct(indices: Tensor) -> Tensor:
 
 
 def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-    """What norms (B,) are `raised` by: gradients of equal indices are added one after the other, twice.
+    """The rounding slack of norms (B,): gradients of equal indices are added one by one, for the norm and for the sum.
 
-    A sum of m terms is off by 4·√m·eps of their lengths' sum, or by m·eps/4 where all are alike; that is at most √m
-    times the root of the sum of their squares.
+    The error of a sum of m terms is at most 4·√m·eps times the sum of their lengths, or m·eps/4 times if all are equal;
+    the sum of their lengths is at most √m times the root of the sum of their squares.
 
     Args:
-        slots: which of its example's distinct indices each one is, (B, T).
-        lengths: of what is added there, float64, (B, T).
-        dtype: what it is added up in.
+        slots: for each index, its number among its example's distinct indices, (B, T).
+        lengths: norms of the output gradients, float64, (B, T).
+        dtype: of the additions.
     """
     many = torch.zeros_like(lengths).scatter_(1, slots, 1.0, reduce="add").gather(1, slots)
     least = torch.finfo(dtype).eps / 4

@@ -1,7 +1,7 @@
 """Clips linear layers on inputs of any number of axes: `nn.Linear`, and Hugging Face's `Conv1D` (GPT-2).
 
 For y = x Wᵀ + b at T positions (the product of all axes between batch and features) one example's gradients are
-dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` says how norms are found.
+dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` describes the two formulas for ‖GᵀX‖.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ from groupwise.clipping.precision import (
 from groupwise.clipping.rules.base import Gradients, LayerRule, Saved, Wanted, register_rule
 
 THIN = 1 << 18
-"""Weights of so few numbers (low-rank adapters) are formed the faster way round."""
+"""Up to this number of entries (low-rank adapters) the gradient is formed as (XᵀG)ᵀ if that is faster."""
 
 
 @register_rule
@@ -50,7 +50,7 @@ class LinearRule(LayerRule):
         return product(g, weight.t() if self.transposed else weight)
 
     def rows(self, saved: Saved, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (B, T, d) and output gradients (B, T, p): both bfloat16, or float32 at least."""
+        """Inputs (B, T, d) and output gradients (B, T, p): both bfloat16, or at least float32."""
         x = saved[0]
         return (_as_rows(x), _as_rows(g)) if keeps_half(x, g) else (_as_rows(upcast(x)), _as_rows(upcast(g)))
 
@@ -65,7 +65,7 @@ class LinearRule(LayerRule):
             return None
         x, rows = self.rows(saved, g)
         terms = gram_terms(x, rows, wanted[1])
-        if x.shape[1] <= LONGEST_SUM:  # up to there its own slack is enough for the sum's too
+        if x.shape[1] <= LONGEST_SUM:  # then the slack of the norms covers the rounding of the sum too
             return terms
         return inflate_norms(squares_together([[terms]])[0], second_product_slack(x, rows, x.shape[1]))
 
@@ -81,7 +81,7 @@ class LinearRule(LayerRule):
         wide = torch.float32 if half else g.dtype
         weights = None if factors is None else factors.to(wide)
         weight = bias = None
-        if wanted[1]:  # over positions first: as the norms have it, and long sums of products round more
+        if wanted[1]:  # sum over positions first, as the norms do: this also rounds less
             sums = g.to(wide) if g.dim() == 2 else g.flatten(1, -2).sum(1, dtype=wide)
             bias = sums.sum(0) if weights is None else weights @ sums
             del sums  # the product below needs the memory
@@ -128,9 +128,9 @@ class HFConv1DRule(LinearRule):
 
 
 def frozen_linear(rule: LinearRule, input: Tensor) -> Tensor:
-    """The forward of a frozen layer, by the products of layers that train: adapters' base layers take most of a step.
+    """The forward of a frozen linear layer, with the faster matmul library of the trained layers.
 
-    It is that of the layer's class where its products are torch's.
+    The base layers of adapters take most of a step. Where torch's own product is used, this is the class's forward.
     """
     module, weight = rule.module, rule.values()[0]
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
@@ -149,7 +149,7 @@ class _FrozenFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # and that has derivatives
+        return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # differentiable
 
 
 def _sizes(inputs: torch.Size, out: torch.Size, methods: NormMethods) -> Sizes:

@@ -1,8 +1,8 @@
 """Clips `nn.LayerNorm` and `nn.RMSNorm`, which normalise over the last axes, and `nn.GroupNorm`.
 
-One example's weight gradient is Σ g∘x̂ and its bias gradient Σ g, over all positions: of a number of the last axes, or
-of a channel. RMSNorm has x̂ = x/√(mean x² + eps). The RMSNorm classes of transformers have no rule: copies of their
-weights, one for each example (`per_example.py`), take as long.
+One example's weight gradient is Σ g∘x̂ and its bias gradient is Σ g, summed over all positions that share an entry of
+the weight. RMSNorm has x̂ = x/√(mean x² + eps). The RMSNorm classes of transformers have no rule: copies of their
+weights, one per example (`per_example.py`), are as fast.
 """
 
 import math
@@ -73,8 +73,8 @@ class RMSNormRule(LayerRule):
         (weight,) = parameters
         if x.dim() <= weight.dim() or x.shape[-weight.dim() :] != weight.shape:
             raise UserError(
-                f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: the batch must come first, and "
-                f"{tuple(weight.shape)} last."
+                f"{type(self.module).__name__} got an input of shape {tuple(x.shape)}: its first axis must be the "
+                f"batch, and its last axes {tuple(weight.shape)}."
             )
         wide, used, eps = upcast(x), upcast(weight), self.module.eps
         mean = wide.square().mean(tuple(range(-used.dim(), 0)), keepdim=True)
@@ -97,16 +97,16 @@ class RMSNormRule(LayerRule):
 
 
 LARGEST_GRID = 65_535
-"""Groups of all examples together that CUDA's backward kernel takes: a block each, on a grid's second axis."""
+"""The most groups, over all examples, for CUDA's backward kernel: each is a block on the grid's second axis."""
 
 
 @register_rule
 class GroupNormRule(LayerRule):
     """`nn.GroupNorm` on (B, C, ...): weight (C,), bias (C,).
 
-    Torch's kernel has both sums on its way to the input gradient, and adds them up over its batch: so it is given one
-    example with the channels of all. It takes contiguous tensors only. On a CPU, channels_last stays, and sums of g and
-    g∘x serve instead, as they do for more than `LARGEST_GRID` groups.
+    torch's backward kernel also computes both sums, added up over its batch. So it gets the whole batch as one example
+    with B·C channels. This needs contiguous tensors. For channels_last on a CPU, and for more than `LARGEST_GRID`
+    groups, the gradients are computed from sums of g and g∘x instead.
     """
 
     layer_type: ClassVar[type[nn.Module]] = nn.GroupNorm
@@ -128,7 +128,7 @@ class GroupNormRule(LayerRule):
         return self.begin_backward(saved, g, True)[0]
 
     def begin_backward(self, saved: Saved, g: Tensor, needs_input: bool) -> tuple[Tensor | None, Saved]:
-        """The input gradient, and in the place of the rest the gradients (B, C) of weight and bias."""
+        """The input gradient; the new `saved` holds the per-example gradients (B, C) of weight and bias."""
         x, weight, mean, rstd = saved[:4]
         kernel, (b, c, space, groups) = torch.ops.aten.native_group_norm_backward, self._sizes(x)
         if _stays_channels_last(x) or b * groups > LARGEST_GRID:
@@ -152,9 +152,9 @@ class GroupNormRule(LayerRule):
 
 
 def _stays_channels_last(x: Tensor) -> bool:
-    """Whether the kernel takes x (B, C, H, W) as it is, in channels_last.
+    """Whether the kernel takes x (B, C, H, W) in channels_last without a copy.
 
-    `is_contiguous` ignores the stride of an axis of length 1, which the kernel looks at: so strides are compared.
+    Compares strides, since `is_contiguous` ignores those of axes of length 1, and the kernel does not.
     """
     if x.dim() != 4 or x.is_contiguous() or x.device.type != "cpu":
         return False

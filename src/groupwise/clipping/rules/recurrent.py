@@ -1,9 +1,9 @@
-"""Says recurrent layers and cells in plain operations: `nn.LSTM`, `nn.GRU`, `nn.RNN`, and one step of each.
+"""Computes `nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells by plain operations, so that their weights can be clipped.
 
-The products with the inputs of all steps are one linear map. So are those with the states: a zero for each of them is
-added, whose gradient is theirs, and the states are noted when they are known (`Late`). Sequences are batch-first
-inside. Packed sequences are padded; a step beyond an example's end leaves its state as it is, so that
-nothing flows through it, forth or back.
+The products with the inputs of all steps are one linear map. So are the products with the states, for the gradient: to
+each of them zeros are added, which receive its gradient, and the states are stored once they are known
+(`StepwiseLinear`). Inside, sequences are batch-first. Packed sequences are padded, and steps beyond an example's end do
+not change its state, so they have no effect on outputs or gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._pytree import tree_map
 
 from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
-from groupwise.clipping.products import late
+from groupwise.clipping.products import stepwise_linear
 from groupwise.errors import UserError
 
 State = tuple[Tensor, ...]
-"""(h,) with h (B, H); of an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
+"""(h,) with h (B, H); for an LSTM (h, c), h (B, H or proj_size) and c (B, H)."""
 
 
 def is_rewritten(module: nn.Module) -> bool:
-    """Whether it is a layer that `recurrent` computes: its forward is torch's, and no weight is computed."""
+    """Whether `recurrent` replaces the module's forward: it must be torch's own, without parametrizations."""
     kinds = (nn.LSTM, nn.GRU, nn.RNN)
     own = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
     return own and not is_parametrized(module)
@@ -38,13 +38,13 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
     Args:
         module: the layer.
         input: (B, T, d), (T, B, d) without `batch_first`, or a packed sequence of B sequences.
-        hx: initial states (layers · directions, B, H), of an LSTM a pair of them; zeros by default.
+        hx: initial states (layers · directions, B, H), a pair of them for an LSTM; zeros by default.
 
     Returns:
-        What the module returns: outputs like the input, and the last states like `hx`.
+        As the module does: outputs in the form of the input, and the last states in the form of `hx`.
 
     Raises:
-        UserError: an input without a batch, or without a step; one that all examples share.
+        UserError: an input without a batch axis or without steps, or one that all examples share.
     """
     if isinstance(input, PerExample):
         return _of_all_examples(module, input, hx)
@@ -59,7 +59,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
     given, last = _initial(module, x, hx), list[State]()
     module.check_forward_args(data, _hx(module, given), sizes)
     if x.shape[1] == 0:
-        raise UserError(f"{type(module).__name__} got sequences of no step at all: leave them out, or pad them.")
+        raise UserError(f"{type(module).__name__} got sequences of length 0: leave them out, or pad them.")
     alive = None
     if lengths is not None and int(lengths.min()) < x.shape[1]:
         alive = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device).unsqueeze(2)
@@ -80,7 +80,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
 
 
 def _of_all_examples(module: nn.RNNBase, input: PerExample, hx: Any) -> tuple[Any, Any]:
-    """One sequence that all examples share, such as learned tokens: one for each of them, which look like one."""
+    """Run one copy per example of a sequence that all examples share, such as learned tokens."""
     axis = 0 if module.batch_first else 1
     _refuse_shared(module, input, input.dim() != 3 or input.shape[axis] != 1 or hx is not None)
     rows = input.rows.squeeze(axis + 1)
@@ -111,9 +111,9 @@ def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor
         _refuse_shared(module, x, not by_input.origin.traces)
         by_input = by_input.like
     by_input, step, first = by_input.to(state[0].dtype), STEPS[module.mode], state[0]
-    apart = module.mode == "GRU"  # which has no sum of the two maps
-    hidden = Late(*parameters("hh"), by_input, None if apart else by_input)
-    project = Late(*parameters("hr"), by_input) if module.proj_size else None
+    apart = module.mode == "GRU"  # a GRU does not simply add the two maps
+    hidden = StepwiseLinear(*parameters("hh"), by_input, None if apart else by_input)
+    project = StepwiseLinear(*parameters("hr"), by_input) if module.proj_size else None
     order = range(x.shape[1])[:: -1 if suffix.endswith("_reverse") else 1]
     inputs, live = by_input.unbind(1) if apart else (), None if alive is None else alive.unbind(1)
     outputs, states = list[Tensor](), list[Tensor]()
@@ -131,20 +131,20 @@ def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor
     return torch.stack(states[:: order.step], 1), state
 
 
-class Late:
-    """The products x Wᵀ + b of T steps, whose inputs come one after the other; their gradient is found at once.
+class StepwiseLinear:
+    """The products x Wᵀ + b of T steps, computed one by one and clipped as one linear layer.
 
     Args:
         weight: W (p, d).
         bias: (p,), or None.
-        like: (B, T, ...), of the products' dtype.
-        more: is added to all products, (B, T, p).
+        like: (B, T, ...), with the dtype of the products.
+        more: (B, T, p), added to the products.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, more: Tensor | None = None) -> None:
         self._inputs: list[Any] = []
         if isinstance(weight, PerExample):
-            weight, bias, added = late(weight, bias, like, self._inputs)
+            weight, bias, added = stepwise_linear(weight, bias, like, self._inputs)
         else:
             added = like.new_zeros(()).expand(*like.shape[:2], len(weight))
         if torch.is_autocast_enabled(like.device.type):
@@ -155,18 +155,18 @@ class Late:
         self._added = added.unbind(1)
 
     def product(self, x: Tensor, t: int) -> Tensor:
-        """Of the step t, (B, d) -> (B, p)."""
+        """The product of step t, (B, d) -> (B, p)."""
         if x.dtype == self._weight.dtype:
             return torch.addmm(self._added[t], x, self._weight)
         return self._added[t] + x.to(self._weight.dtype) @ self._weight
 
     def note(self, x: Tensor) -> None:
-        """Keep the inputs of all steps, (B, T, d), for the gradient."""
-        self._inputs += [x.detach(), None]  # as the rule of a linear layer saves them
+        """Store the inputs of all steps, (B, T, d), for the gradient."""
+        self._inputs += [x.detach(), None]  # as `LinearRule` saves them
 
 
 Maps = Sequence[Tensor]
-"""W_ih x + b_ih and W_hh h + b_hh, or, of another than a GRU, their sum alone."""
+"""For a GRU W_ih x + b_ih and W_hh h + b_hh, else their sum alone."""
 
 
 def _lstm_step(maps: Maps, state: State) -> State:
@@ -195,7 +195,7 @@ STEPS: dict[str, Callable[[Maps, State], State]] = {
 def _cell(
     mode: str, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Any:
-    """What a cell computes: (B, d) and h (B, H), of an LSTM (h, c), to the next of them."""
+    """A cell: input (B, d) and state h (B, H), for an LSTM (h, c), -> the next state."""
     state = hx if mode == "LSTM" else (hx,)
     maps = (F.linear(x, w_ih, b_ih).to(state[0].dtype), F.linear(state[0], w_hh, b_hh).to(state[0].dtype))
     new = STEPS[mode](maps, state)
@@ -216,12 +216,12 @@ def _initial(module: nn.RNNBase, x: Tensor, hx: Any) -> State:
 
 
 def _hx(module: nn.RNNBase, states: State) -> Any:
-    """States as the module takes and gives them: a pair for an LSTM, else one tensor."""
+    """The states in the form of the module's `hx`: a pair for an LSTM, else one tensor."""
     return states if module.mode == "LSTM" else states[0]
 
 
 def _pack_as(x: Tensor, packed: PackedSequence) -> PackedSequence:
-    """x (B, T, h) in the examples' own order, packed as they were."""
+    """x (B, T, h), in the order of the batch, packed like `packed`."""
     x = x if packed.sorted_indices is None else x.index_select(0, packed.sorted_indices)
     lengths = (packed.batch_sizes.unsqueeze(1) > torch.arange(len(x))).sum(0)
     data = pack_padded_sequence(x, lengths, batch_first=True).data
