@@ -103,6 +103,11 @@ ARGUMENTS: dict[str, Misuse] = {
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
     "DataParallel or DistributedDataParallel": (lambda: make(model=nn.DataParallel(network())), "DataParallel"),
     "columns of examples in place of a dataset": (lambda: make(data=(X, Y)), r"TensorDataset\(x, y\)"),
+    "arguments in another order": (lambda: make(optimizer=[(X, Y)]), r"was given \(Sequential, list, …\)"),
+    "what `fix_model` returns in place of the model": (
+        lambda: make(model=["a sentence"], optimizer=torch.optim.SGD([X], 1.0)),
+        r"was given \(list, SGD, …\)",
+    ),
     "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
@@ -128,5 +133,7 @@ def test_a_number_of_workers_may_be_of_numpy():
 def test_a_table_is_answered_by_what_to_make_of_it():
     import pandas as pd
 
-    with pytest.raises(UserError, match=r"data is a DataFrame, whose data\[0\] is not an example"):
-        Use(data=pd.DataFrame({"a": [0.0, 1.0]}))
+    table = pd.DataFrame({"a": [0.0, 1.0, 2.0], "b": [0, 1, 0]})
+    for data in (table, (table[["a"]], table["b"]), (table.to_numpy(), table["b"])):
+        with pytest.raises(UserError, match=r"of columns, not of examples: give torch.utils.data.TensorDataset"):
+            Use(data=data)

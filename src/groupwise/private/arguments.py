@@ -40,17 +40,16 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's and Lightning's step by themselves
         raise UserError(f"The optimizer is wrapped in {type(optimizer).__name__}: give optimizer.optimizer.")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in moved:
-        if id(parameter) not in names:
+    known = {id(parameter) for parameter in model.parameters()}
+    moved = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for key, parameter in moved.items():
+        if key not in known:
             raise UserError(
                 f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's, so its "
                 "gradient is not clipped: make it over model.parameters()."
             )
-    there = {id(parameter) for parameter in moved}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in there:
+        if parameter.requires_grad and id(parameter) not in moved:
             raise UserError(
                 f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
             )

@@ -27,17 +27,13 @@ def length_of(data: Any) -> int:
             f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
             "a dataset with __len__ and __getitem__."
         )
-    if hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
-        raise UserError(
-            f"data is a {type(data).__name__}, whose data[0] is not an example: give "
-            "torch.utils.data.TensorDataset(x, y) of its columns, or a list of examples."
-        )
     few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
-    rows = {len(each) for each in few if isinstance(each, torch.Tensor | np.ndarray) and each.ndim}
-    if len(rows) == 1 and max(rows) > len(data):
+    rows = {each.shape[0] for each in few if getattr(each, "ndim", 0)}  # tensors, arrays, tables of pandas
+    columns = len(rows) == 1 and max(rows) > len(data)
+    if columns or hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
         raise UserError(
-            f"data is a {type(data).__name__} of {len(data)} columns of {max(rows)} rows, not of examples: give "
-            "torch.utils.data.TensorDataset(x, y), whose examples are the rows."
+            f"data is a {type(data).__name__} of columns, not of examples: give torch.utils.data.TensorDataset(x, y) "
+            "of tensors whose rows are the examples (x in float32), or a list of examples."
         )
     return len(data)
 

@@ -105,6 +105,9 @@ def make_private(
             f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
             "where batch is what the collate function makes, and return one loss per example."
         )
+    if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
+        kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise UserError(f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …).")
     check_model(model)
     check_parameters(model, optimizer)
     check_fresh(optimizer)

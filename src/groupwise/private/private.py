@@ -315,8 +315,8 @@ class Private:
         self._check_open()
         if self.executed:
             raise UserError(
-                f"{self.executed} steps were taken here already, and resuming would repeat their noise on other "
-                "gradients: call make_private again, and load the state before the first step."
+                "Steps were taken here already, and resuming would repeat their noise on other gradients: call "
+                "make_private again, and load the state before the first step."
             )
         named = state if isinstance(state, dict) else {}
         for part, here in (("plan", self.plan.to_dict()), ("clip", self.settings)):
