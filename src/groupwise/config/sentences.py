@@ -72,7 +72,7 @@ def _missing_config(error: MissingConfigException) -> str:
     if group.startswith("size/"):
         return f"scale={option} does not go with this task: conf/{group}/ holds what does."
     if not error.options:
-        return f"conf/{error.missing_cfg_file}.yaml does not exist: a file of that name is needed."
+        return str(error).partition("\n\n")[0]  # the search path follows
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
 
 
@@ -81,8 +81,8 @@ def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"'{override}' cannot be read as key=value: write it in one word, such as clip=flat."
-    if value.endswith(","):
-        return f"{override} ends with a comma: give another value after it, or leave the comma out."
+    if value.endswith(",") or value.startswith(("[", "{")):
+        return f"'{override}' cannot be read as key=value: a sweep is 1,2, a list [1,2], a mapping {{a:1}}, no quotes."
     quoted = value.replace('"', '\\"')
     return (
         f"'{override}' cannot be read as key=value: put a value with signs such as = [ ] {{ }} , : into quotes, "

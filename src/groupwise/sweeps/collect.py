@@ -142,7 +142,7 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
-    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="files of sweeps/ or others; and scale=mini")
+    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=mini if not paper")
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the tables go")
     given = parser.parse_args(arguments)

@@ -54,7 +54,7 @@ def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float],
     """
     if "has not produced any output" not in str(error):
         last = str(error).strip().splitlines()[-1].removeprefix("sbatch: error: ")
-        raise UserError(f"SLURM refused the jobs ({last}): see what hydra.launcher.* says.") from error
+        raise UserError(f"SLURM refused the jobs ({last}): correct the hydra.launcher.* settings.") from error
     waiting, missing = {path.name for path in (folder / "logs").iterdir() if path.is_dir()}, set[str]()
     while waiting:
         pause(10.0)
