@@ -92,7 +92,7 @@ sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-ci
 	$(BIN)/python -m groupwise.sweeps.collect $* scale=$(SCALE)
 	$(if $(NORMS_$*),$(BIN)/python -m groupwise.sweeps.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
 
-status: $(STAMP) ## how far the sweeps are: done, running, failed, waiting, and when they will end
+status: $(STAMP) ## how far the sweeps are: done, begun, failed, waiting
 	$(BIN)/python -m groupwise.sweeps.status
 
 plot: $(STAMP) ## one run as a picture, loss, accuracy, epsilon and thresholds: make plot RUN=results/runs/0123456789ab
