@@ -248,10 +248,10 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(data=Centred(X, Y)),
         "gives another example 0 in a batch than alone",
     ),
-    "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "among others: .* mixes the examples"),
+    "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "in one batch and .* mixes the examples"),
     "losses of the 8 hardest of a batch": (
         lambda: Use(losses=hardest, microbatch=None),
-        "alone but .* among others: .* mixes the examples of a batch",
+        "alone but .* in a batch: .* mixes the examples of a batch",
     ),
     "torch seeded while the losses are made": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),

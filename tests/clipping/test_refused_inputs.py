@@ -100,7 +100,7 @@ def test_a_nested_tensor_is_refused(layout):
 @pytest.mark.parametrize("shape", [(5,), (3, 5)])
 def test_a_norm_over_all_of_its_input_is_refused(shape):
     module = nn.RMSNorm(shape)
-    with attach(module, flat(module), 1.0) as engine, pytest.raises(UserError, match="the batch must come first"):
+    with attach(module, flat(module), 1.0) as engine, pytest.raises(UserError, match="first axis must be the batch"):
         clip_batch(engine, lambda x: module(x).flatten(1).sum(1), torch.ones(shape))
 
 

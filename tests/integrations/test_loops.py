@@ -99,5 +99,5 @@ def test_one_of_several_processes_does_not_draw_alone(monkeypatch):
     private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, cross_entropy, **SETTINGS)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="2 processes, and make_private was told of 1"):
+    with pytest.raises(UserError, match="2 processes train, and make_private knows of 1"):
         private.step()
