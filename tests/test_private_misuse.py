@@ -248,7 +248,10 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(data=Centred(X, Y)),
         "gives another example 0 in a batch than alone",
     ),
-    "losses of all pairs: (B, 1) minus (B,)": (lambda: with_losses(all_pairs), "in one batch and .* mixes the examples"),
+    "losses of all pairs: (B, 1) minus (B,)": (
+        lambda: with_losses(all_pairs),
+        "in one batch and .* mixes the examples",
+    ),
     "losses of the 8 hardest of a batch": (
         lambda: Use(losses=hardest, microbatch=None),
         "alone but .* in a batch: .* mixes the examples of a batch",
