@@ -1,7 +1,15 @@
 """Scores generated texts against references: BLEU by sacrebleu, ROUGE by rouge-score."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import SimpleNamespace
+
+
+def check_installed() -> None:
+    """Raise `ModuleNotFoundError` before training where a package that scores texts is missing."""
+    for package in ("sacrebleu", "rouge_score"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:

@@ -3,6 +3,7 @@ import math
 import pytest
 import sacrebleu
 
+from groupwise import metrics
 from groupwise.metrics import corpus_bleu
 
 
@@ -71,3 +72,9 @@ def test_real_texts(e2e_dev):
     score = corpus_bleu(*some)
     assert 45 < score < 75
     assert score == pytest.approx(directly(*some), rel=1e-12)
+
+
+def test_a_missing_package_is_found_before_training(monkeypatch):
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "rouge_score" else object())
+    with pytest.raises(ModuleNotFoundError, match="rouge_score"):
+        metrics.check_installed()
