@@ -19,7 +19,7 @@ MODES: dict[str, tuple[Any, dict[str, Any]]] = {
     "direct": (per_layer, {"direct": True}),
     "direct ghost": (flat, {"norms": "ghost", "direct": True}),
 }
-"""A partition, and how `attach` is told."""
+"""Name -> the partition, and further arguments of `attach`."""
 FEW = ("flat", "ghost", "layer")
 """One norm for each example, kept or found first, and one for each layer."""
 DIRECT = ("direct", "direct ghost")

@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 import torch
 
-from groupwise.clipping import attach, automatic_factors, by_mapping, clip_factors, flat, per_block, per_layer
+from groupwise.clipping import attach, automatic_factors, by_mapping, clip_factors, flat, per_layer
 from groupwise.clipping.reference import Reference, clipped_sums
+from tests.clipping import modes
 from tests.clipping.alone import assert_bounded, assert_sums, looped, middle_thresholds
 from tests.clipping.conftest import CASES, make_case
 from tests.clipping.traced import clip
@@ -14,12 +15,9 @@ from tests.clipping.traced import clip
 pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
 MODES = {
-    "flat": (flat, {}),
-    "ghost": (flat, {"norms": "ghost"}),
-    "layer": (per_layer, {}),
-    "block": (per_block, {}),
-    "layer_gram": (per_layer, {"formula": "gram"}),
-    "layer_materialized": (per_layer, {"formula": "materialize"}),
+    **{mode: modes.MODES[mode] for mode in ("flat", "ghost", "layer", "block")},
+    "layer_gram": modes.MODES["gram"],
+    "layer_materialized": modes.MODES["materialized"],
     "flat_gram": (flat, {"formula": "gram"}),
     "flat_materialized": (flat, {"formula": "materialize"}),
     "layer_automatic": (per_layer, {"clip_rule": automatic_factors(0.01)}),
