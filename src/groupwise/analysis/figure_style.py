@@ -228,7 +228,7 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
 def with_settings(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column for each setting of their cells, as the paper has it, in place of any of that name."""
     settings = pd.DataFrame([settings_of(cell) for cell in rows["cell"]], index=rows.index)
-    return rows.drop(columns=[name for name in settings if name in rows]).join(settings)
+    return rows.drop(columns=[name for name in settings if name in rows]).join(settings).copy()  # else fragmented
 
 
 def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFrame:

@@ -102,7 +102,7 @@ def make(name: str, folders: Folders) -> Drawn:
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
-        figure = kind.draw(with_settings(rows).copy(), _beside(kind, runs, folders))
+        figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
     said = "; ".join(dict.fromkeys(map(run_in_words, runs.rows.to_dict("records"))))
     figure.set_label(f"{figure.get_label()} Ours: {said}; on {', '.join(runs.rows['system.device'].unique())}.")
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
