@@ -42,7 +42,7 @@ def test_it_is_the_script_as_it_stands_with_its_outputs(maker, script):
     made, committed = maker.notebook_of(script), jupytext.read(script.with_suffix(".ipynb"))
     assert [(cell.cell_type, cell.source) for cell in made.cells] == [
         (cell.cell_type, cell.source) for cell in committed.cells
-    ], "make notebooks makes it anew"
+    ], "make notebooks makes it again"
     assert [cell.execution_count for cell in code(committed)] == list(range(1, len(code(committed)) + 1))
     kinds = [output.output_type for cell in code(committed) for output in cell.outputs]
     assert (

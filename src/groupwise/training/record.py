@@ -242,7 +242,7 @@ def neighbours_of(config: RunConfig) -> str:
 
 
 PROMISED = ("private", "neighbours_differ_by", "earlier", "total")
-"""What an exported model says of privacy.json, beside the plan."""
+"""Entries of privacy.json that an exported model repeats, beside the plan."""
 
 
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
