@@ -195,6 +195,19 @@ def test_nobody_else_started_several(environment):
     assert find_place(config_of(4, 2), environment) is None
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN | {"RANK": "first"},
+        SRUN | {"SLURM_STEP_ID": "batch"},
+        {key: value for key, value in SRUN.items() if "NODELIST" not in key},
+    ],
+)
+def test_an_environment_that_cannot_be_read_is_refused(environment):
+    with pytest.raises(UserError, match="The variables of torchrun or srun cannot be read"):
+        find_place(config_of(4, 2), environment)
+
+
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
 def test_another_number_of_processes_is_refused_once(environment):
     first = environment | {"RANK": "0"} if environment is TORCHRUN else environment | {"SLURM_PROCID": "0"}

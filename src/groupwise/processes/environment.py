@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config.schema import RunConfig
-from groupwise.errors import UserError
+from groupwise.errors import UserError, reason
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -
     """The place that torchrun or srun gave this process; None where nobody started several.
 
     Raises:
-        UserError: they started another number of processes than the configuration asks for.
+        UserError: their variables cannot be read, or they started another number of processes than is configured.
     """
-    place = _torchrun(environment) or _slurm(environment)
+    try:
+        place = _torchrun(environment) or _slurm(environment)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"The variables of torchrun or srun cannot be read ({reason(error)}): unset them.") from error
     world = world_size(config)
     if place is not None and place.world != world:
         if not place.main:
