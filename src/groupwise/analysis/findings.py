@@ -92,10 +92,12 @@ class Verdict:
     @property
     def where(self) -> str:
         """The scale, and what its cells are."""
+        if not self.scale:
+            return "none yet"
         if self.claim.ours:
-            return "on networks that are not the paper's"
+            return "networks that are not the paper's"
         kind = "the paper's cells" if self.scale == PAPER else "reduced"
-        return f"at scale={self.scale} ({kind})"
+        return f"scale={self.scale} ({kind})"
 
     @property
     def alone(self) -> float:
@@ -300,16 +302,12 @@ def findings_table(found: Sequence[Verdict]) -> str:
 
 
 def summary(found: Sequence[Verdict]) -> str:
-    """One sentence: how many of each verdict, and at which scales."""
-    if not any(verdict.scale for verdict in found):
-        return "Nothing was measured yet."
-    parts = []
-    for where in dict.fromkeys(verdict.where for verdict in found if verdict.scale):
-        words = Counter(verdict.word for verdict in found if verdict.where == where)
-        counted = ", ".join(f"{words[word]} {word}" for word in (AGREEMENT, DISAGREEMENT, UNDECIDED) if words[word])
-        parts.append(f"{where}: {counted}")
-    unmeasured = sum(not verdict.scale for verdict in found)
-    return f"Verdicts {'; '.join(parts)}{f'; {unmeasured} without rows' if unmeasured else ''}."
+    """How many claims have each verdict, as a table with a line for each kind of rows."""
+    verdicts = (AGREEMENT, DISAGREEMENT, UNDECIDED)
+    counts = Counter((verdict.where, verdict.word) for verdict in found)
+    places = dict.fromkeys(verdict.where for verdict in found)
+    rows = [[place, *(str(counts[place, word]) for word in verdicts)] for place in places]
+    return markdown(["rows", *verdicts], rows)
 
 
 def rules() -> str:
@@ -343,7 +341,7 @@ def page(folders: Folders) -> Page:
         UserError: as `judge`.
     """
     found = verdicts(folders)
-    return Page(findings_page(found), summary(found), {"summary": summary(found)})
+    return Page(findings_page(found), f"{len(found)} claims", {"summary": summary(found)})
 
 
 def findings_page(found: Sequence[Verdict]) -> str:
