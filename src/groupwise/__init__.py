@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from groupwise.private import Private, fix_model, make_private
     from groupwise.rows import load_runs
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["Private", "__version__", "fix_model", "gradient_norms", "load_runs", "make_private"]
 _OWNERS = {
     "Private": "groupwise.private",
