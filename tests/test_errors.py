@@ -9,7 +9,7 @@ from groupwise.errors import MISTAKE, UserError, command, environment_errors
 
 
 def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
-    told = r"^sacrebleu is not installed.*pip install 'groupwise\[language\]'"
+    told = r"^This needs sacrebleu, which is not installed.*pip install 'groupwise\[language\]'"
     with pytest.raises(UserError, match=told), environment_errors():
         raise ModuleNotFoundError("No module named 'sacrebleu.metrics'", name="sacrebleu.metrics")
     with pytest.raises(ModuleNotFoundError), environment_errors():

@@ -1,4 +1,4 @@
-"""Builds the trainer of a run: alone, as a replica, in shards, or one stage of a pipeline."""
+"""Builds the trainer of a run: in one process, as a replica, in shards, or as one stage of a pipeline."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -42,17 +42,17 @@ def build_trainer(
 ) -> Trainer:
     """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
 
-    With several processes each calls it: the models of replicas become the first one's, and the noise key the main
-    one's. `parallel.kind=fsdp` shards the model, and the trainer's engine is then another than `engine`. `task.model`
-    may be a stage of a pipeline (`build_stage_task`).
+    All processes of a run call it. Replicas get the weights of the first one, and the noise key of the main process.
+    With `parallel.kind=fsdp` the model is sharded, and the trainer has a new engine. `task.model` may be a stage of a
+    pipeline (`build_stage_task`).
 
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
     """
     if state is not None and state.get("plan") != plan.to_dict():
         raise UserError(
-            "The checkpoint was made under another privacy plan (other data, software or settings), or by another "
-            "version: bring those back, or start afresh with overwrite=true."
+            "The checkpoint was made with another privacy plan (other data, software or settings), or by another "
+            "version: restore those, or start afresh with overwrite=true."
         )
     noise = make_noise(config, plan, ranks, state)
     sums: Any
@@ -90,7 +90,7 @@ def _task_sums(
     ranks: Ranks,
     new: bool,
 ) -> tuple[BatchSums, ClippingEngine | None]:
-    """The sums of a whole model, after its engine was verified, and the engine, another where the model is sharded."""
+    """The sums of a whole model whose engine was verified, and the engine, a new one if the model is sharded."""
     microbatch = config.train.microbatch
     examples = task.order(np.arange(task.train_size))
     if microbatch is None and new:
@@ -114,7 +114,7 @@ def _task_sums(
 
 
 MICROBATCHES_PER_STAGE = 4
-"""At least so many keep stages waiting for a fifth of the time at most (Huang et al., 2019)."""
+"""With at least as many, stages wait for at most a fifth of the time (Huang et al., 2019)."""
 
 
 def _stage_sums(
@@ -152,8 +152,8 @@ def _stage_sums(
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Ranks, state: dict[str, Any] | None) -> NoiseSource:
-    """The main process's source: the checkpoint's key, so that replayed steps repeat their noise; else entropy, or a
-    seed (no secret)."""
+    """The main process's noise source: with the checkpoint's key, so that replayed steps repeat their noise; else with
+    a key from entropy, or from a seed, which is not secret."""
     secure, seed = config.noise.secure, config.debug.noise_seed
     if state is not None:
         noise = NoiseSource.from_state(state)
@@ -167,11 +167,11 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Ranks, state: dict[s
 def build_stage_task(config: RunConfig, ranks: Ranks, device: torch.device) -> Task:
     """The task of `config`, whose model is this process's stage on `device`.
 
-    Weights that lie in a folder, of a model where only adapters train, are read for the stage alone. Otherwise every
-    process makes the whole model on the CPU, the same in all, and cuts its stage out.
+    If only adapters train and the weights are in a folder, a process reads those of its stage alone. Otherwise every
+    process makes the same whole model on the CPU, and keeps its stage.
 
     Raises:
-        UserError: as `make_task` does; the model cannot be cut so.
+        UserError: as for `make_task`; the model cannot be cut this way.
     """
     pipeline = config.pipeline
     parts: dict[str, Any] = {
@@ -188,7 +188,7 @@ def build_stage_task(config: RunConfig, ranks: Ranks, device: torch.device) -> T
         task = make_task(config, torch.device("cpu"))
         stage = _cut_stage(task.model, choose(task.model), ranks.stage, parts).to(device)
     task.model = stage
-    task.precision = nullcontext  # the stage computes in the run's precision by itself
+    task.precision = nullcontext  # the stage itself computes in the run's precision
     return task
 
 
@@ -221,7 +221,7 @@ def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, An
 def losses_of_stage(
     stage: Stage, microbatch: Microbatch, device: torch.device
 ) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
-    """A function of rows of a microbatch that returns a loss for each, (n,), computed by this stage alone.
+    """A function of n rows of a microbatch that returns their losses, (n,), computed by this stage alone.
 
     A stage that is not the first gets random activations, and one that is not the last returns a random sum of its
     outputs, so that the whole backward pass runs.

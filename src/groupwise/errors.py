@@ -1,4 +1,4 @@
-"""Tells a user's mistake in one sentence and a bug with its traceback, and says what exit code they make."""
+"""Reports user mistakes in one sentence and bugs with a traceback, and maps them to exit codes."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def reason(error: BaseException) -> str:
 
 
 def message(error: BaseException, most: int = 500) -> str:
-    """The sentence of a mistake for a terminal: one line, nothing unprintable, a long one without its middle."""
+    """An error's message for a terminal: one line, printable, and without its middle if it is long."""
     text = _printable(" ".join(str(error).split()))
     return text if len(text) <= most else f"{text[: most - 200]} ... {text[-195:]}"
 
@@ -60,7 +60,7 @@ def environment_errors() -> Iterator[None]:
         if package not in EXTRAS:
             raise
         raise UserError(
-            f"{package} is not installed, which this needs: pip install 'groupwise[{EXTRAS[package]}]' brings it."
+            f"This needs {package}, which is not installed: run pip install 'groupwise[{EXTRAS[package]}]'."
         ) from error
     except OSError as error:
         if error.filename is None and error.errno not in (ENOSPC, EDQUOT):
@@ -105,7 +105,7 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
                 code = main(*arguments, **options)
                 sys.stdout.flush()
                 return code
-        except BrokenPipeError:  # whoever reads has enough: ... | head
+        except BrokenPipeError:  # the reader has closed the pipe: ... | head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes nowhere at exit
             return 0
         except UserError as error:

@@ -1,4 +1,4 @@
-"""The command line of a tool: `key=value ...`, read into a dataclass whose fields are what --help lists."""
+"""Reads a tool's command line, `key=value ...`, into a dataclass; --help lists its fields."""
 
 import inspect
 import math
@@ -17,7 +17,7 @@ EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def option(default: Any, text: str, *, among: Sequence[str] = (), zero: bool = False, infinite: bool = False) -> Any:
-    """A field of a dataclass of options, and what --help says of it.
+    """A field of a dataclass of options, with its --help text.
 
     Numbers must be finite and above 0, except as `zero` and `infinite` say; `among` are the words to choose from.
     """
@@ -25,7 +25,7 @@ def option(default: Any, text: str, *, among: Sequence[str] = (), zero: bool = F
 
 
 def help_text(schema: type) -> str:
-    """What --help prints of these options."""
+    """The lines of --help on these options."""
     lines = []
     for each in fields(schema):
         start = f"  {each.name}={'' if each.default is None else str(each.default).lower()}"
@@ -34,7 +34,7 @@ def help_text(schema: type) -> str:
 
 
 def read(schema: type[T], words: Sequence[str]) -> T:
-    """The words `key=value …` as an instance of the dataclass `schema`; `null` is None where that may be.
+    """The words `key=value …` as an instance of the dataclass `schema`; `null` is None where the field allows it.
 
     Raises:
         UserError: an unknown key, or a value that does not fit.
@@ -75,7 +75,7 @@ def _value(
 def command(
     schema: type[T], run: Callable[[Any], int | None], read: Callable[[type[T], list[str]], Any] = read
 ) -> Callable[..., int]:
-    """The `main` of the tool that `run` is with its options: it returns the exit code, 2 for a mistake.
+    """The `main` of a tool: it reads the options, calls `run`, and returns the exit code, which is 2 for a mistake.
 
     --help prints the docstring of the module of `run`, and the options.
     """

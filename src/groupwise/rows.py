@@ -1,8 +1,8 @@
-"""Says what a result row holds, and reads and writes the tables of rows, `results/measured/<sweep>_<scale>.csv`.
+"""Defines the columns of a result row, and reads and writes tables of rows, `results/measured/<sweep>_<scale>.csv`.
 
 A run's row is `result.json`, flat: its hash, every setting of the configuration under its own key, then `git.`,
-`plan.`, `system.`, `seeds.`, `data.` and the final metrics. What came from the training examples without noise is
-called `nonprivate/...`. A table puts `sweep`, `cell`, `seed` and `scale` first, and leaves out the machine's paths.
+`plan.`, `system.`, `seeds.`, `data.` and the final metrics. What was computed from training examples without noise is
+named `nonprivate/...`. A table puts `sweep`, `cell`, `seed` and `scale` first, and leaves out the machine's paths.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 Row = dict[str, str]
 
 SCALES = ("paper", "lite", "midi", "mini", "demo", "smoke")
-"""From the paper's own size down."""
+"""From the paper's own size to the smallest."""
 KEYS = ("sweep", "cell", "seed", "scale")
 """Columns that identify a row of a table."""
 ORIGIN = ("hash", "git.sha", "git.dirty")
-"""Where a row comes from; every one has these."""
+"""Where a row comes from; every row has these."""
 FIRST = ("task", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "optim.learning_rate")
-"""The settings that a table shows before the others."""
+"""The settings that come first in a table."""
 NONPRIVATE = "nonprivate/"
-"""How what was computed from the training examples without noise begins."""
+"""Prefix of what was computed from the training examples without noise."""
 HELD_OUT = ("valid/", "test/")
-"""How the metrics on held-out examples begin."""
+"""Prefixes of the metrics on held-out examples."""
 METRICS = (*HELD_OUT, f"{NONPRIVATE}train_")
-"""How the names of what an evaluation finds begin."""
+"""Prefixes of all metrics of an evaluation."""
 PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
     "public_text", "pretrained",
 )  # fmt: skip
-"""Entries of a data description that are settings, N, or of the held-out sets. `source` is not one: it counts the
-rows of the files, before any choice among them."""
+"""Entries of a data description that are settings, N, or about the held-out sets. `source` is not one: it counts rows
+of the files, before examples are chosen."""
 NOT_IN_TABLES = "paths."
 
 
@@ -52,12 +52,12 @@ def row_of_data(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table_path(folder: Path, sweep: str, scale: str, kind: str = "") -> Path:
-    """Where the rows of a sweep at a scale lie, or of their "curves" (evaluations over time) or "texts" (samples)."""
+    """The file of a sweep's rows at a scale, or of their "curves" (evaluations over time) or "texts" (samples)."""
     return folder / f"{sweep}_{scale}{kind and '_'}{kind}.csv"
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a table as they are; none where there is no file.
+    """The rows of a table, unchanged; none if there is no file.
 
     Raises:
         UserError: it cannot be read.
@@ -75,7 +75,7 @@ def read_table(path: Path) -> list[Row]:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = FIRST) -> None:
-    """Write it whole or not at all: cell and seed first, then these columns, metrics, and the rest by name."""
+    """Write a table atomically: cell and seed first, then these columns, metrics, and the rest by name."""
     present = {key for row in rows for key in row}
     first = [key for key in (*KEYS, *columns) if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]
@@ -84,7 +84,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence
 
 
 def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
-    """The finished runs in a folder as a data frame, a line each: `folder`, then the keys of its `result.json`."""
+    """The finished runs in a folder as a data frame, one row each: `folder`, then the keys of its `result.json`."""
     import pandas as pd
 
     runs = sorted(done.parent for done in Path(folder).glob("*/DONE"))
@@ -94,7 +94,7 @@ def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
 
 
 def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table as CSV; nothing stands for None."""
+    """A table as CSV; None is an empty field."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([head, *rows])
     return out.getvalue()
@@ -106,7 +106,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def between_markers(text: str, name: str, content: str, page: Path) -> str:
-    """`text` with what stands between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced by `content`."""
+    """`text` with the part between `<!-- begin NAME … -->` and `<!-- end NAME -->` replaced by `content`."""
     pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise UserError(f"{page} must have one pair of markers <!-- begin {name} --> and <!-- end {name} -->.")

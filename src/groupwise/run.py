@@ -1,4 +1,4 @@
-"""Runs one configuration to its row: everything is checked and made before anything is written."""
+"""Runs one configuration and returns its result row: everything is checked before anything is written."""
 
 import time
 from functools import partial
@@ -38,7 +38,7 @@ from groupwise.training.train import train
 @oom_as_user_error()
 @environment_errors()
 def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train one cell, or resume it where it was left; returns its result row.
+    """Train one cell, or resume it from its last checkpoint; returns its result row.
 
     Nothing is written before data, model, clipping and plan have been checked.
 
@@ -55,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
         if ranks.main:
             record.mark_done()
         row = record.read("result")
-        print(f"Done already: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
+        print(f"Already done: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
         if ranks.main and config.export is not None and not Path(config.export).expanduser().exists():
             _export_finished(config, record, row)
         return row
@@ -95,13 +95,13 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         if config.data.train_limit or config.data.holdout:
             print(folded(f"  Neighbouring data sets differ by {neighbours_of(config)}."))
         if config.data.public:
-            again = "the key follows from the seed, so the run can be made again. Not a private release."
+            again = "the noise key is derived from the seed, so the run can be reproduced. Not a private release."
             print(folded(f"  Public data: {again}"))
         if config.debug.noise_seed is not None:
             known = "debug.noise_seed makes the noise predictable, which is for tests only."
-            print(folded(f"  NOT PRIVATE all the same: {known}"))
+            print(folded(f"  NOT PRIVATE: {known}"))
     file, state = None, None
-    if resumable:  # the newest checkpoint that is sound on all processes
+    if resumable:  # the newest checkpoint that all processes can read
         load = partial(load_checkpoint, device=device)
         if ranks.stages > 1:
             load = partial(checkpoint.load, ranks=ranks, device=device)
@@ -113,10 +113,10 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         trainer.load_state_dict(state)
         state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer's now
         print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
-    ranks.barrier()  # all are sound
+    ranks.barrier()  # every process has loaded its state
     if ranks.main:
         record.begin(file)
-    ranks.barrier()  # nobody writes to the folder before the main process has made and cleared it
+    ranks.barrier()  # no process writes to the folder before the main process has made and cleared it
     try:
         return train(config, record, trainer, state or {}, earlier)
     finally:
@@ -128,7 +128,7 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:
     """Write the model of a finished run to `export=FOLDER`, as the run would have done at its end."""
     if config.pipeline.stages > 1 or config.eval.shots is not None:
-        raise UserError(f"export={config.export} is written as a run ends, and this one has ended: leave it out.")
+        raise UserError(f"export={config.export} cannot be written for this run, which is finished: leave it out.")
     task = make_task(config, torch.device("cpu"))
     _check_exports(config, task)
     start_from(task.model, str(record.folder))
@@ -139,7 +139,7 @@ def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) 
 
 def _check_exports(config: RunConfig, task: Task) -> None:
     if config.export is not None and not task.exports:
-        raise UserError(f"export is for language models: for task={config.task} take model.pt from the run's folder.")
+        raise UserError(f"export is for language models: for task={config.task} use model.pt in the run's folder.")
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:
@@ -155,19 +155,19 @@ def _explain(trainer: Trainer) -> dict[str, Any]:
 
 
 def require_gpu_for_the_paper(config: RunConfig) -> None:
-    """A new run at the paper's scale is for a GPU: where torch sees none, the CPU must have been asked for by name.
+    """Refuse a new run at the paper's scale without a GPU, unless train.device=cpu was given.
 
     Raises:
-        UserError: it was not, and nothing says that the run is a short one.
+        UserError: it was not given, and no setting makes the run a short one.
     """
     small = config.scale != "paper" or config.train.steps is not None or config.eval.shots is not None or config.explain
-    small = small or bool(config.own_task)  # of which the paper has none
+    small = small or bool(config.own_task)  # not in the paper
     if small or config.train.device != "auto" or torch.cuda.is_available():
         return
     raise UserError(
-        f"scale=paper is the paper's own cell, {config.train.epochs:g} epochs of {config.model.name} on task="
-        f"{config.task}, days of work for a CPU, and torch sees no GPU: give scale=mini or scale=demo for minutes, or "
-        "train.device=cpu to run it here all the same."
+        f"scale=paper trains the paper's own cell, {config.train.epochs:g} epochs of {config.model.name} on "
+        f"task={config.task}, which takes days on a CPU, and torch sees no GPU: give scale=mini or scale=demo, which "
+        "take minutes, or train.device=cpu to train on the CPU anyway."
     )
 
 
@@ -183,7 +183,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> int | None:
-    """K, over all stages; flat clipping is one group of all of them. None without clipping."""
+    """K, the number of groups over all stages, or one for flat clipping; None without clipping."""
     if engine is None:
         return None
     if config.clip.grouping == "flat":
@@ -192,7 +192,7 @@ def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> i
 
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:
-    """The privacy plan: B and T from the configuration, K is `groups`; without any, no guarantee."""
+    """The privacy plan: B and T from the configuration, K from `groups`; if that is None, it has no guarantee."""
     privacy = config.privacy
     epsilon, multiplier = privacy.epsilon, privacy.noise_multiplier
     if groups is None:
@@ -213,25 +213,25 @@ def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyP
 
 
 def _expected_batch_size(config: RunConfig, train_size: int) -> int:
-    """B as it is given, or rho N."""
+    """B as given, or ρN."""
     if config.train.sample_rate is not None:
         return max(1, round(config.train.sample_rate * train_size))
     batch_size = config.train.batch_size
     assert batch_size is not None, "validate() asks for one of the two"
     if batch_size > train_size:
         raise UserError(
-            f"train.batch_size={batch_size} is larger than the training data ({train_size} examples): make it smaller."
+            f"train.batch_size={batch_size} is larger than the training set ({train_size} examples): make it smaller."
         )
     return batch_size
 
 
 def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device: torch.device) -> dict[str, Any]:
-    """Evaluate the model as it was loaded, `eval.shots` examples in the prompt; writes a record and returns its row."""
+    """Evaluate the untrained model with `eval.shots` examples in the prompt; writes a record and returns its row."""
     assert config.eval.shots is not None
     shots, prompt_set = config.eval.shots, config.eval.prompt_set
     print(f"In context: {shots} training examples in the prompt (set {prompt_set}), no training.")
     if shots:
-        print("  NOT PRIVATE: the prompt shows training examples as they are.")
+        print("  NOT PRIVATE: the prompt contains training examples.")
     began = time.monotonic()
     found = task.evaluate_in_context(shots, prompt_set)
     seconds = time.monotonic() - began
@@ -248,7 +248,7 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
 
 
 def earlier_runs_of(config: RunConfig) -> list[Entry]:
-    """The runs behind `model.weights` and `model.source`; raises `UserError` where their record cannot be read."""
+    """The runs behind `model.weights` and `model.source`; raises `UserError` if their record cannot be read."""
     loads = config.model.source is not None and not config.model.fresh
     return earlier_runs(config.model.weights, find_source(str(config.model.source)) if loads else None)
 
@@ -256,19 +256,19 @@ def earlier_runs_of(config: RunConfig) -> list[Entry]:
 def start_from(model: nn.Module, given: str) -> None:
     """Load `model.weights` into a whole model or into a stage of it, in place.
 
-    What they cost in privacy is said by `groupwise.training.earlier_runs`.
+    `groupwise.training.earlier_runs` adds up their privacy budgets.
 
     Args:
-        model: of the run, before anything is attached to it.
-        given: a finished run's folder, or the model.pt in it.
+        model: of the run, before clipping is attached to it.
+        given: a finished run's folder, or its model.pt.
 
     Raises:
-        UserError: nothing there, weights of another model, or weights that are not finite.
+        UserError: no weights there, weights of another model, or weights that are not finite.
     """
     path = Path(given).expanduser()
     path = path / "model.pt" if path.is_dir() else path
     if not path.is_file() and not list(path.parent.glob(escape(f"{path.stem}-") + "*" + escape(path.suffix))):
-        raise UserError(f"model.weights={given} holds no model.pt: name a finished run's folder.")
+        raise UserError(f"model.weights={given} has no model.pt: give the folder of a finished run.")
     weights = checkpoint.read_weights(
         path, model.names() if isinstance(model, Stage) else {name: name for name in model.state_dict()}
     )
@@ -276,9 +276,9 @@ def start_from(model: nn.Module, given: str) -> None:
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
-            f"model.weights={given} fits another model ({message(error)}): give a run's model.pt."
+            f"model.weights={given} does not fit this model ({message(error)}): give a run of the same model."
         ) from error
     for name, tensor in model.state_dict().items():
         if not tensor.isfinite().all():
-            raise UserError(f"model.weights={given} has a {name} that is not finite: give other weights.")
+            raise UserError(f"model.weights={given} has NaN or infinite values in {name}: give other weights.")
     print(f"Weights: {path}")

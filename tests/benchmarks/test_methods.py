@@ -57,7 +57,7 @@ def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_recorded_gives_the_sums_and_thresholds_of_every_step(name: str, monkeypatch) -> None:
     tape, found = Tape(), {}
-    with pytest.raises(UserError, match="for NVIDIA's GPUs"):
+    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         make(name, build("mlp", tiny=True))
     monkeypatch.setattr(methods, "recorder_of", lambda device: tape)
     for which in (name, RECORDED[name]):

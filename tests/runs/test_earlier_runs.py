@@ -46,7 +46,7 @@ def test_weights_of_a_run_without_privacy_on_the_same_data_make_the_run_not_priv
     assert row["plan.private"] is False and row["plan.total_epsilon"] == "inf"
     assert row["plan.spent_epsilon"] < 100, "what this run alone spent stays in the row"
     printed = capsys.readouterr().out
-    assert "NOT PRIVATE all the same" in printed and "(NOT PRIVATE)" in printed
+    assert "NOT PRIVATE: the weights come from" in printed and "(NOT PRIVATE)" in printed
     assert json.loads((folder / "privacy.json").read_text())["spent"]["guaranteed"] is False
     assert not failures(folder)
     third, _ = trained(tmp_path / "third", f"model.weights={folder / 'model.pt'}", "seed=2")
@@ -59,7 +59,7 @@ def test_budgets_on_the_same_data_add_up(private, tmp_path, capsys):
     assert row["plan.private"] is True
     assert row["plan.total_epsilon"] == pytest.approx(row["plan.epsilon"] + before["plan.epsilon"])
     assert row["plan.total_delta"] == pytest.approx(row["plan.delta"] + before["plan.delta"])
-    total = f"With the runs of its first weights: epsilon {row['plan.total_epsilon']:.4g} at delta 2e-05"
+    total = f"With the runs of its starting weights: epsilon {row['plan.total_epsilon']:.4g} at delta 2e-05"
     assert total in capsys.readouterr().out
     assert not failures(folder)
     privacy = json.loads((folder / "privacy.json").read_text())
@@ -92,4 +92,4 @@ def test_an_exported_model_as_source_counts_as_its_run_does(tmp_path, capsys):
     capsys.readouterr()
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false")
     assert row["plan.private"] is True and "plan.total_epsilon" not in row, "the plain run's data were made up"
-    assert "cost nothing here" in " ".join(capsys.readouterr().out.split())
+    assert "add nothing to the budget" in " ".join(capsys.readouterr().out.split())

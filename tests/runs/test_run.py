@@ -65,7 +65,7 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
     assert max(map(len, told)) <= 80
     run(smoke(tmp_path, f"clip={mode}", PLANNED))
     again = capsys.readouterr().out.splitlines()
-    assert again[0].startswith("Done already: ")
+    assert again[0].startswith("Already done: ")
     assert again[1:] == told[-2:]  # what it spent, and what it reached
 
 

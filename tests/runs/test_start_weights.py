@@ -42,7 +42,7 @@ def test_three_stages_files_start_two_stages_and_a_whole_model(tmp_path):
 
 
 def test_what_is_no_run_or_another_model_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"holds no model\.pt"):
+    with pytest.raises(UserError, match=r"has no model\.pt"):
         start_from(made(0), str(tmp_path))
     weights = made(0).state_dict()
     save_checkpoint(tmp_path / "model.pt", {name: t for name, t in weights.items() if not name.startswith("stem")})
@@ -50,7 +50,7 @@ def test_what_is_no_run_or_another_model_is_refused(tmp_path):
         start_from(made(0), str(tmp_path))
     nan, sparse, short = (weights["stem.weight"] * torch.nan, weights["stem.weight"].to_sparse(), torch.zeros(3))
     for broken, words in (
-        (nan, "not finite"),
+        (nan, "NaN or infinite"),
         (sparse, "fits another"),
         ("text", "fits another"),
         (short, "size mismatch"),

@@ -67,10 +67,10 @@ def test_jobs_that_are_warned_or_requeued_go_on_and_end_as_with_the_local_launch
     slurm("scontrol", "update", f"JobId={late.job}", "TimeLimit=60")
     _, told = sweep.communicate(timeout=900)
 
-    assert sweep.returncode == 1 and "(cells: 4, tasks of each: 1)" in told and "1 of 4 cells failed" in told, told
+    assert sweep.returncode == 1 and "(cells: 4, processes per cell: 1)" in told and "1 of 4 cells failed" in told, told
     assert [cell.restarts for cell in cells] == [1, 1, 1, 0]
     for cell in (warned, late):
-        assert "can go on from its last checkpoint" in cell.log and replayed(cell) == 0, "it saved before it left"
+        assert "can resume from its last checkpoint" in cell.log and replayed(cell) == 0, "it saved before it left"
     finish(start(tmp_path / "slurm", *given))  # the killed one resumes
     finish(start(tmp_path / "local", *given))
     for cell in cells:
@@ -86,7 +86,7 @@ def test_a_pipeline_that_is_warned_leaves_as_a_whole_and_goes_on(tmp_path):
     until(lambda: cell.restarts == 1, "it is put back")
     told = finish(sweep)
     assert not any(Path(f"/proc/{process}").exists() for process in processes.values())
-    assert "(cells: 1, tasks of each: 2)" in told and "(cells: 1, tasks of each: 1)" in told
+    assert "(cells: 1, processes per cell: 2)" in told and "(cells: 1, processes per cell: 1)" in told
     assert (cell.restarts, alone.restarts) == (1, 0)
     assert not list((tmp_path / "slurm" / "sweeps").glob("*/failed/*"))
     finish(start(tmp_path / "local", *MIXED))

@@ -41,11 +41,11 @@ def ended(before: str = "", after: str = "", seconds: float = 600, sent: str = "
 
 
 def test_a_warned_task_is_requeued_by_submitit():
-    assert ended() == (255, ["interrupted: the job can go on from its last checkpoint", "requeued"])
+    assert ended() == (255, ["interrupted: the job can resume from its last checkpoint", "requeued"])
 
 
 def test_a_task_that_slurm_itself_stops_is_not_requeued_twice():
-    assert ended(sent="SIGTERM") == (130, ["interrupted: the job can go on from its last checkpoint"])
+    assert ended(sent="SIGTERM") == (130, ["interrupted: the job can resume from its last checkpoint"])
 
 
 def test_a_run_that_heeds_sigterm_ends_its_step_first():

@@ -70,7 +70,7 @@ def test_the_command_writes_one_table(planned, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["nothing", "scale=mini"], "There is no sweep nothing"), (["cifar", "mini"], "only scale=NAME"),
+    [(["nothing", "scale=mini"], "There is no sweep nothing"), (["cifar", "mini"], "give scale=NAME"),
      (["cifar", "scale=mini", "--examples", "0"], "one or more")],
 )  # fmt: skip
 def test_mistakes_are_one_sentence(arguments, said, capsys):

@@ -47,12 +47,12 @@ def test_a_public_row_is_made_again_and_modes_share_their_batches(world, capsys)
     assert {row["plan.private"] for row in rows} == {"False"}
     assert main([rows[0]["hash"][:12], rows[1]["hash"][:8], *folders]) == 0
     told = capsys.readouterr().out
-    assert told.count("as it was, bit for bit") == 2 and "NOT as it was" not in told
+    assert told.count("reproduced, bit for bit") == 2 and "NOT reproduced" not in told
     assert "Not a private release" in " ".join(told.split())
     other = rows[0] | {"valid/accuracy": str(float(rows[0]["valid/accuracy"]) + 1e-9)}
     write_table(Path(folders[1]) / "pair_smoke.csv", [other])
     assert main([rows[0]["hash"], *folders]) == 1
-    assert "NOT as it was" in capsys.readouterr().out
+    assert "NOT reproduced" in capsys.readouterr().out
 
 
 def test_a_secret_key_is_gone(world, capsys):
@@ -65,7 +65,7 @@ def test_a_secret_key_is_gone(world, capsys):
     assert "no row whose hash begins with 'abcdef'" in capsys.readouterr().err
     Path(folders[3], "pair.yaml").write_text(SWEEP.format(change="train.steps: 3"))
     assert main([row["hash"], *folders]) == 2
-    assert "is another run today" in capsys.readouterr().err
+    assert "has another configuration today" in capsys.readouterr().err
 
 
 def test_elsewhere_a_point_is_allowed():
@@ -76,8 +76,8 @@ def test_elsewhere_a_point_is_allowed():
     assert not compare(row, near | {"valid/loss": 1.56})[0]
     assert not compare(row, near | {"system.device": "a"})[0]
     older = compare(row | {"git.sha": "0123456789"}, near | {"valid/loss": 1.56})[1][-1]
-    assert older.startswith("NOT as it was") and older.endswith(
-        "of commit 0123456, whose bits are not today's, so it is to be made again"
+    assert older.startswith("NOT reproduced") and older.endswith(
+        "commit 0123456 made the row, and today's code gives other bits, so make it again"
     )
     good, lines = compare(row, {"valid/loss": 1.54})
     assert not good and lines[0] == "valid/accuracy: 50.0 then, None now"

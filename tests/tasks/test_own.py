@@ -80,7 +80,7 @@ def test_two_files_make_a_run_without_touching_the_package(folder: Path) -> None
     assert row["valid/accuracy"] > 80  # half of the examples are of either class
     assert (row["task"], row["model.name"], row["train.batch_size"]) == ("mine", "own", 256)
     assert json.loads(row["own_task"]) == {"_target_": "sums.make_sums", "features": 3}
-    assert "Done already" in command(folder, *asked).stdout
+    assert "Already done" in command(folder, *asked).stdout
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
 
 
 def test_another_device_and_what_cannot_be_recorded_are_refused():
-    with pytest.raises(UserError, match="for NVIDIA's GPUs, and this run is on cpu"):
+    with pytest.raises(UserError, match="needs an NVIDIA GPU, and this run is on cpu"):
         recorder_of(CPU)
     for options in (
         ["train.compile=true"],

@@ -279,7 +279,7 @@ def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) ->
 def test_metrics_that_somebody_else_wrote_are_refused(config: RunConfig, line: str) -> None:
     record = begun(config)
     (record.folder / "metrics.jsonl").write_bytes(line.encode("latin-1") + b"\n")
-    with pytest.raises(UserError, match="not as a run left it"):
+    with pytest.raises(UserError, match="missing or was altered"):
         record.metrics()
 
 
@@ -307,5 +307,5 @@ def test_the_evaluation_at_the_end_is_not_logged_twice(config: RunConfig) -> Non
 def test_a_result_that_is_cut_off_is_a_users_mistake(config: RunConfig) -> None:
     record = finished(config)
     (record.folder / "result.json").write_text('{"hash": ')
-    with pytest.raises(UserError, match=r"result\.json is not as a run left it"):
+    with pytest.raises(UserError, match=r"result\.json is missing or was altered"):
         RunRecord.open(config).read("result")

@@ -160,7 +160,7 @@ def test_a_record_that_was_altered_is_refused_before_anything_of_it_is_replaced(
     (folder / altered).write_text("[]\n")
     told = ("command.txt", "config.yaml", "git.json", "environment.json", "diff.patch")
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told}
-    with pytest.raises(UserError, match="not as a run left it"):
+    with pytest.raises(UserError, match="missing or was altered"):
         session(tmp_path, Ranks(), resumes=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told} == before
 

@@ -8,8 +8,8 @@ from groupwise.errors import UserError
 from groupwise.rows import Row
 
 HEADLINES = ("valid/accuracy", "valid/perplexity")
-"""Metrics, of which a task has one; with `data.holdout` they are on a part of the training set, else on the paper's
-validation set."""
+"""Metrics that searches compare; a task has one of them. With `data.holdout` it is on a part of the training set, else
+on the paper's validation set."""
 
 
 def search_metric(row: Mapping[str, Any]) -> float | None:
@@ -18,7 +18,7 @@ def search_metric(row: Mapping[str, Any]) -> float | None:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Of losses and perplexities."""
+    """Whether it is a loss or a perplexity."""
     return metric.rpartition("/")[2] in ("loss", "nll", "perplexity")
 
 
@@ -27,7 +27,7 @@ APART = ("task", "model", "model.trains", "clip", "privacy.epsilon")
 
 
 def candidates(rows: list[Row], metric: str) -> Any:
-    """A data frame with a line for each cell of the search, in their order.
+    """A data frame with one row per cell of the search, in their order.
 
     Columns: ``cell``; ``mean`` and ``std`` of `metric` over ``seeds``, NaN after a run that diverged; ``rivals``, the
     settings among `APART`; ``whole``: whether it is compared, with as many seeds as any and no run that diverged;
@@ -39,7 +39,7 @@ def candidates(rows: list[Row], metric: str) -> Any:
     import pandas as pd
 
     if not any(row.get(metric) for row in rows):
-        raise UserError(f"no row of the search has {metric}, by which its cells are compared: collect it again.")
+        raise UserError(f"no row of the search has {metric}, which its cells are compared by: collect the sweep again.")
     values = pd.DataFrame({"cell": [row["cell"] for row in rows], "value": [row.get(metric) or "nan" for row in rows]})
     values["value"] = values["value"].astype(float).where(lambda column: column.abs() < math.inf)
     groups = values.groupby("cell", sort=False)["value"]

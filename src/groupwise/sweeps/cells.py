@@ -1,6 +1,6 @@
-"""Lists the cells of a sweep: the runs that a table or figure is made of, and what they are at a smaller scale.
+"""Lists the cells of a sweep, which are the runs behind a table or figure, at the paper's scale or a smaller one.
 
-`sweeps/<name>.yaml` says it once, for the launcher and for the tables:
+The launcher and the tables read both from `sweeps/<name>.yaml`:
 
     grids:                         # the paper's cells: all combinations of each grid
       - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1, 2]}
@@ -8,7 +8,7 @@
       mini:
         train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
         eval.every: 0.5                    # for all cells
-        task: {dart: {data.max_length: 96}} # more keys of the cells that have this value
+        task: {dart: {data.max_length: 96}}  # more keys of the cells that have this value
         seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
 """
 
@@ -26,7 +26,7 @@ from groupwise.errors import UserError, unknown
 
 PAPER = "paper"
 Grid = Mapping[str, Any]
-"""Key of the command line -> its value, or a list of them."""
+"""A key of the command line -> its value, or a list of values."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cell:
     """The paper's settings at every scale, sorted, without the seed: ``clip=flat privacy.epsilon=3 task=cifar``."""
     seed: int
     overrides: tuple[str, ...]
-    """Its overrides for `run.py` at this scale, seed and scale included."""
+    """The overrides for `run.py` at this scale, seed and scale included."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class Sweep:
     scales: Mapping[str, Mapping[str, Any]]
 
     def cells(self, scale: str) -> list[Cell]:
-        """The runs at that scale, in the order of the file."""
+        """The cells at that scale, in the order of the file."""
         return expand(self.grids, self.scales, scale)
 
 
 def scale_of(word: str) -> str:
-    """The scale that a command is given as ``scale=NAME``; raises `UserError` for anything else."""
+    """The scale in the word ``scale=NAME`` of a command line; raises `UserError` for any other word."""
     key, _, scale = word.partition("=")
     if key != "scale" or not scale:
-        raise UserError(f"{word!r} cannot be given here: only scale=NAME.")
+        raise UserError(f"{word!r} is not known here: give scale=NAME or nothing.")
     return scale
 
 
@@ -77,7 +77,7 @@ def read_sweep(path: Path) -> Sweep:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is no sweep ({str(error).splitlines()[0]}).") from error
     if not isinstance(content, dict) or not content.get("grids"):
-        raise UserError(f"{path} has no grids: it is not the sweep of a table or figure.")
+        raise UserError(f"{path} has no grids, as the sweep of a table or figure must: add them.")
     comments = [line.lstrip("# ") for line in heading.splitlines() if line.startswith("# ") and "@package" not in line]
     return Sweep(
         path.stem, comments[0] if comments else path.stem, tuple(content["grids"]), content.get("scales") or {}
@@ -90,10 +90,10 @@ def expand(
     scale: str,
     chosen: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Cell]:
-    """All combinations of each grid, each cell once, as `scale` changes them; the scale paper changes nothing.
+    """All combinations of each grid, each cell once, with the changes of `scale`; scale=paper changes nothing.
 
     Args:
-        chosen: key -> the only values wanted of it, as the paper has them (see `choose`).
+        chosen: key -> the paper's values of it to keep (see `choose`).
 
     Raises:
         UserError: a grid without values for a key, a seed that is no whole number, or a scale without an entry.
@@ -111,7 +111,7 @@ def expand(
 
 
 def choose(grids: Sequence[Mapping[str, list[str]]], key: str, wanted: Sequence[str]) -> list[dict[str, list[str]]]:
-    """The grids with `wanted` alone as values of `key`; one that lacks the key stays as it is.
+    """The grids with only `wanted` as values of `key`; a grid without the key stays as it is.
 
     Values that some grid has select: each grid keeps those that it has, and goes if it has none of them. Values that no
     grid has are new: they go to the grids that have some wanted value, or to all.
@@ -134,7 +134,7 @@ def _cells(grid: Mapping[str, list[str]], changes: Mapping[str, Any], scale: str
         settings = dict(zip(grid, combination, strict=True))
         seed = settings.pop("seed")
         if not seed.isdecimal():
-            raise UserError(f"seed={seed} in a grid of the sweep is no whole number.")
+            raise UserError(f"seed={seed} in a grid of the sweep is no whole number: correct it.")
         changed = _changed(settings | {"seed": seed}, changes)
         if changed is not None:
             overrides = tuple(f"{key}={value}" for key, value in ({"scale": scale} | changed).items())
@@ -142,7 +142,7 @@ def _cells(grid: Mapping[str, list[str]], changes: Mapping[str, Any], scale: str
 
 
 def _changed(settings: dict[str, str], changes: Mapping[str, Any]) -> dict[str, str] | None:
-    """The settings at a scale; None where the scale leaves the cell out."""
+    """The settings at a scale; None if the scale leaves the cell out."""
     found = dict(settings)
     for key, change in changes.items():
         if not isinstance(change, Mapping):
@@ -160,12 +160,12 @@ def _changed(settings: dict[str, str], changes: Mapping[str, Any]) -> dict[str, 
 def _listed(key: str, value: Any) -> list[str]:
     listed = [text(item) for item in (value if isinstance(value, list | tuple) else [value])]
     if not listed:
-        raise UserError(f"{key} has no values in a grid of the sweep.")
+        raise UserError(f"{key} has no values in a grid of the sweep: give at least one.")
     return listed
 
 
 def text(value: Any) -> str:
-    """A value as the command line has it: true, null, 3, 0.25."""
+    """A value in the syntax of the command line: true, null, 3, 0.25."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -17,18 +17,18 @@ from groupwise.sweeps.cells import PAPER, scale_of
 from groupwise.sweeps.prepare import table_cells
 
 BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
-"""Other files of a sweep than its rows, and the columns that they begin with."""
+"""The files of a sweep besides its rows, and the columns that they begin with."""
 SAMPLES = 3
-"""Inputs of the test set whose texts are kept."""
+"""How many test inputs keep their generated texts."""
 
 
 def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
     """Write the rows of a sweep, curves for cells that evaluate them, and samples of texts.
 
-    A cell whose run is not in `runs` keeps its row, or takes that of the same run in another sweep's table.
+    A cell whose run is not in `runs` keeps its row, or gets the row of the same run in another sweep's table.
 
     Args:
-        what: a file of `sweeps/` or another one, as `table_cells` takes it. scale: of the cells.
+        what: a file of `sweeps/`, or the path of another, as for `table_cells`. scale: of the cells.
 
     Returns:
         Lines for the user: how many rows, which cells are missing, which rows were dropped.
@@ -73,15 +73,15 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     return [
         f"{paths['']}: {len(found[''])} of {len(cells)} cells",
         *(f"  missing: {cell}" for cell in missing),
-        *(f"  dropped: {cell}, which the sweep has no longer, or not so" for cell in dropped),
+        *(f"  dropped: {cell}, which the sweep no longer has in this form" for cell in dropped),
     ]
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
-    """The row in `result.json`, without the machine's paths; None where the run is not done.
+    """The row in `result.json`, without the machine's paths; None if the run is not done.
 
     Args:
-        expected: the hash of `config`, which the folder is named by.
+        expected: the hash of `config`, which names the folder.
 
     Raises:
         UserError: the file cannot be read, lacks a key of the configuration, or holds another configuration's result.
@@ -112,7 +112,7 @@ def curve_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def text_rows(folder: Path) -> list[dict[str, Any]]:
-    """A run's generated texts for `SAMPLES` inputs of the test set, at equal distances so as not to be selected.
+    """A run's generated texts for `SAMPLES` evenly spaced inputs of the test set, so that none is picked by hand.
 
     Raises:
         UserError: the file cannot be read.
@@ -128,7 +128,7 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The lines of a run's file, each with these keys."""
+    """The rows of a run's file, each with at least these keys."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if absent := [key for line in lines for key in keys if key not in line]:

@@ -1,6 +1,5 @@
-"""A sweep's folder, `results/sweeps/<time>-<name>`: its cells, and the failures.
-
-It also runs a cell, in the process that the launcher started for it.
+"""Manages a sweep's folder, `results/sweeps/<time>-<name>`, with its cells and failures. Runs a cell in the process
+that the launcher started for it.
 """
 
 import json
@@ -41,7 +40,7 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             try:
                 (folder / "cells").mkdir(parents=True)
                 break
-            except FileExistsError:  # of a sweep that began in the same second
+            except FileExistsError:  # another sweep began in the same second
                 number += 1
                 folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
         if planned.cells is not None:
@@ -55,7 +54,8 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
     except OSError as error:
         raise UserError(
-            f"the sweep's folder {folder} cannot be written ({error.strerror}): give another with paths.results=FOLDER."
+            f"the sweep's folder {folder} cannot be written ({error.strerror}): choose another with "
+            "paths.results=FOLDER."
         ) from error
     return folder
 
@@ -78,7 +78,7 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
 
 
 def _cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """12 digits of the hash -> cell; empty where another sweeper chooses the cells."""
+    """12 digits of the hash -> cell; empty if another sweeper chooses the cells."""
     return {cell["hash"][:12]: cell for cell in read_cells(folder)} if (folder / CELLS).is_file() else {}
 
 
@@ -88,7 +88,7 @@ class Failure:
 
     cell: str
     kind: str
-    """The exception's name; a UserError is a mistake, all others are bugs."""
+    """The exception's name; a UserError is a mistake of the user, all others are bugs."""
     file: Path
 
 
@@ -137,7 +137,7 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     lost = [] if crash is None else unfinished(folder)
     cells = _cells(folder)
     if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
-        return 0  # nothing has run: the launcher could not even start
+        return 0  # nothing has run: the launcher did not start
     if failed or lost:
         print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
     for failure in failed:
@@ -149,18 +149,18 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
 
 
 def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
-    """Train a cell; a failure is printed and kept in the sweep's folder, and raised if another sweeper chose it."""
-    register()  # this may be another process than the one that composed
+    """Train a cell. A failure is printed and kept in the sweep's folder, and raised if another sweeper chose it."""
+    register()  # this process may not be the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
-    typed: Any = OmegaConf.to_container(settings.overrides.task)  # unresolved: what is in them may be the mistake
+    typed: Any = OmegaConf.to_container(settings.overrides.task)  # unresolved, as they may contain the mistake
     key, name, log = f"job-{settings.job.num}", " ".join(typed), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
             config = to_run_config(composed) if composed.cell is None else load_config(cell_file(folder, composed.cell))
             validate(config)
-        except UserError as error:  # the machine lacks something that the one that checked it had
+        except UserError as error:  # a mistake that only this machine shows
             report(error)
             raise
         key = config_hash(config)[:12]
@@ -184,7 +184,7 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
         if composed.cell is None:
             raise
         return None
-    (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)  # of an earlier try
+    (folder / "failed" / f"{key}.txt").unlink(missing_ok=True)  # of an earlier attempt
     return value
 
 

@@ -1,7 +1,7 @@
-"""Measures gradient norms of kept weights:  python -m groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini
+"""Measures gradient norms at kept weights:  python -m groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini
 
 For each finished run of the sweep and each of its weights-<step>.pt (`train.keep`), the clipping engine computes the
-norms of some training examples' gradients in each layer, for `results/measured/<sweep>_<scale>_norms.csv`.
+gradient norms of some training examples in each layer, for `results/measured/<sweep>_<scale>_norms.csv`.
 """
 
 import argparse
@@ -24,8 +24,8 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
     """Epoch, step, layer, name, example and norm, from the weights that the run in `folder` kept.
 
     Args:
-        examples: how many of the training set, drawn at random from a fixed seed.
-        layers: globs of names of layers; empty takes all.
+        examples: how many to draw from the training set, with a fixed seed.
+        layers: glob patterns of layer names; empty means all layers.
 
     Raises:
         UserError: the run kept no weights, or no layer has such a name.
@@ -40,7 +40,7 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
 
     kept = sorted(folder.glob("weights-*.pt"), key=_step)
     if not kept:
-        raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], epochs to keep.")
+        raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], a list of epochs.")
     config = cell.config
     task = make_task(config, torch.device("cpu"))
     plan = plan_run(config, task.train_size, 1)
@@ -51,7 +51,7 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
         norms = gradient_norms(task.model.eval(), task.losses_of, chosen, microbatch=size)  # type: ignore[arg-type]
         wanted = [name for name in norms if not layers or any(fnmatchcase(name, glob) for glob in layers)]
         if not wanted:
-            raise UserError(f"no layer is called {', '.join(layers)}: there are {', '.join(norms)}.")
+            raise UserError(f"no layer is named {', '.join(layers)}: choose among {', '.join(norms)}.")
         step = _step(path)
         epoch = round(step * plan.expected_batch_size / plan.dataset_size, 2)
         for place, name in enumerate(norms):
@@ -69,13 +69,13 @@ def measure(name: str, scale: str, examples: int, layers: Sequence[str], runs: P
     """Write the norms of all runs of `sweeps/<name>.yaml`; returns the file.
 
     Raises:
-        UserError: no such sweep, a run that is not done, or as `rows_of`.
+        UserError: no such sweep, a run that is not done, or as for `rows_of`.
     """
     rows: list[dict[str, Any]] = []
     for cell in table_cells(name, scale):
         folder = runs / cell.hash[:12]
         if not (folder / "DONE").is_file():
-            raise UserError(f"{cell.name} is not done in {runs}: python run.py -m +sweep={name} scale={scale}")
+            raise UserError(f"{cell.name} is not done in {runs}: run python run.py -m +sweep={name} scale={scale}")
         first = {"sweep": name, "cell": cell.cell, "seed": cell.seed, "scale": scale, "hash": cell.hash}
         rows += [first | row for row in rows_of(cell, folder, examples, layers)]
     path = out / f"{name}_{scale}_norms.csv"
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("sweep", help="a file of sweeps/ whose cells set train.keep")
     parser.add_argument("scale", nargs="?", default=f"scale={PAPER}", help="such as scale=mini")
-    parser.add_argument("--examples", type=int, default=32, help="of the training set, drawn at random")
+    parser.add_argument("--examples", type=int, default=32, help="how many training examples, drawn at random")
     parser.add_argument("--layers", nargs="*", default=[], metavar="GLOB", help="names of layers, such as '*out_proj'")
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the table goes")

@@ -16,14 +16,14 @@ from groupwise.sweeps import slurm
 from groupwise.sweeps.folder import cell_file, read_cells, unfinished
 
 Cells = list[dict[str, Any]]
-"""Of `cells.json`."""
+"""Entries of `cells.json`."""
 
 
 def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[str]], None]) -> None:
-    """Run the cells that are not done, those with the same number of processes together; failures go to the folder.
+    """Run the cells that are not done, together if they use as many processes; failures are written to the folder.
 
     Args:
-        launcher: Hydra's settings of it. multirun: runs ``-m`` with these words.
+        launcher: its Hydra settings. multirun: runs ``-m`` with the words that it is given.
     """
     waiting = [cell for cell in read_cells(folder) if not cell["done_before"]]
     by_processes: dict[int, Cells] = {}
@@ -33,7 +33,7 @@ def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[s
         words: list[str] = []
         if launcher._target_.endswith(slurm.LAUNCHER):
             words = slurm.job_words(launcher, processes)
-            tasks = f"cells: {len(cells)}, tasks of each: {processes}"
+            tasks = f"cells: {len(cells)}, processes per cell: {processes}"
             print(f"Submitting jobs ({tasks}); logs: {folder / 'logs'}", file=sys.stderr, flush=True)
         try:
             hashes = ",".join(f"'{cell['hash'][:12]}'" for cell in cells)

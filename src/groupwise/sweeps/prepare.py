@@ -56,14 +56,14 @@ class PlannedSweep:
     folder: Path
     """The folder of its record."""
     cells: tuple[PlannedCell, ...] | None
-    """None if another sweeper chooses them while it runs."""
+    """None if another sweeper chooses the cells while it runs."""
 
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: in the first cell that is refused, naming it; two cells of a table are the same run.
+        UserError: a cell is refused (the error names it), or two cells of a table are the same run.
     """
     from hydra import initialize_config_dir
 
@@ -95,7 +95,7 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     """All cells of a file of `sweeps/`, composed: what ``-m +sweep=<name> scale=<scale>`` runs.
 
     Args:
-        name: of the file; or the path of another one, ``my/sweep/<name>.yaml`` for ``--config-dir my``.
+        name: of the file, or the path of another: ``my/sweep/<name>.yaml`` for ``--config-dir my``.
 
     Raises:
         UserError: as `read_sweep` and `plan_sweep`.
@@ -130,7 +130,7 @@ def _cells(
 
 
 def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and overrides of each cell of a table; the command line chooses among its values, or changes all cells."""
+    """Name and overrides of each cell of a table; the command line selects some of its values, or changes all cells."""
     grids: list[dict[str, Any]] = OmegaConf.to_container(sweep.grids, resolve=True)  # type: ignore[assignment]
     scales: dict[str, Any] = OmegaConf.to_container(sweep.scales, resolve=True)  # type: ignore[assignment]
     keys = {key for grid in grids for key in grid} | {"seed"}
@@ -156,7 +156,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
 def _of_command_line(
     sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """All combinations, as in Hydra's basic sweeper; a cell's name has the overrides that differ between cells."""
+    """All combinations, as in Hydra's basic sweeper. A cell is named by the overrides that differ between cells."""
     items = parse([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
     items += [item for item in given if not item.is_hydra_override()]
     values: dict[str, list[str]] = {}
@@ -170,7 +170,7 @@ def _of_command_line(
 
 
 def _values(item: Any) -> list[str]:
-    """The values of an override as a grid has them: 3.0 is 3."""
+    """The values of an override in the form of a grid's: 3.0 is 3."""
     if item.is_sweep_override():
         return [text(_number(value)) for value in item.sweep_string_iterator()]
     return [text(_number(item.get_value_element_as_str()))]
@@ -192,7 +192,7 @@ def _checked(compositions: Compositions, name: str, arguments: Sequence[str]) ->
 
 
 def _refuse_twins(name: str, cells: Sequence[PlannedCell]) -> None:
-    """Two cells of a table that are one configuration would be counted as two results."""
+    """Refuse two cells with the same configuration, which would count as two results."""
     known: dict[str, str] = {}
     for cell in cells:
         if cell.hash in known:

@@ -19,16 +19,16 @@ from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import read_sweep
 
 DECIDES = ("system.device", "system.threads", "versions.torch", "versions.numpy", "git.sha")
-"""If these are equal, so are the bits: machine, packages, code."""
+"""Columns of machine, packages and code: rows that agree in these are equal to the bit."""
 POINTS, LOSS = 1.0, 0.05
-"""The tolerances of percentages and losses otherwise."""
+"""Tolerances of percentages and losses otherwise."""
 
 
 def find_row(digest: str, measured: Path) -> Row:
-    """The committed row whose hash begins so.
+    """The committed row whose hash begins with `digest`.
 
     Raises:
-        UserError: none, or several runs.
+        UserError: there is none, or there are several.
     """
     rows = [
         row
@@ -49,7 +49,7 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     """The configuration that made the row, composed as its sweep has it today.
 
     Raises:
-        UserError: the cell no longer exists, or is now another run; or the key of its noise was secret.
+        UserError: the cell no longer exists or has changed, or its noise key was secret.
     """
     cells = read_sweep(sweeps / f"{row['sweep']}.yaml").cells(row["scale"])
     cell = next((each for each in cells if (each.name, str(each.seed)) == (row["cell"], row["seed"])), None)
@@ -58,8 +58,8 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
-            f"{row['cell']} seed={row['seed']} is another run today than the row {row['hash'][:12]}: check out the "
-            "row's commit."
+            f"{row['cell']} seed={row['seed']} has another configuration today than the row {row['hash'][:12]}: check "
+            "out the row's commit."
         )
     secret = not config.data.public and config.debug.noise_seed is None
     if secret and row.get("plan.noise_multiplier", "0.0") not in ("", "0.0"):
@@ -71,9 +71,8 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
 
 
 def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
-    """Whether the new row agrees, and a line for each metric.
-
-    The bits must be equal if all of `DECIDES` are; else percentages within `POINTS` and losses within `LOSS`.
+    """Whether the new row agrees, and a line for each metric. If all of `DECIDES` are equal, metrics must be equal to
+    the bit; else percentages must agree within `POINTS`, and losses within `LOSS`.
     """
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
     lines, good = [], True
@@ -84,8 +83,8 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
         lines.append(f"{key}: {then!r} then, {now!r} now")
     how = f"within {POINTS:g} point, since another {', '.join(other)}" if other else "bit for bit"
     if not good and "git.sha" in other:
-        how += f": the row is of commit {row['git.sha'][:7]}, whose bits are not today's, so it is to be made again"
-    return good, [*lines, f"{'as it was' if good else 'NOT as it was'}, {how}"]
+        how += f": commit {row['git.sha'][:7]} made the row, and today's code gives other bits, so make it again"
+    return good, [*lines, f"{'reproduced' if good else 'NOT reproduced'}, {how}"]
 
 
 @command
@@ -95,8 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("hashes", nargs="+", metavar="HASH", help="of a row in results/measured, 6 digits or more")
     parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
     parser.add_argument("--sweeps", type=Path, default=Path("sweeps"), help="where the sweeps are")
-    parser.add_argument("--conf", type=Path, default=Path("conf"), help="where the configurations are")
-    parser.add_argument("--data", default=None, help="where the data are (paths.data)")
+    parser.add_argument("--conf", type=Path, default=Path("conf"), help="folder of the configurations")
+    parser.add_argument("--data", default=None, help="folder of the data (paths.data)")
     given = parser.parse_args(arguments)
     register()
     good = True

@@ -1,4 +1,4 @@
-"""Runs a sweep's cells as SLURM jobs through submitit: their tasks, and what a warned job does.
+"""Runs a sweep's cells as SLURM jobs through submitit: the tasks of a job, and its reaction to a warning.
 
 submitit requeues a warned job by its own contract: its handler of USR2 writes the function to be called again, and puts
 the job back into the queue. Here the run ends its step and saves its checkpoint first.
@@ -23,7 +23,7 @@ LAUNCHER = "SlurmLauncher"
 
 
 def shape(processes: int, most: int) -> tuple[int, int]:
-    """The number of nodes, and of tasks on each, for a run of this many processes with at most `most` on a node.
+    """Nodes, and tasks per node, for a run of this many processes with at most `most` on a node.
 
     Raises:
         UserError: they cannot be split evenly.
@@ -38,7 +38,7 @@ def shape(processes: int, most: int) -> tuple[int, int]:
 
 
 def job_words(launcher: DictConfig, processes: int) -> list[str]:
-    """Overrides of Hydra's launcher for cells with this many processes."""
+    """Overrides of Hydra's launcher for cells of this many processes."""
     nodes, tasks = shape(processes, launcher.tasks_per_node)
     return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 
@@ -47,7 +47,7 @@ def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float],
     """After submitit's error ended Hydra's launcher, wait until no job of the sweep is in SLURM's queue.
 
     submitit fails if a job has no result, even if SLURM requeues the job. Such a job may be missing from the queue for
-    a moment, so it counts as over once it was missing twice in a row.
+    a moment, so it counts as ended only after it was missing twice in a row.
 
     Raises:
         UserError: SLURM accepted no jobs.
@@ -79,14 +79,14 @@ def link_log(link: Path) -> None:
 
 
 MARGIN = 0.25
-"""Share of the time between the warning and the limit that is reserved for requeueing."""
+"""Share of the time between warning and time limit that is reserved for requeueing."""
 
 
 def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
     """Run ``work`` as a task of a job: USR2 and SIGTERM stop it as Ctrl-C does, and submitit requeues it after USR2.
 
     Args:
-        seconds: between USR2 and the time limit. A run that has not exited by then, less `MARGIN`, is requeued as it is
+        seconds: between USR2 and the time limit. A run that has not exited after this time, less `MARGIN`, is requeued
             and resumes from its previous checkpoint.
     """
 
@@ -105,13 +105,13 @@ def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
                 signal.alarm(max(1, round(seconds * (1 - MARGIN))))
                 signal.raise_signal(signal.SIGTERM)
 
-        interrupt_on(signal.SIGTERM)  # until the run has a handler of its own
+        interrupt_on(signal.SIGTERM)  # until the run sets its own handler
         signal.signal(signal.SIGALRM, put_back)
         signal.signal(signal.SIGUSR2, warn)
         try:
             return work(given)
         except KeyboardInterrupt:
-            print("interrupted: the job can go on from its last checkpoint", flush=True)
+            print("interrupted: the job can resume from its last checkpoint", flush=True)
             if warned:
                 put_back()
             raise SystemExit(INTERRUPTED) from None

@@ -22,9 +22,9 @@ class State:
 
     name: str
     kind: str
-    """A name of `STATES`; begun: it runs, or was interrupted."""
+    """One of `STATES`; "begun" means that it runs or was interrupted."""
     note: str = ""
-    """Done: the metric, ε and time; failed: the reason; begun: the step."""
+    """For "done" the metric, ε and time; for "failed" the reason; for "begun" the step."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
@@ -72,7 +72,7 @@ def lines_of(cells: Sequence[State]) -> list[str]:
 
 
 def status(folder: Path, each: bool = False) -> list[str]:
-    """Lines on the sweep in `folder`; with `each`, one more for each cell.
+    """The lines on the sweep in `folder`; with `each`, one more line per cell.
 
     Raises:
         UserError: it is not a sweep's folder.
@@ -89,13 +89,13 @@ def status(folder: Path, each: bool = False) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.status", description="How far sweeps are.")
-    parser.add_argument("folders", nargs="*", type=Path, help="sweeps' folders; all in results/sweeps if none is given")
-    parser.add_argument("--cells", action="store_true", help="each cell on a line of its own")
+    parser.add_argument("folders", nargs="*", type=Path, help="folders of sweeps; by default all in results/sweeps")
+    parser.add_argument("--cells", action="store_true", help="print a line for each cell")
     parser.add_argument("--sweeps", type=Path, default=Path("results/sweeps"), help="where all of them are")
     given = parser.parse_args(arguments)
     folders = given.folders or sorted(file.parent for file in given.sweeps.glob(f"*/{CELLS}"))
     if not folders:
-        print(f"No sweep has begun in {given.sweeps}: make sweep-cifar SCALE=mini begins one.")
+        print(f"No sweep has begun in {given.sweeps}: start one, for instance by make sweep-cifar SCALE=mini.")
     for folder in folders:
         print(*status(folder, given.cells), sep="\n")
     return 0

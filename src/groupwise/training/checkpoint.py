@@ -1,4 +1,4 @@
-"""Writes checkpoints whole or not at all, and reads them back only when they are sound."""
+"""Writes checkpoints atomically, and refuses to read damaged ones."""
 
 import pickle
 import re
@@ -27,24 +27,24 @@ def previous(path: Path) -> Path:
 def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path | None = None) -> None:
     """Write ``state`` (tensors, numbers, text, bytes, None, lists, dicts) to ``path`` atomically.
 
-    Only the owner may read the file: it holds the key of the noise, and whoever has the key can take the
-    noise off what a run releases. What was there goes to ``keep``. Numpy's scalars are written as Python's numbers.
-    Raises `UserError` when the disk refuses, or for what `load_checkpoint` would not read, and leaves the previous
-    checkpoint as it was.
+    Only the owner may read the file: it holds the noise key, and whoever has the key can remove the noise from what a
+    run released. An existing file is moved to ``keep``. Numpy's scalars are written as Python's numbers.
+    Raises `UserError` if the file cannot be written, or `load_checkpoint` could not read it; an existing file then
+    stays.
     """
     path, state = Path(path), plain(state)
     try:
         write_atomically(path, lambda file: _write(state, path, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
-            f"the checkpoint {path} cannot be written ({error}): make room, or give another folder."
+            f"the checkpoint {path} cannot be written ({error}): free space on the disk, or give another folder."
         ) from error
 
 
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     """Read what `save_checkpoint` wrote, tensors on ``device``, running no code from the file.
 
-    Raises `UserError` when the file is missing, truncated, altered or something else, or holds what only code reads.
+    Raises `UserError` if the file is missing, damaged or no checkpoint, or if reading it would run code.
     """
     path = Path(path)
     try:
@@ -52,12 +52,12 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
             raise zipfile.BadZipFile
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint {path}: name one that was saved, or begin without it.") from error
+        raise UserError(f"there is no checkpoint {path}: give the path of a saved one, or start without it.") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         raise UserError(
-            f"the checkpoint {path} is whole, but {name[1] if name else 'something'} in it is not read, as that could "
-            "run code: if you wrote it yourself, read it with torch.load(path, weights_only=False)."
+            f"the checkpoint {path} holds {name[1] if name else 'an object'}, which is not read, as that could run "
+            "code: if you wrote the file yourself, read it with torch.load(path, weights_only=False)."
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"the checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
@@ -69,17 +69,17 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
 def load_newest(
     path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Ranks | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint, or the one before it where that is no good; with a line on stderr that says so.
+    """The last checkpoint or, if it cannot be read, the one before it, with a warning on stderr.
 
     Args:
-        path: of the last one; all processes of the run call this together, and get the same one.
-        read: reads a checkpoint with all of its files; raises `UserError` where it is no good.
+        path: of the last one. All processes of the run call this together, and get the same checkpoint.
+        read: reads a checkpoint with all of its files; raises `UserError` if it cannot.
 
     Returns:
         The path and the content.
 
     Raises:
-        UserError: neither is sound on all processes.
+        UserError: neither can be read on all processes.
     """
     ranks = ranks or Ranks()
     problems: list[str] = []
@@ -100,13 +100,13 @@ def load_newest(
 
 
 def forget_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a run's folder, and what a killed write left: they hold the key of the noise."""
+    """Remove all checkpoints of a run's folder, and partial files of killed processes: they hold the noise key."""
     for entry in (*folder.glob("checkpoint*"), *folder.glob(".*.partial")):
         remove(entry)
 
 
 def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
-    """Write the state; refuse what is not read back without running code."""
+    """Write the state; refuse one that could be read back only by running code."""
     try:
         torch.save(state, file)
         file.seek(0)
@@ -115,6 +115,6 @@ def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
         refused = reason(error)
     if refused:
         raise UserError(
-            f"the checkpoint {path} cannot hold this state ({refused}), which is not read back without running code: "
-            "make it tensors, numbers, texts, and lists and dicts of these."
+            f"the checkpoint {path} cannot hold this state ({refused}), as reading it back would run code: use "
+            "tensors, numbers, text, and lists and dicts of these."
         )

@@ -1,6 +1,6 @@
-"""Says what the weights that a run starts from have cost already: the budgets of earlier runs add up.
+"""Adds up the privacy budgets of the earlier runs that a run's starting weights come from.
 
-The rule is in docs/privacy.md. A model of the hub, or another folder without a record of this program, counts as
+The rule is in docs/privacy.md. A model from the hub, or from another folder without a record of this program, counts as
 public.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 from groupwise.errors import UserError, reason
 
 Entry = dict[str, Any]
-"""An earlier run: "run", its hash; "public", whether its data are declared public, or made up; "epsilon", "inf" if it
+"""An earlier run: "run", its hash; "public", whether its data are declared public, or synthetic; "epsilon", "inf" if it
 was not private; "delta"."""
 EXPORT = "provenance.json"
 """The file that `export=FOLDER` writes beside a model."""
 
 
 def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
-    """All runs that a run starts from, those included that they started from themselves.
+    """All runs that the starting weights come from, directly or through other runs.
 
     Args:
         weights: `model.weights`, a run's folder or a file in it. source: the folder of `model.source`, if it is one.
@@ -47,7 +47,7 @@ def total(runs: Sequence[Entry], epsilon: float, delta: float) -> tuple[float, f
 
 
 def _entries(folder: Path) -> list[Entry]:
-    """Of the record in a folder: its run, and the earlier ones that it names; [] without a record."""
+    """The run recorded in a folder, and the earlier runs that it names; [] without a record."""
     try:
         if (folder / "config.yaml").is_file() and (folder / "result.json").is_file():
             config, privacy, data = (_read(folder / f"{name}.json") for name in ("result", "privacy", "data"))
@@ -65,8 +65,8 @@ def _entries(folder: Path) -> list[Entry]:
         return [entry, *({name: run[name] for name in entry} for run in privacy.get("earlier", []))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"The record beside the weights in {folder} cannot be read ({reason(error)}), so what they cost is not "
-            "known: restore it, or start from other weights."
+            f"The record beside the weights in {folder} cannot be read ({reason(error)}), so their privacy budget is "
+            "unknown: restore it, or start from other weights."
         ) from error
 
 
@@ -75,11 +75,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sentence(runs: Sequence[Entry]) -> str:
-    """Say what weights of earlier runs, of which these are `counted`, mean for the guarantee."""
+    """Say what the `counted` earlier runs mean for the guarantee, in one sentence."""
     if not runs:
-        return "The runs that the weights come from had public data, and cost nothing here."
+        return "The runs that the weights come from used public data, and add nothing to the budget."
     names = ", ".join(run["run"] for run in runs)
     epsilon, delta = total(runs, 0.0, 0.0)
     if math.isinf(epsilon):
-        return f"NOT PRIVATE all the same: the weights come from {names}, which may have shown these data as they are."
+        return f"NOT PRIVATE: the weights come from {names}, which had no guarantee and may reveal these data."
     return f"The weights come from {names}, whose epsilon = {epsilon:.4g} and delta = {delta:.3g} are added."

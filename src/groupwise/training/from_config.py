@@ -32,7 +32,7 @@ def make_engine(
 ) -> ClippingEngine | None:
     """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
 
-    `direct` is for a model whose parameters are in shards (FSDP2); `partition` stands in for `clip.grouping`.
+    `direct` is for a model whose parameters are in shards (FSDP2); `partition` replaces `clip.grouping`.
     """
     if clip.grouping == "none":
         return None
@@ -53,9 +53,9 @@ def make_engine(
 def make_thresholds(
     clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
 ) -> FixedThresholds | AdaptiveThresholds:
-    """C_k = C/√K, fixed (appendix A.1), or where private quantiles begin (Algorithm 1, lines 15-18).
+    """C_k = C/√K, fixed (appendix A.1), or as the start of adaptive thresholds (Algorithm 1, lines 15-18).
 
-    `here` is how many of the K groups this process hosts, where it hosts one stage of a pipeline.
+    `here` is how many of the K groups this process hosts, if it hosts one stage of a pipeline.
     """
     groups = plan.num_groups if here is None else here
     even = _even(clip, plan.num_groups)
@@ -84,7 +84,7 @@ def plan_of(
     delta: float | None,
     **budget: Any,
 ) -> PrivacyPlan:
-    """The plan of a run of ``steps``, else of ``epochs`` of N / B steps, with δ = N^-1.1 where it is not given.
+    """The plan of a run of ``steps`` steps, else of ``epochs`` epochs of N / B steps. By default δ = N^-1.1.
 
     Args:
         clip: adaptive thresholds release counts, which take their share of the budget.
@@ -139,21 +139,21 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> Lamb
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass in `precision`; no loss scaling, which would break the clipping.
+    """A maker of contexts for the forward pass in `precision`; there is no loss scaling, which would break clipping.
 
-    With "tf32" the backward pass, whose products norms and sums are made of, is float32.
+    With "tf32" the backward pass, which computes norms and sums, is float32.
     """
     if precision == "float32":
         return nullcontext
     if precision == "bfloat16":
         return partial(torch.autocast, device.type, torch.bfloat16)
     if device.type != "cuda":
-        raise UserError(f"train.precision=tf32 is for NVIDIA's GPUs, and this run is on {device.type}: give float32.")
+        raise UserError(f"train.precision=tf32 needs an NVIDIA GPU, and this run is on {device.type}: use float32.")
     return partial(products, tf32=True)
 
 
 def tolerances(precision: str) -> dict[str, float]:
-    """The tolerance of the check before training, where losses and norms are those of shortened factors."""
+    """Tolerances of the check before training, if losses and norms are computed at reduced precision."""
     return {
         "tf32": {"tolerance": 0.1, "loss_tolerance": 0.01},
         "bfloat16": {"tolerance": 0.3, "loss_tolerance": 0.05},

@@ -4,8 +4,8 @@ In a small step on a GPU the host is the bottleneck: it launches a thousand kern
 forward and the clipped backward pass of a microbatch, and takes one launch. Decisions of the host are not captured;
 they depend on shapes and on the model, not on values on the device, which a step reads once, after its last microbatch.
 Thresholds, weights, counts, gradients and the dropout seed are read from memory at each launch, so one graph serves all
-steps. Drawn batches have many sizes, so microbatches are padded to one of few sizes (`Microbatches.split`) with filler
-rows, whose losses are multiplied by 0.
+steps. Drawn batches have many sizes, so microbatches are padded to one of a few sizes (`Microbatches.split`) with
+filler rows, whose losses are multiplied by 0.
 
 A value that the model computes on the host would stay constant, as would a tensor that is not an input, parameter or
 buffer. So at the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass on the same
@@ -186,8 +186,8 @@ class Graphs:
         for leaf in leaves:
             if not (leaf.device == device if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN)):
                 raise UserError(
-                    f"cuda_graph: the batch holds a {type(leaf).__name__} that is not on {device}, which would stay "
-                    "what it was: give tensors, numbers and text in tuples, lists or dicts, or leave cuda_graph out."
+                    f"cuda_graph: the batch holds a {type(leaf).__name__} that is not on {device}, which no graph "
+                    "would update: give tensors, numbers and text in tuples, lists or dicts, or leave cuda_graph out."
                 )
         gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
         if any(gradient is None or gradient.layout != torch.strided for gradient in gradients):
@@ -221,5 +221,5 @@ class Graphs:
 def recorder_of(device: torch.device) -> CudaRecorder:
     """The recorder of a GPU; raises `UserError` on another device."""
     if device.type != "cuda":
-        raise UserError(f"cuda_graph is for NVIDIA's GPUs, and this run is on {device.type}: leave it out.")
+        raise UserError(f"cuda_graph needs an NVIDIA GPU, and this run is on {device.type}: leave it out.")
     return CudaRecorder(device)

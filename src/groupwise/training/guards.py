@@ -57,9 +57,9 @@ class StepGuard:
         for name in (*before, *after):
             if before.get(name) != after.get(name):
                 raise UserError(
-                    f"{name!r}, a buffer or parameter, was changed by the losses, so it keeps data of the examples "
-                    "without clipping and noise: do not change it there; put a module with a running state into eval "
-                    "mode before make_private."
+                    f"The losses changed {name!r}, a buffer or parameter, which then holds data of the examples "
+                    "without clipping and noise: do not change it there; put modules with running statistics into "
+                    "eval mode before make_private."
                 )
 
     @contextmanager

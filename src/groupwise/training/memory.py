@@ -41,14 +41,14 @@ def choose_microbatch(
 
     On a CPU the budget is an eighth of the machine's memory, and at most 2 GiB. On a GPU it is three fifths of its
     memory, minus the model, its gradients and two optimiser moments. It does not depend on what is free at the moment,
-    so that the choice is always the same. If others use the GPU too, the first step may halve it.
+    so that the choice is always the same. If other processes use the GPU, the first step may halve it.
 
     Args:
         losses_of: indices of training examples -> losses, with gradients on.
         model: the model, whose own weights are not activations.
         device: where it is.
         examples: all training examples, or a few of them, the largest first.
-        most: how many training examples there are; by default these.
+        most: how many training examples there are; by default as many as `examples`.
     """
     held: dict[int, int] = {}
     most = most or len(examples)
@@ -93,16 +93,16 @@ def gpu_budget(model: nn.Module, device: torch.device) -> float:
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""glibc's numbers of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, and below the most that the first can be."""
+"""glibc's codes of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, and below the largest value of the first."""
 _LARGEST_INT = (1 << 31) - 1
 
 
 def keep_freed_blocks() -> bool:
-    """Let this process keep the memory that a step frees, where the C library is glibc; returns whether it is.
+    """Let this process keep the memory that a step frees. Returns whether it does, as it needs glibc.
 
-    By default a freed block of 32 MiB or more returns to the system, which fills the next one with zeros: a fifth of a
-    private step of a small network on a CPU. Blocks of 2 GiB and more still return. It cannot be undone, so it is for
-    processes that do nothing but a run.
+    By default a freed block of 32 MiB or more returns to the system, which fills the next one with zeros. That takes a
+    fifth of a small network's private step on a CPU. Blocks of 2 GiB and more still return. It cannot be undone, so
+    call it only in processes that do nothing but a run.
     """
     if (library := _glibc()) is None:
         return False
@@ -110,11 +110,11 @@ def keep_freed_blocks() -> bool:
 
 
 TRIMMED = 100
-"""Steps on a CPU after which freed memory returns to the system."""
+"""Steps on a CPU between two calls of `return_freed_memory`."""
 
 
 def return_freed_memory() -> None:
-    """Return to the system what is free between the blocks in use, where the C library is glibc.
+    """Return free memory between blocks in use to the system, if the C library is glibc.
 
     The batches of a run have as many sizes as steps, so freed blocks seldom fit again: without this a process grows for
     thousands of steps, to several times what it needs.
@@ -125,7 +125,7 @@ def return_freed_memory() -> None:
 
 @cache
 def _glibc() -> Any:
-    """The C library, or None where it is another."""
+    """The C library if it is glibc, else None."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
@@ -174,6 +174,6 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_oom(error):
             raise
         raise UserError(
-            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size, with "
-            "resume=<the run's folder> where it has a checkpoint."
+            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size; if the run "
+            "has a checkpoint, add resume=<the run's folder>."
         ) from error

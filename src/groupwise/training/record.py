@@ -29,7 +29,7 @@ from groupwise.training.provenance import environment, git_state
 
 
 class RunRecord:
-    """The record of one run. `open` looks, `begin` starts to write, `finish` closes it."""
+    """The record of one run: `open` writes nothing, `begin` starts to write, `finish` closes it."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
@@ -42,8 +42,8 @@ class RunRecord:
     def open(cls, config: RunConfig) -> RunRecord:
         """The record of ``config``, or that in the folder ``config.resume``.
 
-        Writes nothing. Raises `UserError` when that is no run or was made with another configuration (naming the keys
-        that differ).
+        Raises `UserError` if that folder is no run, or was made with another configuration; it names the keys that
+        differ.
         """
         if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
@@ -60,13 +60,13 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether this run is done and is not to be overwritten."""
+        """Whether this run is complete and overwrite=true was not given."""
         written = (self.folder / "result.json").is_file() and not self._checkpoints()
         return (written or (self.folder / "DONE").is_file()) and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
-        """The path of the checkpoint; the one before it is `previous` of it."""
+        """The path of the last checkpoint; `previous` gives that of the one before."""
         return self.folder / "checkpoint.pt"
 
     @property
@@ -77,7 +77,7 @@ class RunRecord:
     def read(self, name: str) -> dict[str, Any]:
         """The content of ``<name>.json``: git, privacy, data, or result, the flat row of a finished run.
 
-        Raises `UserError` when it is not as a run left it.
+        Raises `UserError` if the file is missing or was altered.
         """
         path = self.folder / f"{name}.json"
         try:
@@ -89,9 +89,9 @@ class RunRecord:
         return content
 
     def begin(self, resumed_from: Path | None = None) -> None:
-        """Make the folder, take its lock, and write the configuration and where the code came from.
+        """Make and lock the folder, and write the configuration, the state of git and the environment.
 
-        Without a checkpoint, what an interrupted run left is removed. ``resumed_from`` is the checkpoint that was
+        Without a checkpoint, files of an interrupted run are removed. ``resumed_from`` is the checkpoint that was
         loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError` when
         another process runs, or just ran, the same configuration.
         """
@@ -99,8 +99,8 @@ class RunRecord:
         self._lock = self._lock or lock(self.folder / ".lock")
         if self._lock is None:
             raise UserError(
-                f"another process is writing to {self.folder}, which is this very configuration: wait for it "
-                "to end, or change something, such as the seed."
+                f"another process is running this configuration in {self.folder}: wait for it to end, or change a "
+                "setting, such as the seed."
             )
         if self._state() != self._found:
             self.close()
@@ -133,8 +133,8 @@ class RunRecord:
         written = json.loads(json.dumps(description))
         if self.resumable and self._read_if_there("data") not in ({}, written):
             raise UserError(
-                f"the data are not those that the run in {self.folder} began with: bring those back, or "
-                "start afresh with overwrite=true."
+                f"the data differ from those that the run in {self.folder} began with: restore them, or start afresh "
+                "with overwrite=true."
             )
         self.write("data", written)
 
@@ -144,9 +144,9 @@ class RunRecord:
             file.write(json.dumps({"step": step, **metrics}, default=float) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without one that was cut off as it was written.
+        """The rows of metrics.jsonl, without an incomplete last line.
 
-        Raises `UserError` when something else has changed it.
+        Raises `UserError` if the file was altered.
         """
         path = self.folder / "metrics.jsonl"
         try:
@@ -157,8 +157,8 @@ class RunRecord:
             raise UserError(_altered(path)) from error
 
     def cut_metrics(self, step: int) -> None:
-        """On resume: forget what was logged after the checkpoint's ``step``, as those steps are run again, and the
-        evaluation at the end, which is a second line of the last step."""
+        """On resume: drop the rows after the checkpoint's ``step``, whose steps run again, and the final evaluation,
+        which is a second row of the last step."""
         kept: dict[int, dict[str, Any]] = {}
         for row in self.metrics():
             if row["step"] <= step:
@@ -166,7 +166,7 @@ class RunRecord:
         write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
 
     def replayed(self, start: int) -> int:
-        """Steps of this run that were or will be run again, now that it resumes after step ``start``."""
+        """How many steps of this run are run again, counting those after ``start``, where it resumes now."""
         before = self._read_if_there("privacy").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
@@ -175,9 +175,9 @@ class RunRecord:
     ) -> dict[str, Any]:
         """Write system.json and result.json, remove the checkpoints, then DONE; returns the flat row.
 
-        ``metrics`` are the final ones (what is no private release is named ``nonprivate/...``), ``plan`` is
-        ``PrivacyPlan.to_dict()`` with whatever else the row should say of the privacy, ``system`` holds
-        wall_seconds, peak_memory_bytes, device and the like.
+        ``metrics`` are the final ones (those without a guarantee are named ``nonprivate/...``), ``plan`` is
+        ``PrivacyPlan.to_dict()`` with other entries on privacy, ``system`` holds wall_seconds, peak_memory_bytes,
+        device and the like.
         """
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -194,14 +194,14 @@ class RunRecord:
         return row
 
     def mark_done(self) -> None:
-        """Of a run that is `finished`: remove checkpoints, which hold the noise's key, and write DONE if it is not
-        there, as when the process was killed between the two."""
+        """Remove the checkpoints of a `finished` run, since they hold the noise key, and write DONE if a killed process
+        did not."""
         forget_checkpoints(self.folder)
         if not (self.folder / "DONE").is_file():
             write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
 
     def close(self) -> None:
-        """Give the lock back; the end of the process does it too."""
+        """Release the lock, as the end of the process also does."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -214,7 +214,7 @@ class RunRecord:
         return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
 
     def _state(self) -> list[tuple[str, int]]:
-        """Checkpoints and marks of the end with their times, which another process would change."""
+        """Names and times of checkpoints, DONE and result.json: if they change, another process wrote here."""
         ends = [path for path in (self.folder / "DONE", self.folder / "result.json") if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
@@ -234,7 +234,7 @@ class RunRecord:
 
 
 def neighbours_of(config: RunConfig) -> str:
-    """Between which training sets ε is promised: those that differ by one example, after any choice of the N."""
+    """What neighbouring training sets differ by; `data.holdout` and `data.train_limit` choose the N examples first."""
     chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
     return (
         "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
@@ -246,13 +246,13 @@ PROMISED = ("private", "neighbours_differ_by", "earlier", "total")
 
 
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Provenance of an exported model, field by field on an allow list.
+    """Provenance of an exported model, from an explicit list of fields.
 
     Args:
-        record: whose privacy.json is written.
-        description: of the data; included only where no noise was added, as the weights then show as much.
-        metrics: the final ones. With noise only those on held-out examples are included, and with `data.holdout`, where
-            these are a part of the training set, only those on the test set.
+        record: of the run, with privacy.json written.
+        description: of the data; included only without noise, as the weights reveal as much then.
+        metrics: the final ones. With noise only those on held-out examples are included. With `data.holdout`, which
+            holds out a part of the training set, only those on the test set are.
     """
     git, privacy = record.read("git"), record.read("privacy")
     provenance: dict[str, Any] = {
@@ -271,4 +271,4 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
 
 
 def _altered(path: Path) -> str:
-    return f"{path} is not as a run left it: bring it back, or start afresh with overwrite=true."
+    return f"{path} is missing or was altered: restore it, or start afresh with overwrite=true."

@@ -1,4 +1,4 @@
-"""Reports what a run reached: metrics in its files and to a tracker while it trains, and lines at its end."""
+"""Reports metrics to files and to a tracker while a run trains, and makes the lines that it ends with."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from groupwise.training.record import RunRecord
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default; its id lies in the run's folder, so a resumed run continues it, and one
-    that began again (overwrite=true) is another.
+    """Weights & Biases, offline by default. The id is kept in the run's folder: a resumed run continues the same run of
+    W&B, and overwrite=true starts another.
 
     The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
     """
@@ -56,7 +56,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard's event files in the run's folder; a resumed run hides what came after its checkpoint."""
+    """TensorBoard's event files in the run's folder; a resumed run hides events after its checkpoint."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -72,8 +72,8 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server; a resumed run continues its run,
-    whose id lies in the folder of ours."""
+    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server. The id is kept in the run's
+    folder, so a resumed run continues the same run of MLflow."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -104,13 +104,12 @@ def _write_id(path: Path, text: str) -> None:
 
 
 class FilesTracker:
-    """metrics.jsonl in the run's folder, and `tracker` beside it; one that fails is dropped, with one warning.
+    """Writes metrics.jsonl in the run's folder, and to the tracker. A tracker that fails is dropped, with one warning.
 
-    The caller names metrics that are not private ``nonprivate/...``. Trackers are imported only where they are asked
-    for.
+    Metrics without a guarantee are named ``nonprivate/...`` by the caller. Trackers are imported only if they are used.
 
     Args:
-        record: of the run, begun.
+        record: of the run, after `begin`.
         step: of the checkpoint that it resumes from.
 
     Raises:
@@ -125,9 +124,9 @@ class FilesTracker:
             return
         try:
             self._beside = BESIDE[name](record, step)
-        except Exception as error:  # they raise of their own kinds, and of those of requests and sqlalchemy
+        except Exception as error:  # their own kinds, and those of requests and sqlalchemy
             raise UserError(
-                f"tracker={name} cannot start ({reason(error)}): pip install {name} where it is missing, "
+                f"tracker={name} cannot start ({reason(error)}): pip install {name} if it is missing, "
                 f"{'use tracker.mode=offline, ' if name == 'wandb' else ''}or use tracker=files."
             ) from error
 
@@ -145,7 +144,7 @@ class FilesTracker:
             act(self._beside)
         except Exception as error:
             name, self._beside = type(self._beside).__name__, None
-            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; the files keep everything", stacklevel=3)
+            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; metrics.jsonl goes on", stacklevel=3)
 
 
 BESIDE: dict[str, Callable[[RunRecord, int], Any]] = {
@@ -162,8 +161,7 @@ def _run_name(config: RunConfig) -> str:
 
 
 def result_lines(row: Mapping[str, Any]) -> list[str]:
-    """The lines that a run ends with, from its result row (`RunRecord.finish`); a run that trained nothing spent
-    nothing."""
+    """The lines that a run ends with, from its result row (`RunRecord.finish`); one on ε only if it trained."""
     figures = [
         f"{key}\xa0{value:.2f}"
         for key, value in row.items()
@@ -184,5 +182,5 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
     text = f"epsilon {row['plan.spent_epsilon']:.4g} at delta {row['plan.delta']:g} in {row['plan.steps']} steps"
     lines = [f"Spent: {text}{'' if row['plan.private'] else stamp}"]
     if "plan.total_delta" in row:
-        lines.append(f"With the runs of its first weights: epsilon {total:.4g} at delta {row['plan.total_delta']:g}")
+        lines.append(f"With the runs of its starting weights: epsilon {total:.4g} at delta {row['plan.total_delta']:g}")
     return lines

@@ -27,7 +27,7 @@ from groupwise.training.reports import FilesTracker, result_lines
 from groupwise.training.step import Trainer
 
 CURVE = 100
-"""Times that a run writes the thresholds that it has released."""
+"""How many times a run logs its adaptive thresholds."""
 
 
 def train(
@@ -37,20 +37,20 @@ def train(
     state: dict[str, Any],
     earlier: Sequence[Entry] = (),
 ) -> dict[str, Any]:
-    """Train from where the trainer is to the end, write the record as it goes, evaluate, account and close it.
+    """Train up to the last step, evaluate, account for ε, and write and close the record.
 
     Args:
-        record: begun on the main process; the others only read where it is.
-        state: numbers of the checkpoint that `trainer` was loaded from; empty for a new run.
-        earlier: the runs that its weights come from.
+        record: `begin` was called on the main process; the other processes only read its folder's path.
+        state: the checkpoint that `trainer` was loaded from, for its times and counts; {} for a new run.
+        earlier: the runs that the starting weights come from.
 
     Returns:
         The result row; {} on all processes but the main one.
 
     Raises:
         UserError: more was spent than planned, or something cannot be written.
-        KeyboardInterrupt: asked to stop (SIGINT or SIGTERM), after a checkpoint at the end of the step; in the last
-            evaluation at once, as the last step has its checkpoint.
+        KeyboardInterrupt: on SIGINT or SIGTERM, after the current step and its checkpoint; during the final evaluation
+            at once.
     """
     plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
     start = trainer.private.executed
@@ -60,7 +60,7 @@ def train(
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
-    kept = kept_steps(config, plan) - ranks.broadcast(there)  # no replay replaces weights
+    kept = kept_steps(config, plan) - ranks.broadcast(there)  # replayed steps do not write them again
 
     def save() -> None:
         seconds = elapsed + time.monotonic() - began
@@ -78,7 +78,7 @@ def train(
 
     with Progress(plan, start, plan.steps, disable=not ranks.main) as bar, _stop_flag() as stop:
         if start == 0:
-            save()  # the key of the noise is safe before the first release
+            save()  # the noise key is on disk before the first release
             if 0 in kept:
                 trainer.save_model(record.folder / kept_name(0))
         for step in range(start, plan.steps):
@@ -97,7 +97,7 @@ def train(
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.step(step + 1, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            if due or stopping or step + 1 == plan.steps:  # the evaluation may fail
+            if due or stopping or step + 1 == plan.steps:  # the final evaluation may fail
                 save()
                 saved = time.monotonic()
             if stopping:
@@ -109,7 +109,7 @@ def train(
     for tracker in trackers:
         tracker.log(plan.steps, final)
         tracker.finish()
-    del final["seconds"]  # the row has those of the whole run
+    del final["seconds"]  # the row has the seconds of the whole run
     if ranks.main:
         record.write_outputs(trainer.task.outputs())
     return _close(record, trainer, final, privacy, seconds, throughput)
@@ -118,7 +118,7 @@ def train(
 def _begin(
     record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], earlier: Sequence[Entry]
 ) -> dict[str, Any]:
-    """Write what is known before the first step, unless what is there was altered; returns what is so of privacy."""
+    """Write data, privacy and seeds before the first step, and refuse altered records; returns the privacy entries."""
     replayed = record.replayed(start) if state else 0
     data, plan = trainer.task.describe_data(), trainer.private.plan
     record.write_data(data)
@@ -159,7 +159,7 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
 
 
 def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
-    """Metrics on all splits, before the end on validation and training data; those on training data are not private."""
+    """Metrics on the first split, or on all if `final`, and on training data; the latter are not private."""
     splits, size = trainer.task.splits, config.eval.batch_size
     found: dict[str, float] = {}
     for split in splits if final else splits[:1]:
@@ -216,7 +216,7 @@ def _close(
 
 @contextmanager
 def _stop_flag(at_once: bool = False) -> Iterator[list[int]]:
-    """A list that is no longer empty once the process was asked to stop: the loop then saves at the end of its step.
+    """Yields a list that is empty until SIGINT or SIGTERM arrives: the loop then saves after its current step.
 
     Only a second Ctrl-C interrupts at once, unless `at_once` is set: a cluster may send SIGTERM more than once.
     """
@@ -227,7 +227,7 @@ def _stop_flag(at_once: bool = False) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         stop.append(number)
 
-    here = threading.current_thread() is threading.main_thread()  # which alone gets signals
+    here = threading.current_thread() is threading.main_thread()  # only it can set handlers
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
     try:
         yield stop
