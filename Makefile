@@ -123,7 +123,7 @@ test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and 
 	@scripts/slurm/up.sh; . scripts/slurm/cluster.sh; status=0; \
 		$(BIN)/python -m pytest tests/slurm || status=$$?; scripts/slurm/down.sh; exit $$status
 
-audit: $(STAMP) ## attack every clipping mode at two budgets, and show how much epsilon that proves: minutes
+audit: $(STAMP) ## attack every clipping mode at two budgets, and print lower bounds on epsilon: minutes
 	$(BIN)/python -m groupwise.audit --all
 
 verify: $(STAMP) ## repeat the accounting of a finished run from its record: make verify RUN=results/runs/<hash>

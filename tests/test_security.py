@@ -158,7 +158,7 @@ def test_cifar_batches_are_opened_only_with_the_right_md5(tmp_path, bomb):
     folder.mkdir()
     for name, _ in (*published.train_list, *published.test_list, [published.meta["filename"], None]):
         (folder / name).write_bytes(pickle.dumps({"data": bomb, "labels": [0]}))
-    with pytest.raises(UserError, match="not whole, or not as published"):
+    with pytest.raises(UserError, match="incomplete, or not as published"):
         read_batches(tmp_path)
 
 

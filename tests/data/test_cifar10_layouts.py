@@ -29,11 +29,11 @@ class TestBatches:
     def test_a_truncated_file(self, tmp_path, make_batches):
         path = make_batches(tmp_path) / "data_batch_4"
         path.write_bytes(path.read_bytes()[:-1])
-        assert "cifar-10-batches-py is not whole, or not as published" in refused(read_batches, tmp_path)
+        assert "cifar-10-batches-py is incomplete, or not as published" in refused(read_batches, tmp_path)
 
     def test_images_of_another_size(self, tmp_path, make_batches):
         make_batches(tmp_path, data=np.zeros((10, 3000), np.uint8))
-        assert "cifar-10-batches-py is not whole" in refused(read_batches, tmp_path)
+        assert "cifar-10-batches-py is incomplete" in refused(read_batches, tmp_path)
 
 
 def write_picture(path: Path, side: int = 3200) -> None:

@@ -145,7 +145,7 @@ def test_the_hash_covers_the_function_and_its_options_and_leaves_others_as_they_
 
 
 def test_a_name_of_the_packages_is_refused() -> None:
-    with pytest.raises(UserError, match="task=cifar is a task of the package"):
+    with pytest.raises(UserError, match="task=cifar is a task of this package"):
         make_task(RunConfig(task="cifar", own_task={"_target_": "sums.make_sums"}), torch.device("cpu"))
     with pytest.raises(UserError, match=r"own_task\._target_"):
         make_task(RunConfig(task="mine"), torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""Goes from result rows to tables and figures: reads `results/` only, never trains."""
+"""Makes tables and figures from result rows: it reads `results/` only, and never trains."""

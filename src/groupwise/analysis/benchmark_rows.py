@@ -50,12 +50,12 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 
 def cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each measurement of `throughput.csv`, in the order of tables.
+    """One row for each measurement of `throughput.csv`, in the order of tables.
 
     Columns: those of `CELL`; ``rounds``; medians over the rounds of ``examples_per_second``, ``noise_seconds``,
     ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor`` and ``whole``, the ratio of steps with their noise, which
-    ``ratio`` leaves out; ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the words of the first round that was
-    not; ``commit``, ``dirty`` and the versions of the last round.
+    ``ratio`` leaves out; ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the status of the first round that
+    was not; ``commit``, ``dirty`` and the versions of the last round.
     """
     numbers = ["examples_per_second", "noise_seconds", "peak_bytes", "ratio", "memory_ratio", "floor", "parameters"]
     rows = rows.sort_values("round", kind="stable")
@@ -82,7 +82,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
-    """The cost of doubling, from growth.csv: one line for each step from a value to the next.
+    """The cost of doubling, from growth.csv: one row for each pair of successive values.
 
     Columns: `MACHINE`, ``network``, ``axis``, ``method``, ``start``, ``end``, ``time`` and ``memory`` (factors from
     start to end, of medians over rounds; CPU time on a CPU, else wall time), and those of non-private training beside
@@ -106,9 +106,9 @@ def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def loop_cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each run of loop.csv.
+    """One row for each run of loop.csv.
 
-    Columns: `LOOP_CELL`; medians over rounds of the seconds a step, ``loop`` and ``bare``, and of ``ratio``;
+    Columns: `LOOP_CELL`; medians over rounds of ``loop`` and ``bare``, in seconds per step, and of ``ratio``;
     ``ratio_least``, ``ratio_most``, ``rounds``.
     """
     gpu = rows["device"] == "cuda"
@@ -129,7 +129,7 @@ def in_order(methods: Iterable[str]) -> list[str]:
 
 
 def was_measured(table: pd.DataFrame) -> pd.Series:
-    """The lines of `cells` that hold a measurement, not the reason why there is none."""
+    """The rows of `cells` with a measurement, without those that only say why there is none."""
     return table["status"] == "ok"
 
 

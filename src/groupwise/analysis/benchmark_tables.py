@@ -1,4 +1,4 @@
-"""Makes the tables of the benchmarks: results/tables/benchmarks.md has all, docs/benchmarks.md a line a workload."""
+"""Makes the tables of the benchmarks, all for results/tables/benchmarks.md and a summary for docs/benchmarks.md."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ WORKLOADS = {
     "lora_llama": "LoRA, rank 16, on SmolLM2-135M",
 }
 DEPTHS = {"llama": 30, "lora_llama": 30, "lora_gpt2_xl": 48}
-"""Layers of the full shapes in `benchmarks.workloads`; the other language models have 12."""
+"""Layers of the full models in `benchmarks.workloads`; the other language models have 12."""
 KINDS = {
     "adaptive_layer": "adaptive per layer",
     "flat": "flat, book-keeping",
@@ -46,14 +46,13 @@ PEERS = ("opacus", "fastdp", "private_transformers")
 
 
 def throughput_tables(rows: pd.DataFrame) -> str:
-    """One table for each workload and machine configuration, at the batch size that most methods were measured at."""
+    """One table per workload and machine configuration, at the batch size that most methods were measured at."""
     return "\n\n".join(map(_throughput_table, _workloads(rows)))
 
 
 def throughput_summary(rows: pd.DataFrame) -> str:
-    """One line for each workload and machine configuration: of each kind speed ratio, with noise, and memory ratio.
-
-    Without CUDA graphs, which plain training gains from too.
+    """One line per workload and machine configuration: speed ratio with noise, and memory ratio, for each kind of
+    method. CUDA graphs are left out, as plain training gains from them too.
     """
     lines = []
     for cell in _workloads(rows[~rows["method"].str.endswith("_graph")]):
@@ -117,7 +116,7 @@ def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
 
 
 def _depth(first: pd.Series) -> list[str]:
-    """The number of layers that a language model was measured with, unless with all."""
+    """The number of layers that a language model was measured with, unless it was all of them."""
     full = DEPTHS.get(first["workload"], 12)
     return [f"{first['layers']:g} of {full} layers"] if first["layers"] < full else []  # NaN: no option
 
@@ -157,7 +156,7 @@ def loop_table(rows: pd.DataFrame) -> str:
 
 
 def side_by_side_table(rows: pd.DataFrame) -> str:
-    """One line a method: lines of code, and over the seeds of the results accuracy, CPU seconds and memory."""
+    """One line per method: lines of code, and accuracy, CPU seconds and memory over seeds."""
     results = rows[rows["role"] == "result"]
     lines = []
     for method in in_order(results["method"].unique()):
@@ -173,7 +172,7 @@ def side_by_side_table(rows: pd.DataFrame) -> str:
 
 
 def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
-    """One line a model: milliseconds a step of each method on a device, and the share of the plain loop's speed."""
+    """One line per model: milliseconds per step of each method on a device, and its share of the plain loop's speed."""
     rows = rows[rows["device"] == device]
     methods, lines = in_order(rows["method"].unique()), []
     for (model, dtype), own in rows.groupby(["model", "dtype"], sort=False):

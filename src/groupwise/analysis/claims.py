@@ -3,7 +3,7 @@
 claim, on
     What the paper says, and where.
 sweep, where, metric
-    Whose cells are compared, the settings that all of them have, and the column of measured rows.
+    The sweep whose cells are compared, the settings that all of them share, and the column of measured rows.
 plus, minus
     Settings of the cells that are added and subtracted; several are terms of their own.
 kind
@@ -37,14 +37,14 @@ class Claim:
 
     @property
     def ours(self) -> bool:
-        """Whether its runs use another network than the paper's."""
+        """Whether its runs use a network that is not the paper's."""
         return self.contrast.sweep in OURS
 
 
 SEARCH = "search_"
-"""Prefix of the sweeps that choose settings; their rows are no evidence for claims."""
+"""Prefix of the sweeps that select hyperparameters; their rows are no evidence for claims."""
 OURS = ("scatter_cnn", "lite0_cifar", "nonprivate_sst2", "cifar_long")
-"""Sweeps on a model that is not the paper's, at whatever scale."""
+"""Sweeps on a model that is not the paper's, at every scale."""
 
 
 def _claim(row: dict[str, str]) -> Claim:

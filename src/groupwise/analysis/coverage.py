@@ -36,7 +36,7 @@ from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
-"""Figures drawn from the benchmark's rows -> the paper's hardware."""
+"""Figures drawn from benchmark rows -> the paper's hardware."""
 RUN = "run in full"
 LISTED = (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN)
 WORDS = STATUSES | {
@@ -45,13 +45,13 @@ WORDS = STATUSES | {
 
 
 def coverage(folders: Folders) -> pd.DataFrame:
-    """One line a cell of each table and figure.
+    """One row per cell of each table and figure.
 
-    Columns: sweep, cell, `SHOWN`, status, why. Those named by a scale are "2 of 3" seeds, or empty where the scale does
-    not have the cell.
+    Columns: sweep, cell, `SHOWN`, status, why. A column named by a scale counts seeds ("2 of 3"), or is empty if the
+    scale does not have the cell.
 
     Raises:
-        UserError: a sweep is not there, or rows are at fault.
+        UserError: a sweep is missing, or rows are invalid.
     """
     floors = read_floors(folders.measured)
     lines = []
@@ -71,10 +71,10 @@ def coverage(folders: Folders) -> pd.DataFrame:
 
 
 def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
-    """The status of each cell of a table: the least favourable of its numbers'."""
+    """The status of each cell of a table: the least favourable status of its numbers."""
     order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED)
     found: dict[str, tuple[str, str]] = {}
-    lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # of a number, the largest scale stands first
+    lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # the largest scale of a number comes first
     for line in lines.to_dict("records"):
         if line["cell"] and MINUS not in line["cell"]:
             status = REPRODUCED if line["status"] not in order else line["status"]
@@ -93,13 +93,13 @@ def _uncompared(
     for metric in (metric for at, metric in floors if at == task and metric in own):
         values = pd.to_numeric(own[metric], errors="coerce")
         weak = weak or (why_uninformative(task, metric, float(values.mean()), floors) if values.notna().any() else "")
-    seeds = summarise([0.0] * len(own))  # the paper prints nothing that their values could be compared with
+    seeds = summarise([0.0] * len(own))  # the paper prints no value to compare with
     status, why = compare({"note": "", "value": math.nan}, seeds, expected, scale, [cell], sweep, weak)
     return (RUN if status == UNPRINTED else status), why
 
 
 def page(folders: Folders) -> Page:
-    """Counts for each sweep, the meaning of the statuses, then every cell; faults as `coverage`."""
+    """Counts for each sweep, the meaning of the statuses, then every cell; raises as `coverage` does."""
     lines = coverage(folders)
     counts = pd.crosstab(lines["sweep"], lines["status"])
     counts = counts.reindex(index=lines["sweep"].unique(), columns=list(LISTED), fill_value=0)

@@ -43,15 +43,15 @@ CLIP = {
     "per_device": Series("per device", "#56b4e9", "X"),
 }
 TIMED = CLIP | {"flat": CLIP["flat"]._replace(label="flat, book-keeping")}
-"""Where time is shown: there are two ways to clip flat."""
+"""For figures that show time: flat clipping has two implementations."""
 ADAPTIVE = CLIP["adaptive_layer"].colour
 BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--"), "8": Series("ε = 8", ADAPTIVE, "s")}
-"""Of the figures of adaptive per-layer clipping alone: the mode's colour; the budgets differ in mark and line."""
+"""For figures of adaptive per-layer clipping only: the mode's colour; budgets differ in marker and line."""
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
 
 class Beside(NamedTuple):
-    """Other content of a figure than the measured rows."""
+    """Content of a figure besides the measured rows."""
 
     floors: Floors
     """The constant-prediction baselines."""
@@ -60,7 +60,7 @@ class Beside(NamedTuple):
 
 
 def note(figure: Any, scale: str, text: str) -> None:
-    """Keep the figure's caption, as its label: whether it is reduced, then what it shows. It is not drawn."""
+    """Store the figure's caption as its label, which is not drawn: whether it is reduced, then what it shows."""
     which = f": scale={scale} ({SCALES[scale]})" if scale in SCALES else ""
     reduced = "" if scale == PAPER else f"Reduced, no reproduction{which}. "
     figure.set_label(reduced + text)
@@ -118,7 +118,7 @@ def rule(axes: Any) -> None:
 def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = True, floor: float | None = None) -> None:
     """Means with their intervals, as markers with bars; joined by a line, or not.
 
-    Means less than `LEARNT` points above `floor` say nothing and are grey crosses.
+    Means less than `LEARNT` points above `floor` are inconclusive and drawn as grey crosses.
     """
     x, mean = np.asarray(x, dtype=float), table["mean"].to_numpy(dtype=float)
     half = table["high"].to_numpy(dtype=float) - mean
@@ -149,14 +149,14 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
 }
 UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
-"""Kinds of files, and what is left out of them."""
+"""Kinds of files, and the metadata left out of them."""
 PIXELS = 300
-"""Of a PNG, an inch."""
+"""Dots per inch of a PNG."""
 
 
 @contextmanager
 def plain_style() -> Iterator[None]:
-    """Draw and write with our settings, not those of the machine. Needs no screen."""
+    """Use our settings of matplotlib, not those of the machine, and no display."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -185,15 +185,15 @@ def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]
 
 
 COMPANIONS = {"_curves": ("collect", ("step",)), "_norms": ("gradient_norms", ("epoch", "layer", "example"))}
-"""Of rows that belong to runs, by the suffix of their file: the module that makes them, and the columns that identify a
-row within its run."""
+"""File suffix of rows that belong to runs -> the module that makes them, and the columns that identify a row within its
+run."""
 
 
 def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -> Measured:
     """The rows of the sweep `name` at the largest scale that has any, with `metrics` as finite numbers.
 
     Raises:
-        UserError: there are none, or they have a fault (as `read_measured` finds it).
+        UserError: there are none, or they are invalid (see `read_measured`).
     """
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
     cells = {cell.name for scale in ("paper", *sweep.scales) for cell in sweep.cells(scale)}
@@ -206,11 +206,11 @@ def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -
 
 
 def read_companion(name: str, measured: Measured, folder: Path, suffix: str, numbers: Sequence[str]) -> pd.DataFrame:
-    """Rows that belong to the runs of `measured`, several a run: `<name>_<scale><suffix>.csv`, suffix of `COMPANIONS`.
+    """Rows that belong to the runs of `measured`, several per run: `<name>_<scale><suffix>.csv`, see `COMPANIONS`.
 
     Raises:
         UserError: there is no such file, one of the `numbers` is not finite, a row is of a run that was not measured,
-            or two rows are of one place.
+            or two rows have the same key.
     """
     path, (maker, place) = folder / f"{name}_{measured.scale}{suffix}.csv", COMPANIONS[suffix]
     if not path.is_file():
@@ -226,13 +226,13 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
 
 
 def with_settings(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column for each setting of their cells, as the paper has it, in place of any of that name."""
+    """The rows with a column for each setting of their cells, with the paper's value, in place of any of that name."""
     settings = pd.DataFrame([settings_of(cell) for cell in rows["cell"]], index=rows.index)
     return rows.drop(columns=[name for name in settings if name in rows]).join(settings).copy()  # else fragmented
 
 
 def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFrame:
-    """One line for each combination of `keys`, over its seeds: `keys`, ``mean``, ``low``, ``high``, ``n``.
+    """One row for each combination of `keys`, over its seeds: `keys`, ``mean``, ``low``, ``high``, ``n``.
 
     ``low`` and ``high`` are the ends of the 95 % t-interval of the mean, NaN where there is one seed.
     """

@@ -41,8 +41,8 @@ class Kind:
 
     Attributes:
         draw: rows and other content -> figure.
-        numbers: the columns that it needs.
-        suffix: of the file of rows that belong to runs, a key of `COMPANIONS`; empty if the runs' own rows are drawn.
+        numbers: the columns that it needs. suffix: a key of `COMPANIONS`, for a figure of rows that belong to runs;
+        empty if the runs' own rows are drawn.
         paper: the paper's table with numbers of the figure's cells; empty if it prints none.
     """
 
@@ -63,7 +63,7 @@ KINDS = {
     "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
     "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }
-"""The paper's figures that are made of cells; their sweeps have the titles."""
+"""The paper's figures that are made of cells; the titles are in their sweeps."""
 OURS = {"cifar_long": Kind(draw_epochs)}
 """Figures that the paper does not have."""
 SPEED = {
@@ -75,8 +75,8 @@ FIGURES = (*KINDS, *OURS, *SPEED)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure of matplotlib's, whose label is its caption, its title, the scale of its rows, and its runs; None for
-    the speed figures, which have none."""
+    """A figure of matplotlib (its label is the caption), its title, the scale of its rows, and its runs; speed figures
+    have no runs (None)."""
 
     figure: Any
     title: str
@@ -88,7 +88,7 @@ def make(name: str, folders: Folders) -> Drawn:
     """Read the rows of the figure `name` and draw it.
 
     Raises:
-        UserError: there is no such figure; there are no rows, or they have a fault.
+        UserError: there is no such figure, it has no rows, or they are invalid.
     """
     if name not in FIGURES:
         raise unknown("figure", name, FIGURES)

@@ -47,9 +47,9 @@ from groupwise.rows import markdown, table_path
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3
-"""Seeds that a verdict needs, as many as the paper's tables have."""
+"""How many seeds a verdict needs, as many as the paper's tables have."""
 LEVEL = 0.05
-"""Of all verdicts of the page together, and of the test whether an effect depends on ε."""
+"""Significance level of all verdicts of the page together, and of the test whether an effect depends on ε."""
 AGREEMENT, DISAGREEMENT, UNDECIDED = "agreement", "disagreement", "not enough evidence"
 BUDGET = "privacy.epsilon"
 
@@ -86,12 +86,12 @@ class Verdict:
 
     @property
     def said(self) -> str:
-        """The word, and why in brackets."""
+        """The word, with the reason in brackets."""
         return self.word + (f" ({self.why})" if self.why else "")
 
     @property
     def where(self) -> str:
-        """The scale, and what its cells are."""
+        """The scale, and which networks its cells train."""
         if not self.scale:
             return "none yet"
         if self.claim.ours:
@@ -106,12 +106,12 @@ class Verdict:
 
 
 def judge(claim: Claim, folders: Folders) -> list[Verdict]:
-    """The claim at each scale that has a pair of runs for it, the paper's first, not decided yet: `decide` does that.
+    """The claim at each scale that has a pair of runs for it, the paper's first; `decide` adds the verdicts.
 
-    Without any pair, one that says so; where the effect depends on ε, one for each.
+    Without any pair there is one entry that says so. If the effect depends on ε, there is one for each ε.
 
     Raises:
-        UserError: no such sweep, or rows at fault.
+        UserError: no such sweep, or invalid rows.
     """
     sweep = read_sweep(folders.sweeps / f"{claim.contrast.sweep}.yaml")
     paper = _paper(claim.contrast, sweep, folders)
@@ -124,10 +124,10 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
 
 
 def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The contrast's pairs at that scale, and those that its sweep has there.
+    """The contrast's measured pairs at that scale, and those that its sweep lists there.
 
     Raises:
-        UserError: rows at fault.
+        UserError: invalid rows.
     """
     planned = [(cell.name, cell.seed) for cell in sweep.cells(scale) if contrast.uses(cell.name)]
     used = sorted({name for name, _ in planned})
@@ -168,7 +168,7 @@ def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
 def _obstacle(
     contrast: Contrast, sweep: Sweep, scale: str, pairs: pd.DataFrame, wanted: pd.DataFrame, folders: Folders
 ) -> str:
-    """The reason why these pairs allow no verdict: some are missing, or say nothing; empty if there is none."""
+    """Why these pairs allow no verdict: some are missing or inconclusive; empty if they do."""
     if missing := len(wanted) - len(pairs):
         return f"{missing} of {len(wanted)} pairs were not run"
     full = places_of(differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)}))
@@ -177,12 +177,12 @@ def _obstacle(
     tasks = {_task(contrast, place) for place in places_of(wanted)}
     floors = read_floors(folders.measured)
     if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
-        return "what one answer for every input scores is not known"
+        return "the constant-prediction baseline is unknown"
     return ""
 
 
 def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, str]:
-    """Tasks whose pairs say nothing, and why: they are left out of the effect, and keep the claim from a verdict."""
+    """Tasks whose pairs are inconclusive, and why: they are left out of the effect, and the claim gets no verdict."""
     floors, found = read_floors(folders.measured), {}
     by_place = pairs.drop(columns="effect").groupby("place").mean()
     for task, means in by_place.groupby(lambda place: _task(contrast, place)):
@@ -272,7 +272,7 @@ HEAD = (
 
 
 def verdicts(folders: Folders) -> list[Verdict]:
-    """Every claim, at each scale that has rows, decided; faults as `judge`."""
+    """Every claim with its verdict, at each scale that has rows; raises as `judge` does."""
     return decide([verdict for claim in CLAIMS for verdict in judge(claim, folders)])
 
 

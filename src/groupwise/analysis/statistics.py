@@ -52,7 +52,7 @@ def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
     """p of the F-test that an effect has no trend over the logarithm of `levels`: a row a level, a column a seed.
 
     Seeds are random blocks of a two-way layout without replication; 1 and (L - 1)(S - 1) degrees of freedom. With two
-    levels it is the test that the effect is alike at both. NaN where there is one level or one seed, or nothing varies.
+    levels it tests whether the effect is the same at both. NaN if there is one level or one seed, or nothing varies.
     """
     cells = np.asarray(table, dtype=float)
     if min(cells.shape) < 2:
@@ -68,7 +68,7 @@ def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values, in the order given: valid however the tests depend on each other; NaN are no tests."""
+    """Holm's adjusted p values, in the order given, valid for any dependence between tests; NaN are left out."""
     values = np.asarray(ps, dtype=float)
     order = np.argsort(values)[: np.isfinite(values).sum()]
     adjusted = np.full(len(values), math.nan)
@@ -79,7 +79,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 def detectable(values: Summary) -> float:
     """The smallest true difference that a two-sided t-test at 5 % would have seen with probability `POWER`.
 
-    For the spread and the number that there are, before any adjustment; NaN for fewer than two values.
+    It is for the observed spread and number of values, before any adjustment; NaN for fewer than two values.
     """
     if values.n < 2 or values.std < SAME:
         return math.nan

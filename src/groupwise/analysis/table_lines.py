@@ -1,4 +1,4 @@
-"""Puts each number of a table of the paper beside what was measured, one line for each."""
+"""Compares each number of a table of the paper with what was measured, one row per number."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,18 +26,18 @@ from groupwise.sweeps.cells import Sweep, read_sweep
 
 
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
-    """The lines of the paper's table `name`: each number, with what was measured.
+    """One row for each number of the paper's table `name`, with what was measured.
 
     Numbers whose rows begin alike are a block. They are compared with each other, so they are shown at the scale that
-    has most of them, and in lines of their own, which stand first, at the larger scales.
+    has most of them. Larger scales have rows of their own, which come first.
 
     Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``
-    is how many seeds there should be; ``scale`` is empty where nothing was measured; ``status`` and ``why`` are of
-    `compare`; ``hashes`` (12 digits, as run folders) and ``commits`` are joined by blanks; ``printed`` is the paper's
-    text; ``run`` is the model and training of the rows; ``flags`` says what is odd about them.
+    is how many seeds there should be; ``scale`` is empty if nothing was measured; ``status`` and ``why`` are from
+    `compare`; ``hashes`` (12 digits, as in names of run folders) and ``commits`` are separated by spaces; ``printed``
+    is the paper's text; ``run`` is the model and training of the rows; ``flags`` names their irregularities.
 
     Raises:
-        UserError: no such table or sweep, a line that does not select one cell of the sweep, or rows at fault.
+        UserError: no such table or sweep, a row that does not select one cell of the sweep, or invalid rows.
     """
     paper = read_paper(name, folders.paper)
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
@@ -59,7 +59,7 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
 
 
 def _places(paper: pd.DataFrame, sweep: Sweep, path: Path) -> list[list[str]]:
-    """For each number: the cell it is of, the two that it is the difference of, or none."""
+    """For each number: its cell, the two cells whose difference it is, or none."""
     known = list(dict.fromkeys(cell.name for cell in sweep.cells("paper")))
     places = []
     for text in paper["cell"]:
@@ -126,7 +126,7 @@ def _line(
 
 
 def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:
-    """Why cells are not run at a smaller scale: all others of their task that were run there learnt nothing."""
+    """Why cells are not run at a smaller scale: no other cell of their task learnt anything there."""
     task, waiting = settings_of(cells[0]).get("task", ""), waiting_at(sweep, cells)
     for at in (each for each in scales if each.scale == waiting and metric in each.rows):
         others = at.rows[[settings_of(cell).get("task") == task for cell in at.rows["cell"]]]
@@ -138,7 +138,7 @@ def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, met
 
 
 def _values(source: Measured, cells: Sequence[str], metric: str) -> tuple[pd.Series, pd.DataFrame]:
-    """The metric by seed (of a difference: at the seeds that both have), and the rows it came from."""
+    """The metric by seed (for a difference, at the seeds that both cells have), and the rows it came from."""
     columns = [source.of(cell).set_index("seed")[metric] for cell in cells]
     values = columns[0] if len(columns) == 1 else (columns[0] - columns[1]).dropna()
     used = pd.concat([source.of(cell) for cell in cells])

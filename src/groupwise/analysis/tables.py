@@ -47,7 +47,7 @@ TEX = str.maketrans(
         "–": "--",
     }
 )
-"""LaTeX for characters that it reads otherwise, or may lack."""
+"""LaTeX for characters that are special to it, or missing in fonts."""
 LEGEND = (
     "In each cell: the paper's number / ours, with standard deviations over seeds in brackets, our scale, and the "
     "number of a remark; – where there is none. Two scales have rows of their own."
@@ -55,7 +55,7 @@ LEGEND = (
 
 
 def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The table as the paper sets it out, cells as `LEGEND` says, and the remarks that [1], [2], … refer to."""
+    """The table in the paper's layout, with cells as in `LEGEND`, and the remarks that [1], [2], … refer to."""
     lines = lines.assign(remark=[_remark(line) for line in lines.to_dict("records")])
     remarks = list(lines["remark"].unique())
     lines["text"] = [f"{_both(line)} [{remarks.index(line['remark']) + 1}]" for line in lines.to_dict("records")]
@@ -63,7 +63,7 @@ def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     several = scales[scales["nunique"] > 1]["last"]
     places = zip(lines["row"], lines["scale"], strict=True)
     lines["row"] = [f"{row} ({scale or several[row]})" if row in several else row for row, scale in places]
-    fullest = lines[lines["row"] == lines["row"].mode()[0]]  # literature has other columns, which come last
+    fullest = lines[lines["row"] == lines["row"].mode()[0]]  # columns of the literature's rows come last
     columns = dict.fromkeys([*fullest["column"], *lines["column"]])
     table = lines.pivot(index="row", columns="column", values="text").fillna("–")
     return table.loc[lines["row"].unique(), list(columns)].rename_axis(index=None, columns=None), remarks
@@ -142,12 +142,12 @@ ERRATA = {
 
 
 def errata_of(name: str) -> list[str]:
-    """The headings in docs/errata.md that bear on a table."""
+    """The headings in docs/errata.md that concern a table."""
     return [*COMMON, *ERRATA.get(name, ())]
 
 
 def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
-    """Sentences for the foot of a table, given its `table_lines`: on privacy, scales, provenance and what is odd."""
+    """Notes below a table, given its `table_lines`: on privacy, scales, provenance and irregularities."""
     used = rows_of(name, folders, lines)
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
     found = [*_scales(used), *_changes(sweep, used), *_privacy(used), *_provenance(used)]
@@ -175,7 +175,7 @@ def _scales(used: pd.DataFrame) -> list[str]:
 
 
 def _changes(sweep: Sweep, used: pd.DataFrame) -> list[str]:
-    """A scale's replacements for the paper's settings, beyond its sizes (`conf/size`)."""
+    """A scale's changes to the paper's settings, other than sizes (`conf/size`)."""
     found = []
     for scale in sorted(set(used["scale"])):
         words = []
@@ -266,7 +266,7 @@ def write_table(name: str, folders: Folders, out: Path) -> str:
 
 
 def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
-    """Write a table of the paper's settings, with the key that holds each here; returns what to print."""
+    """Write a table of the paper's settings with the configuration key of each; returns what to print."""
     paper = read_paper(name, folders.paper)
     shown = paper[["row", "column", "printed", "note", "metric", "cell"]]
     head = ["setting", "column", "value", "kind", "key", "composed by"]
@@ -307,11 +307,11 @@ def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 where a table could not be made, after writing the others."""
+    """The command line; returns the exit code: 0, or 2 if a table could not be made, after writing the others."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the pages with markers are")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the pages with markers")
     Folders.add_options(parser)
     given = parser.parse_args(arguments)
     folders = Folders.given(given)

@@ -28,17 +28,17 @@ from groupwise.errors import UserError
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
 """The machine configuration of a figure, by position: GPUs first, then by number of threads, float32 first."""
 BASE, AGAIN = "none", "none_again"
-"""Non-private training, and the same once more in each round: how far its ratio strays from 1 is the resolution."""
+"""Non-private training, and its repetition in each round: how far their ratio is from 1 shows the resolution."""
 SERIES = {name: TIMED[name] for name in (BASE, "adaptive_layer", "ghost", "flat")}
 SERIES["opacus_hooks"] = Series("flat, materialised (Opacus)", "#8c510a", "v")
-"""The methods of the figures; ours in the colours that their modes have everywhere."""
+"""The methods of the figures; ours have the colours of their modes."""
 GIB = 2**30
 DEPTH = 12
 """Layers of the paper's GPT-2."""
 PAPER_SHARE = 0.85
 """The paper, below Figure 1: with per-layer clipping "the throughput gap is less than 15%"."""
 SHOWN = ("gpt2_64", "gpt2")
-"""The workloads; the first with enough machine configurations is shown."""
+"""The workloads, of which the first with enough machine configurations is shown."""
 DODGE = 1.06
 """Shift of each method to the right of the one before, so that their intervals can be distinguished."""
 
@@ -48,8 +48,8 @@ class Panels:
     """The content of the two panels: lines of `cells` for one workload on one machine configuration.
 
     Attributes:
-        lines: one line a method and batch, sorted. again: those of the repeated baseline; empty where it was not run.
-        absent: method -> why it is in neither. caption: what was measured, and where.
+        lines: one per method and batch, sorted. again: those of the repeated baseline; empty if it was not run. absent:
+        method -> why it is in neither. caption: what was measured, and where.
         scale: "paper" for a model of full depth on a GPU, else "reduced".
     """
 
@@ -61,8 +61,8 @@ class Panels:
 
 
 def panels(name: str, table: pd.DataFrame) -> Panels:
-    """Choose the lines of the figure `name` from `cells`: of the first workload with enough machine configurations on
-    which non-private training was measured at two batch sizes or more, and there of the deepest model.
+    """Choose the lines of the figure `name` from `cells`: of the first workload that has enough machine configurations
+    with non-private training at two or more batch sizes, and of its deepest model.
 
     Raises:
         UserError: there are too few.

@@ -31,8 +31,8 @@ class Finding:
     """The result of an audit.
 
     Args:
-        guesses, correct: of one run; for two worlds the number of plays, and None.
-        bound: the ε that the guesses refute, at ``Setting.confidence``.
+        guesses, correct: of the one-run game; for two worlds the number of plays, and None.
+        bound: the lower bound on ε, at ``Setting.confidence``.
     """
 
     setting: Setting
@@ -93,8 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m groupwise.audit",
         description=(
-            "Attack a clipping mode with canaries in one real run, and show how much epsilon that proves at least. "
-            "A bound below the claim is no proof of the claim; a bound above it is proof against it."
+            "Attack a clipping mode with canaries in one real run, and print a lower bound on epsilon. A bound below "
+            "the claim does not prove the claim; a bound above it disproves it."
         ),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
     parser.add_argument("--design", default="full", choices=DESIGNS, help=designs)
     parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
-    parser.add_argument("--plays", type=int, default=PLAYS, help="of each of two worlds, for a real task")
-    parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, so that an audit can be repeated")
+    parser.add_argument("--plays", type=int, default=PLAYS, help="runs of each of the two worlds, for a real task")
+    parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, to repeat an audit")
     parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")
     parser.add_argument(
-        "--all", action="store_true", help="every mode, budget and design, into results/trust/audit.csv"
+        "--all", action="store_true", help="audit every mode, budget and design, and write results/trust/audit.csv"
     )
     parser.add_argument("--out", type=Path, default=Path("results/trust/audit.csv"), help="where --all writes")
     parser.error = _refuse  # type: ignore[method-assign]
@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; --help shows what can be given.")
+    raise UserError(f"{message}; --help lists the options.")
 
 
 EPSILONS = (1, 3)
-"""Budgets that so many canaries and plays could refute: 320 right guesses of 320 refute no more than 4.6."""
+"""Budgets that these numbers of canaries and plays can refute: 320 right guesses of 320 refute no more than 4.6."""
 ALL_PLAYS = 300
 DROPOUT = 0.1
 MODES = (
@@ -154,7 +154,7 @@ Cell = tuple[str, Sequence[str]]
 def everything() -> list[tuple[int, Cell]]:
     """The audits of `--all`, (ε, cell), in the order in which they get their seeds: add new ones at the end.
 
-    Real tasks are at the largest budget alone: so few plays show little of a small one.
+    Real tasks are audited at the largest budget only, as their few plays cannot test a small one.
     """
     adaptive = ["clip=adaptive_layer"]
     canaries: list[Cell] = [
@@ -222,10 +222,10 @@ def row_of(finding: Finding) -> dict[str, str]:
 
 
 def describe(finding: Finding) -> str:
-    """One audit, a line for each column that says something, and the verdict."""
+    """One audit: a line for each column that has a value, and the verdict."""
     said = row_of(finding)
     if finding.share is not None:
-        said |= {"plays": f"{finding.setting.plays} of each world", "share": f"{finding.share:.0%} of what one may add"}
+        said |= {"plays": f"{finding.setting.plays} of each world", "share": f"{finding.share:.0%} of the sensitivity"}
     lines = [f"  {name:24}{value}" for name, value in said.items() if value]
     verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
     return "\n".join([f"clip={said['mode']}", *lines, f"  {verdict}; {finding.seconds:.0f} s"])

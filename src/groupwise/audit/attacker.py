@@ -48,7 +48,7 @@ def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -
 
 
 def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evidence:
-    """From noisy centred counts, to which all canaries add: the others count as noise of a known covariance.
+    """From noisy centred counts, to which all canaries contribute: the others are treated as noise of known covariance.
 
     Args:
         released: Σ_i (b_k - ½) + noise, (K,). bits: each canary's b_k - ½, (m, K). std: σ_b.
@@ -64,7 +64,7 @@ def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evid
 
 
 def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
-    """log of (density with the canary in the data) / (density without), (m,); it is drawn at ``sample_rate``."""
+    """Log of (density with the canary in the data) / (density without), (m,); it is sampled at ``sample_rate``."""
     drawn = evidence.found - 0.5 * evidence.power
     if sample_rate >= 1.0:
         return drawn
@@ -82,7 +82,7 @@ class Attacker:
     canaries are in the data.
 
     Args:
-        trainer: with plain SGD, so that weights show the released gradients.
+        trainer: with plain SGD, so that weights reveal the released gradients.
         plain: a copy of its model without an engine.
         losses_of: that model and numbers of canaries (b,) → losses (b,).
     """
@@ -115,7 +115,7 @@ class Attacker:
             [std for _, std in flat],
         )
         policy = self._thresholds
-        if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else no threshold shows its count
+        if isinstance(policy, AdaptiveThresholds) and policy.learning_rate > 0:  # else thresholds do not reveal counts
             moved = torch.log(policy.state_dict()["thresholds"] / raw)
             below = policy.target_quantile - moved / policy.learning_rate
             counts = np.asarray((below - 0.5) * policy.expected_batch_size, dtype=np.float64)
@@ -145,7 +145,7 @@ class Attacker:
 
 
 def stds_of(trainer: Trainer) -> list[float]:
-    """Of the noise on each group's sum in the next step, worked out from the plan alone."""
+    """Standard deviation of the noise on each group's sum in the next step, from the plan alone."""
     assert trainer.private.engine is not None and trainer.private.thresholds is not None
     plan, groups = trainer.private.plan, trainer.private.engine.groups
     return noise_stds(
@@ -158,7 +158,7 @@ def stds_of(trainer: Trainer) -> list[float]:
 
 
 def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
-    """a of `Evidence` in one step, for a canary that every group clips, or one of `canaries.Codes`."""
+    """`Evidence.power` in one step, for a canary that every group clips, or one of `canaries.Codes`."""
     gradients = 1.0 / plan.gradient_noise_multiplier**2
     if not codes:
         return gradients
@@ -167,9 +167,9 @@ def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
 
 
 def _rule_of(clip: ClipConfig) -> ClipRule:
-    """The clip rule of `clip.rule`, implemented here again, so that an error in the run's own choice is found."""
+    """The clip rule of `clip.rule`, implemented independently, to find errors in the run's own choice."""
     if clip.rule == "automatic":
         return automatic_factors(clip.gamma)
     if clip.rule == "min":
         return clip_factors
-    raise UserError(f"the audit does not know clip.rule={clip.rule}: add it to groupwise/audit/attacker.py.")
+    raise UserError(f"the audit does not support clip.rule={clip.rule}: add it to groupwise/audit/attacker.py.")

@@ -17,20 +17,20 @@ LOUD = 30.0
 
 
 class Picked(nn.Module):
-    """A linear layer with one output a canary: canary i is row i of the weight and entry i of the bias."""
+    """A linear layer with one output per canary: canary i has row i of the weight and entry i of the bias."""
 
     def __init__(self, canaries: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, canaries)
 
     def forward(self, who: Tensor) -> Tensor:
-        """Numbers of canaries (b,) → a sum each, (b,)."""
+        """Indices of canaries (b,) → one sum each, (b,)."""
         ones = torch.ones(len(who), self.linear.in_features, device=who.device)
         return self.linear(ones).gather(1, who.unsqueeze(1)).squeeze(1)
 
 
 class Block(nn.Module):
-    """Two layers: a group of each in `fixed_layer`, one group of both in `fixed_block`."""
+    """Two layers: two groups in `fixed_layer`, one group in `fixed_block`."""
 
     def __init__(self, canaries: int, loudness: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """A layer before two blocks and one behind them: six groups per layer, four per block."""
+    """A layer, two blocks and another layer: six groups per layer, four per block."""
 
     def __init__(self, canaries: int, level: float) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class CanaryTask(Task):
 
 
 class CanaryFeed:
-    """A canary is its number, which every stage gets; see `groupwise.training.task.Feed`."""
+    """A canary's input is its index, which every stage gets; see `groupwise.training.task.Feed`."""
 
     def __init__(self, canaries: int) -> None:
         self._canaries = canaries
@@ -145,16 +145,15 @@ class CanaryFeed:
 
 
 class Present:
-    """The draws of another sampler, without the examples that are not in the data.
-
-    Poisson draws are independent, so the rest is a Poisson sample of the remaining data at the same rate.
+    """The draws of another sampler, restricted to the examples in the data. Poisson draws are independent, so this is a
+    Poisson sample of these data at the same rate.
     """
 
     def __init__(self, sampler: Sampler, present: np.ndarray) -> None:
         self._sampler, self._present = sampler, present
 
     def indices(self, step: int) -> np.ndarray:
-        """The examples of step ``step`` that are there, (n,)."""
+        """The examples of step ``step`` that are in the data, (n,)."""
         drawn = self._sampler.indices(step)
         return drawn[self._present[drawn]]
 

@@ -1,4 +1,4 @@
-"""Plays the one-run game with the real training code, alone or on a pipeline of processes, and guesses canaries."""
+"""Plays the one-run game with the real training code, in one process or a pipeline, and guesses canaries."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def choose_guesses(
 
 
 def count_right(scores: NDArray[np.float64], present: NDArray[np.bool_], inside: int, out: int) -> int:
-    """The number of right guesses if the ``inside`` highest scores are guessed in and the ``out`` lowest out."""
+    """The number of right guesses if the ``inside`` highest scores are guessed "in" and the ``out`` lowest "out"."""
     order = np.argsort(scores, kind="stable")
     return int(present[order[len(order) - inside :]].sum() + (~present[order[:out]]).sum())
 
@@ -82,7 +82,7 @@ def level_of(setting: Setting) -> float:
 
 
 def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Ranks | None = None) -> Trainer:
-    """The trainer that a run has, of the examples that are present, (N,) bool; each stage of a pipeline calls it."""
+    """A run's trainer on the examples that are `present`, (N,) bool; each stage of a pipeline calls it."""
     ranks = ranks or Ranks()
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
@@ -93,7 +93,7 @@ def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Rank
 
 
 def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
-    """One process: the plan, and each step's evidence."""
+    """Play in one process; returns the plan, and each step's evidence."""
     model = make_canaries(setting.model == "codes", setting.canaries, level_of(setting), setting.seed)
     plain = copy.deepcopy(model)
     trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting))
@@ -112,7 +112,7 @@ class CanaryStage(Stage):
         self.block = Block(canaries, LOUD * level * (index + 1))
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """(b, 1) numbers of canaries, or (b, 2) of the stage before → (b, 2): all parts up to here, and zeros."""
+        """(b, 1) indices of canaries, or (b, 2) of the stage before → (b, 2): losses up to this stage, and zeros."""
         who = x[:, 0] if self.first else kwargs["labels"]
         part = self.block(who)
         so_far = part if self.first else x[:, 0] + part
@@ -128,7 +128,7 @@ class CanaryStage(Stage):
 
 
 def audit_pipeline(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
-    """Processes for all stages: the plan, and each step's evidence from all of them together."""
+    """Play with one process per stage; returns the plan, and each step's evidence from all stages together."""
     found = spawn(setting.config, partial(_stage, setting=setting))
     return PrivacyPlan.from_dict(found["plan"]), found["evidence"]
 

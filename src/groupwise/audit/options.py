@@ -10,13 +10,13 @@ from groupwise.errors import UserError
 
 TAKEN = ("clip", "noise", "privacy", "pipeline", "train.microbatch")
 REAL = ("task", "model", "data", "scale")
-"""Overrides that make it an audit of a real task."""
+"""Overrides that select a real task."""
 DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
 EXAMPLES = 4
-"""Examples of a real task, unless data.train_limit is given: all of them are in each of thousands of steps."""
+"""Examples of a real task, unless data.train_limit is given. They are few, as thousands of steps use all of them."""
 MOST = {"full": 20_000, "poisson": 20_000, "counts": 1024}
-"""Canaries of a design."""
+"""The most canaries of a design."""
 PLAYS = 500
 
 
@@ -26,8 +26,8 @@ class Setting:
 
     Args:
         config: of a run; its batch, steps and optimiser are the design's.
-        model: of the canaries, "layers" or "codes", or a real task and its model. design: a name in `DESIGNS`.
-        canaries: m. plays: of each of two worlds, where that is the design.
+        model: the canaries' model, "layers" or "codes", or a real task and its model. design: a name in `DESIGNS`.
+        canaries: m. plays: runs of each of the two worlds, for the design "worlds".
     """
 
     config: RunConfig
@@ -44,7 +44,7 @@ class Design:
     """The sampling of canaries, and the evidence that is used.
 
     Args:
-        sample_rate: ρ. steps: T. canaries: m, unless asked otherwise. real: of a task and model of a run.
+        sample_rate: ρ. steps: T. canaries: m, by default. says: for --help. real: whether it trains a real task.
     """
 
     sample_rate: float
@@ -57,7 +57,7 @@ class Design:
 DESIGNS = {
     "full": Design(1.0, 1, 4000, "one release of all canaries that are in the data"),
     "poisson": Design(0.25, 4, 4000, "four Poisson samples at rate 1/4"),
-    "counts": Design(1.0, 1, 512, "one release, whose counts tell canaries apart: 512 layers"),
+    "counts": Design(1.0, 1, 512, "one release, whose counts distinguish canaries: 512 layers"),
     "worlds": Design(1.0, 1, 1, "a real task with and without one example, many times (task=...)", real=True),
 }
 
@@ -86,7 +86,7 @@ def make_setting(
         design = "worlds"
     chosen = DESIGNS[design]
     if chosen.real and canaries:
-        raise UserError(f"--design {design} is of a real task, without canaries: leave out --canaries.")
+        raise UserError(f"--design {design} audits a real task, which has no canaries: leave out --canaries.")
     m = canaries or chosen.canaries
     if not chosen.real and (not 16 <= m <= MOST[design] or (design == "counts" and m & (m - 1))):
         power = ", and a power of two" if design == "counts" else ""
@@ -103,9 +103,9 @@ def make_setting(
 
 
 def _of_a_real_task(given: Sequence[str]) -> list[str]:
-    """A few examples of the task, unless something else is given."""
+    """Overrides for a few examples of the task, unless others are given."""
     if not any(_is_of(item, ("task",)) for item in given):
-        raise UserError("An audit of a real task needs its name: give task=sst2, task=cifar or another.")
+        raise UserError("The audit of a real task needs its name: give task=sst2, task=cifar or another.")
     first = {"scale": "smoke", "data.train_limit": EXAMPLES}
     return [f"{key}={value}" for key, value in first.items() if not any(_is_of(item, (key,)) for item in given)]
 
@@ -116,9 +116,9 @@ def set_rate(config: RunConfig, batch: float) -> None:
 
 
 def _beside(given: Sequence[str]) -> list[str]:
-    """A task to compose a configuration for canaries with; they take its place."""
+    """A task that completes the configuration; the canaries replace it."""
     if any(item in DEVICE or item.startswith("pipeline.") for item in given):
-        threshold = [] if "clip=adaptive_device" in given else ["clip.threshold=1.0"]  # that begins elsewhere
+        threshold = [] if "clip=adaptive_device" in given else ["clip.threshold=1.0"]  # it starts elsewhere
         return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", *threshold]
     return ["task=cifar", "scale=smoke"]
 
@@ -173,9 +173,9 @@ def _check(config: RunConfig, design: str) -> None:
     if config.pipeline.stages > 1:
         if clip.grouping == "flat":
             raise UserError(
-                "An audit of a pipeline is per device, layer or block: for clip=flat leave out pipeline.stages."
+                "An audit of a pipeline clips per device, layer or block: for clip=flat leave out pipeline.stages."
             )
         if DESIGNS[design].real:
-            raise UserError("An audit of a real task is one process: leave out pipeline.stages and clip=per_device.")
+            raise UserError("An audit of a real task has one process: leave out pipeline.stages and clip=per_device.")
     if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
-        raise UserError("--design counts reads the counts of many layers: it takes clip=adaptive_layer.")
+        raise UserError("--design counts reads the counts of many layers: give clip=adaptive_layer.")

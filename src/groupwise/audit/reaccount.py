@@ -1,4 +1,4 @@
-"""Accounts for a finished run again from its own record:  python -m groupwise.audit.reaccount results/runs/HASH
+"""Recomputes ε of a finished run from its record:  python -m groupwise.audit.reaccount results/runs/HASH
 
 It recomputes ε by dp_accounting's privacy loss distributions, whatever accountant the run used, and checks that the
 numbers behind it follow from the configuration and from the logged steps. It only reads, and cannot detect a folder
@@ -23,17 +23,17 @@ from groupwise.rows import markdown
 from groupwise.training.earlier_runs import counted, total
 
 LOOSE, TIGHT = 1e-3, 1e-6
-"""By how much, relatively, claimed and recomputed ε may differ, and the target be passed."""
+"""Relative tolerance between claimed and recomputed ε, and of ε above the target."""
 Record = dict[str, Any]
 """The content of a run's files: `config` (flat), `plan`, `privacy`, `data`, `seeds`, `result`, `logged`, `folder`."""
 
 
 class Disagrees(Exception):
-    """Two things that must agree do not; the text says which."""
+    """Two values that must agree do not; the message says which."""
 
 
 def read(folder: Path) -> Record:
-    """The record of a finished run; keys that this version does not know are in it too."""
+    """The record of a finished run, including keys that this version does not know."""
     record: Record = {"folder": folder}
     for name in ("privacy", "data", "seeds", "result"):
         record[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -96,7 +96,8 @@ def steps(record: Record) -> str:
 
 
 def private(record: Record) -> str:
-    """`private` is true exactly for Poisson samples, finite ε, noise, a secret key, and weights that had these too."""
+    """`private` is true exactly for Poisson samples, finite ε, noise, a secret key, and starting weights of such
+    runs."""
     privacy, plan, config = record["privacy"], record["plan"], record["config"]
     if left := next(record["folder"].glob("checkpoint*"), None):
         raise Disagrees(f"{left.name} is still there, and may hold the key of the noise")
@@ -108,10 +109,10 @@ def private(record: Record) -> str:
     if before:
         same(privacy["total"], {"epsilon": epsilon, "delta": delta}, "the total of the runs together")
     elif config.get("model.weights") is not None and "earlier" not in privacy:
-        raise Disagrees("the run is older than the account of the weights that it started from")
+        raise Disagrees("the run is from a version that did not account for its starting weights")
     expected = secret and plan["sampling"] == "poisson" and math.isfinite(epsilon)
     same({**privacy, **privacy["spent"]}, {"private": expected, "guaranteed": expected}, "privacy.json")
-    return "the guarantee holds" if expected else "not private, and stamped so"
+    return "the guarantee holds" if expected else "not private, and marked so"
 
 
 def epsilon(record: Record) -> str:
@@ -153,7 +154,7 @@ def verify(folder: Path, names: Collection[str] = tuple(CHECKS)) -> dict[str, tu
     """Name of a check -> whether the finished run in `folder` passes it, and what was found.
 
     Raises:
-        UserError: that is no finished run, or one that trained nothing (`eval.shots`).
+        UserError: the folder holds no finished run, or one without training (`eval.shots`).
     """
     for name, why in (("DONE", "is not a finished run"), ("privacy.json", "trained nothing")):
         if not (folder / name).is_file():
@@ -164,14 +165,14 @@ def verify(folder: Path, names: Collection[str] = tuple(CHECKS)) -> dict[str, tu
             found[name] = True, CHECKS[name](read(folder))
         except Disagrees as problem:
             found[name] = False, str(problem)
-        except Exception as error:  # the record lacks what the check reads, or holds something else there
+        except Exception as error:  # entries of the record are missing or of another type
             found[name] = False, f"it cannot be checked ({type(error).__name__}: {' '.join(str(error).split())})"
     return found
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 all right, 1 a check failed, 2 no finished run."""
+    """The command line; returns the exit code: 0 if all checks pass, 1 if one fails, 2 for no finished run."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.audit.reaccount", description=__doc__.split(":")[0])
     parser.add_argument("run", type=Path, help="the run's folder, results/runs/HASH")
     given = parser.parse_args(arguments)

@@ -41,10 +41,10 @@ MASKS = 32
 
 
 class World(Protocol):
-    """Something that can be played independently again and again."""
+    """A world that can be played any number of times, independently."""
 
     def play(self) -> float:
-        """The attacker's score of one more play."""
+        """The attacker's score of another play."""
 
 
 class TrainerWorld:
@@ -139,7 +139,7 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
 
 
 def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
-    """A trainer of all examples; both worlds have the same weights, but their own noise and masks."""
+    """A trainer on all examples; both worlds start from the same weights, but have their own noise and masks."""
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
     task = make_task(config, torch.device("cpu"))
     if task.train_size < 2:
@@ -149,12 +149,12 @@ def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
 
 
 def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
-    """An example's clipped gradient (P,), in the mean over masks that the attacker draws."""
+    """An example's clipped gradient (P,), averaged over masks that the attacker draws."""
     return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(MASKS)]).mean(0)
 
 
 def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
-    """Of these examples, (P,) float64, parameters in the model's order, with masks of the default generator."""
+    """The clipped sum of these examples, (P,) float64, in the model's order; masks are the default generator's."""
     engine, thresholds = trainer.private.engine, trainer.private.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
@@ -166,7 +166,7 @@ def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
 
 
 def _by_entry(trainer: Trainer) -> Tensor:
-    """The noise's std on every entry of the sum, (P,); infinite where nothing is released."""
+    """Standard deviation of the noise on every entry of the sum, (P,); infinite if an entry is not released."""
     engine = trainer.private.engine
     assert engine is not None
     stds = {id(p): std for group, std in zip(engine.groups, stds_of(trainer), strict=True) for p in group.parameters}

@@ -26,7 +26,7 @@ NUM_CLASSES = 10
 def load_cifar10(root: Path) -> ImageData:
     """Load CIFAR-10 (50,000 and 10,000 images of 3×32×32) from the first layout found under `root`.
 
-    Looked for in this order, and the first found must be whole:
+    The layouts are tried in this order, and the first one found must be complete:
       1. `root`/cifar-10-batches-py, the standard folder of pickled batches;
       2. `root`/cifar10/train_shard0-4.webp and test.webp, lossless mosaics;
       3. a download by torchvision, which makes the standard folder.
@@ -43,13 +43,13 @@ def load_cifar10(root: Path) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Download and unpack the standard folder; of several processes at once one does, and the others wait for it."""
+    """Download and unpack the standard folder. Among concurrent processes one does it, and the others wait."""
     datasets = import_torchvision().datasets
     try:
         root.mkdir(parents=True, exist_ok=True)
         with lock(root / ".cifar10-download.lock", wait=True) or nullcontext():
             if not (root / BATCHES_FOLDER).is_dir():
-                with TemporaryDirectory(dir=root) as unpacked:  # a folder that is there is whole
+                with TemporaryDirectory(dir=root) as unpacked:  # an existing folder is complete
                     datasets.CIFAR10(unpacked, download=True)
                     (Path(unpacked) / BATCHES_FOLDER).rename(root / BATCHES_FOLDER)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
@@ -74,7 +74,7 @@ def read_batches(root: Path) -> ImageData:
             arrays |= {f"x_{split}": read.data, f"y_{split}": np.array(read.targets)}
     except Exception as error:  # of an unpickler too
         raise UserError(
-            f"{folder} is not whole, or not as published ({reason(error)}): replace it, or remove it to have CIFAR-10 "
+            f"{folder} is incomplete, or not as published ({reason(error)}): replace it, or remove it to have CIFAR-10 "
             "downloaded again."
         ) from error
     names = [name for name, _ in (*cifar.train_list, *cifar.test_list)] + [cifar.meta["filename"]]

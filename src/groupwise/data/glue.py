@@ -1,4 +1,4 @@
-"""Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub where there are none (appendix A.2)."""
+"""Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub if there are none (appendix A.2)."""
 
 import csv
 import io
@@ -24,8 +24,8 @@ class GlueTask:
         valid: validation files by name.
         hub_texts: `texts` on the hub, where the label's column is "label"; empty if they have the same names.
         hub_valid: validation splits on the hub, by name.
-        dropped: what the rows of the published files are that have none of the labels; they are dropped and counted.
-            Other loaders drop them too, but do not agree on their number. Empty if there are none.
+        dropped: a phrase for rows of the published files without a label, which are dropped and counted. Other loaders
+            drop them too, but do not agree on their number. Empty if there are none.
     """
 
     folder: str
@@ -79,8 +79,8 @@ GLUE = {
 def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None) -> LabelledText:
     """Load sst2, qnli, qqp or mnli.
 
-    Where the task's folder (SST-2, QNLI, QQP, MNLI) is in `root`/glue or in `root`, its tsv files are read, and must
-    all be there. Else the data set `hub` is loaded (see `load_from_hub`).
+    If the task's folder (SST-2, QNLI, QQP, MNLI) is in `root`/glue or in `root`, its tsv files are read, and all must
+    exist. Else the data set `hub` is loaded (see `load_from_hub`).
 
     Args:
         name: a key of `GLUE`.
@@ -117,7 +117,7 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
 def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
     """Read one file of labelled rows: the examples, and how many rows were dropped.
 
-    Columns are found by the header's names. Quotes mean nothing in these files. Blanks around a text are stripped.
+    Columns are found by the header's names. Quotes have no meaning in these files. Texts are stripped of blanks.
 
     Raises:
         UserError: the file or a column is missing, there is no example, or a label is unknown and `task.dropped` empty.

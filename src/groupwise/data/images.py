@@ -21,7 +21,7 @@ class ImageData:
         x_test: the same for validation, (M, C, H, W).
         y_test: labels (M,), int64.
         num_classes: number of classes.
-        source: where it was found, in words.
+        source: where it was found, for the record.
         sha256: SHA-256 in hex of each file that was read, by its path under the root.
     """
 

@@ -1,7 +1,7 @@
 """Makes small synthetic data sets from templates and a seed: no file, no network, no licence.
 
-The templates, synthetic/*.yaml, are a grammar: rules, draws by one random generator, and names that are bound on the
-way. A program is a mapping, executed from top to bottom, or a list of programs:
+The templates, synthetic/*.yaml, are a grammar: rules, draws from one random generator, and names that are bound along
+the way. A program is a mapping, executed from top to bottom, or a list of programs:
 
 | entry | what it does |
 |---|---|
@@ -14,9 +14,9 @@ way. A program is a mapping, executed from top to bottom, or a list of programs:
 | `chance: {0.7: PROGRAM, else: PROGRAM}` | follows the first with that probability |
 | `by name: {VALUE: PROGRAM, ..., else: PROGRAM}` | follows the one for the name's value |
 
-`{combine: LISTS}` is the list of all combinations. A draw happens where it stands, so a seed makes the same texts
-everywhere. Why no library: pytracery draws from the generator
-that all of a process share, and never without replacement.
+`{combine: LISTS}` is the list of all combinations. Draws happen in the order of the file, so a seed makes the same
+texts everywhere. pytracery is not used, as it draws from the global generator of the process, and never without
+replacement.
 """
 
 import random

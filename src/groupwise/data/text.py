@@ -34,7 +34,7 @@ _SLOT_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "fami
 def load_e2e(root: Path, train_file: str | None = None) -> PairedText:
     """Load E2E from `root`/e2e: trainset.csv (or trainset.reconstructed.csv), devset.csv, testset_w_refs.csv.
 
-    A row of the training file is an example. For validation and test the rows of one MR are one request with several
+    Each row of the training file is an example. For validation and test the rows of one MR are one request with several
     references, in the order of the MRs' first rows.
 
     Raises:
@@ -57,7 +57,7 @@ def load_dart(root: Path, train_file: str | None = None) -> PairedText:
     """Load DART v1.1.1 from `root`/dart: dart-v1.1.1-full-train.json, -dev.json, -test.json (or -test.from_xml.json).
 
     One set of triples with one of its texts is a training example; one entry of the file, with all its texts, is a
-    request. Texts are taken as they are: one of the test set's references is empty.
+    request. Texts are unchanged: one of the test set's references is empty.
 
     Raises:
         UserError: a missing file, no JSON, or an entry of another form.

@@ -1,4 +1,4 @@
-"""The examples of a language task: holds and selects them, and reads files with their fingerprints."""
+"""Holds and selects the examples of a language task, and reads files with their fingerprints."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ class PairedText:
 
 
 def by_source(pairs: Iterable[tuple[str, str]]) -> list[Request]:
-    """Collect the targets of equal sources, in the order of the sources' first occurrence."""
+    """Group targets by source, in the order of the sources' first occurrence."""
     targets: dict[str, list[str]] = {}
     for source, target in pairs:
         targets.setdefault(source, []).append(target)

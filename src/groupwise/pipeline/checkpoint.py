@@ -44,10 +44,10 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Ranks) 
 
 
 def load(path: Path, ranks: Ranks, device: torch.device) -> dict[str, Any]:
-    """The stage's own state and what is common, from checkpoint.pt (`path`) and the stage's file.
+    """The stage's own state and the common state, from checkpoint.pt (`path`) and the stage's file.
 
     Raises:
-        UserError: one of the files is gone or altered; another number of stages wrote them.
+        UserError: a file is missing or was altered, or another number of stages wrote them.
     """
     state = load_checkpoint(path, device)
     if state["stages"] != ranks.stages:
@@ -131,13 +131,13 @@ def _remove_others(path: Path) -> None:
 
 
 def _together(ranks: Ranks, here: bool, write: Callable[..., None], *args: Any) -> None:
-    """Let the processes write that are to; all wait for them, and raise the first error."""
+    """Let the chosen processes write; all processes wait for them, and raise the first error."""
     problem = None
     try:
         if here:
             write(*args)
     except OSError as error:
-        problem = f"{args[0]} cannot be written ({error}): make room, or give another folder."
+        problem = f"{args[0]} cannot be written ({error}): free space on the disk, or give another folder."
     except UserError as error:
         problem = str(error)
     if found := next(filter(None, ranks.gather(problem)), None):

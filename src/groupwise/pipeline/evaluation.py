@@ -64,7 +64,7 @@ class StageLink:
         return None
 
     def copy_(self, tensor: Tensor) -> None:
-        """Give all stages the last one's numbers, in place."""
+        """Copy the last stage's values to all stages, in place."""
         if self.stage.count > 1:
             dist.broadcast(tensor, group=self._group, group_src=self.stage.count - 1)
 
@@ -79,7 +79,7 @@ class StageLink:
 def evaluate_pipeline(
     task: TextGeneration, link: StageLink, split: Split, batch_size: int, limit: int | None = None, final: bool = False
 ) -> dict[str, float]:
-    """The metrics that the task's `evaluate` would give for the whole model; all processes call it and get them.
+    """The metrics that the task's `evaluate` would give for the whole model, on every process; all of them call it.
 
     A final evaluation puts the texts into the task's `outputs`, on every process.
 
@@ -116,12 +116,12 @@ def generate_on_stages(
     settings: GenerateConfig,
     ends: Sequence[int] = (),
 ) -> list[str]:
-    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call it, get them."""
+    """The texts that `tasks.beam_search.generate` would give for the whole model, on every process; all call it."""
     return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):
-    """A causal language model whose forward pass is that of all stages.
+    """A causal language model whose forward pass runs through all stages.
 
     All processes search in step: they get the same scores, so they choose the same tokens. Each has the key-value cache
     of its own blocks.

@@ -74,7 +74,7 @@ def load_stage(
 
 
 def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
-    """`model.source` with adapters and all, its parameters on the meta device; buffers are real.
+    """`model.source` with its adapters. Parameters are on the meta device, buffers are real.
 
     Raises:
         UserError: see `load_stage`.

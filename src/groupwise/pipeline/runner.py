@@ -139,7 +139,7 @@ class StageRunner:
             self._prove(engine)
 
     def _prove(self, engine: ClippingEngine) -> None:
-        """Check once, on the first output that requires a gradient, that all parameters are clipped."""
+        """On the first output that requires a gradient, check once that all parameters are clipped."""
 
         def look(_: Stage, __: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -174,7 +174,7 @@ class StageRunner:
         second pass repeats the first, with each layer's rows multiplied by the factors; `randomness` repeats dropout.
         """
         engine = self.engine
-        assert engine is not None and len(engine.groups) == 1, "one group over all stages is one group on each"
+        assert engine is not None and len(engine.groups) == 1, "flat clipping needs one group on each stage"
         found: list[Tensor] = []
 
         @contextmanager

@@ -24,8 +24,7 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
     stage and the head for the last.
 
     Args:
-        model: as `cut` takes it.
-        stages: S.
+        model: as for `cut`. stages: S.
         by_hand: the number of blocks of each stage, in place of balancing.
 
     Raises:
@@ -38,8 +37,8 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
     if by_hand:
         if len(by_hand) != stages or sum(by_hand) != blocks or min(by_hand) < 1:
             raise UserError(
-                f"pipeline.blocks={list(by_hand)} is not a count for each of {stages} stages that add up to the "
-                f"model's {blocks} blocks: correct it."
+                f"pipeline.blocks={list(by_hand)} must have {stages} positive counts, one per stage, that add up to "
+                f"the model's {blocks} blocks: correct it."
             )
         return tuple(pairwise(accumulate(by_hand, initial=0)))
     entry, *sizes, exit = (_count(part) for part in anatomy.parts)
@@ -97,8 +96,8 @@ def cut(
         precision: makes the context of every forward pass; see `training.precision`.
 
     Raises:
-        UserError: a model that cannot be split, a parameter that would train on two stages or on none, or a stage where
-            nothing trains.
+        UserError: a model that cannot be split, a parameter that would train on two stages or on none, or a stage
+            without trainable parameters.
     """
     anatomy = find_parts(model)
     _check_trainable(model, anatomy, ranges)

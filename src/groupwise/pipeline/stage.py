@@ -39,10 +39,10 @@ class Stage(nn.Module, ABC):
 
         Args:
             x: token ids (b, T) on the first stage, else the output of the stage before.
-            kwargs: as `training.task.Microbatch` has them; a stage ignores those that it does not take.
+            kwargs: of a `training.task.Microbatch`; a stage ignores those that it does not use.
 
         Returns:
-            hidden activations, contiguous and of `dtype`; on the last stage one loss an example times its weight, (b,).
+            hidden activations, contiguous and of `dtype`; on the last stage weighted losses of the examples, (b,).
         """
         hidden = self.hidden(x, **{name: kwargs[name] for name in self.reads if name in kwargs})
         if not self.last:
@@ -56,7 +56,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """On the last stage, from its hidden activations to one loss an example, (b,), without weights."""
+        """On the last stage: one loss per example, (b,), from its hidden activations, without weights."""
 
     @abstractmethod
     def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Stage(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations between stages: that of the frozen matrices, the embedding included."""
+        """Dtype of the activations between stages, which is that of the frozen matrices, the embedding included."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         return next((p for p in matrices if not p.requires_grad), matrices[0]).dtype
 

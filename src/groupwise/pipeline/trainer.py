@@ -1,4 +1,4 @@
-"""Takes a training step on one stage of a pipeline (Algorithm 2), otherwise as in `training.step`.
+"""Takes training steps on one stage of a pipeline (Algorithm 2), otherwise as `training.step` does.
 
 All stages draw the same sample from the run's key. Each clips its own parameters' gradients, adds noise at
 std_k = σ_new·√K·C_k from a stream of its own, and moves its own thresholds by its own noisy counts: no per-example norm
@@ -44,7 +44,7 @@ class StageSums:
         self.runner, self.feed, self.size, self.one_group = runner, feed, size, one_group
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
-        """All microbatches of this replica's share, through the pipeline and back."""
+        """Run all microbatches of this replica's share through the pipeline, forward and backward."""
         private.clear()
         run = self.runner.run_flat if self.one_group and private.engine is not None else self.runner.run
         share = private.ranks.share(self.feed.order(drawn))
@@ -82,7 +82,7 @@ class PipelineTrainer(Trainer):
         return [loss, clipped, square, *by_stage]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """The values of the last step that may be logged, of all stages, from the sums over all processes."""
+        """The last step's values for the log, of all stages, from the sums over all processes."""
         if self.private.engine is None:
             return super().report(totals)
         loss, clipped, square, *nonfinite = totals
@@ -90,12 +90,12 @@ class PipelineTrainer(Trainer):
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All state of the stage that the next step depends on, without frozen weights, which are loaded again."""
+        """The stage's state that the next step depends on; frozen weights are left out, as they are loaded again."""
         state = super().state_dict()
         return {**state, "model": {name: state["model"][name] for name in self._kept()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state_dict` was taken."""
+        """Restore the state of `state_dict`."""
         if state["model"].keys() != set(self._kept()):
             raise UserError("The checkpoint's model was split into other stages: start afresh with overwrite=true.")
         super().load_state_dict({**state, "model": self.task.model.state_dict() | state["model"]})
@@ -133,7 +133,7 @@ class PipelineTrainer(Trainer):
         checkpoint.save(path, own, {**common, **extra}, self.private.ranks)
 
     def save_model(self, path: Path) -> None:
-        """Write the weights alone, a file for each stage, and to `path` the whole model where that is small."""
+        """Write the weights, a file for each stage, and also the whole model to `path` if it is small."""
         checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.private.ranks)
 
     def machine(self) -> dict[str, Any]:
@@ -142,5 +142,5 @@ class PipelineTrainer(Trainer):
 
 
 def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:
-    """A stage's own source: independent of the other stages', and the same in every replica."""
+    """A stage's own noise source, independent of the other stages' and the same in every replica."""
     return noise.child(f"stage {stage}")

@@ -74,8 +74,8 @@ def generate(
 
 
 def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size: int) -> list[list[int]]:
-    """Indices of prompts in batches of at most `size`, the longest first; those of a batch have the same room after
-    them."""
+    """Indices of prompts in batches of at most `size`, the longest first; prompts of a batch have the same room for new
+    tokens."""
 
     def room(index: int) -> int:
         return min(settings.max_new_tokens, positions - lengths[index])
@@ -132,7 +132,7 @@ def _generator(model: nn.Module) -> Any:
 
 @contextmanager
 def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
-    """Eval mode, without the model's own generation settings, which would replace the defaults of ours."""
+    """Eval mode, without the model's own generation settings, which would override defaults of ours."""
     from transformers import GenerationConfig
 
     own, generator.generation_config = generator.generation_config, GenerationConfig()

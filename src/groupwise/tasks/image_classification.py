@@ -59,7 +59,7 @@ class ImageClassification(Task):
     ) -> dict[str, float]:
         """{"accuracy": percent, "loss": mean cross-entropy}; `final` adds nothing."""
         images, labels = self._splits[split]
-        if limit is not None:  # files may hold one class after the other
+        if limit is not None:  # files may be sorted by class
             rows = _first_of_each_class(labels, limit)
             images, labels = images[rows], labels[rows]
         with eval_mode(self.model):

@@ -29,7 +29,7 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
     except Exception as error:  # the user's module may raise anything on import
         raise UserError(
             f"own_task._target_={target} cannot be imported ({type(error).__name__}: {reason(error)}): give "
-            "module.function, with the module's folder on PYTHONPATH, or the command in that folder."
+            "module.function, and put the module's folder on PYTHONPATH or run the command there."
         ) from error
     task = function(config, device, **options)
     if not isinstance(task, Task):
@@ -51,11 +51,11 @@ def make_task(config: RunConfig, device: torch.device) -> Task:
     """Load the data and build the model of `config.task` on `device`; initial weights depend on `config.seed` alone.
 
     Raises:
-        UserError: an unknown task; missing or broken data; a function of the user's that does not make a task.
+        UserError: an unknown task; missing or broken data; a user's function that does not return a task.
     """
     own = bool(config.own_task)
     if own and config.task in TASKS:
-        raise UserError(f"task={config.task} is a task of the package: give yours another name, such as task: mine.")
+        raise UserError(f"task={config.task} is a task of this package: give yours another name, such as task: mine.")
     if not own and config.task not in TASKS:
         known = ", ".join(TASKS)
         raise UserError(f"task={config.task} is unknown: choose one of {known}, or set own_task._target_ in its file.")

@@ -25,7 +25,7 @@ class Frame:
 
     Args:
         begin: tokens before the source.
-        ending: tokens that tell the model that the target comes now.
+        ending: tokens that tell the model that the target follows.
         end: the token that ends the target.
         space: of the target's text, between it and the ending.
         delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
@@ -45,7 +45,7 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     * ending: a dialogue's own last line, `delimiter`. For tables, which have none, the token that both begins and ends
       a text, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of GPT-2 (Li et al., 2022): "source
       <|endoftext|> target <|endoftext|>", without the space before each of the two. If no token is both, a line break:
-      the model has never seen a mere begin or end token in the middle of a sequence.
+      the model has never seen a token that is only one of them inside a sequence.
     * end: the tokeniser's end of text.
 
     Raises:
@@ -150,7 +150,7 @@ def _padding_position(model: nn.Module) -> int | None:
 
 
 CHUNK = 4096
-"""Texts that are tokenised at once: a tokeniser's output takes much more memory than the tokens."""
+"""How many texts are tokenised at once, as a tokeniser's output takes much more memory than the tokens."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class PairEncoder:
 
     Args:
         tokenizer: of a causal model.
-        frame: what stands around a source and a target.
+        frame: the tokens around a source and a target.
         max_length: tokens.
     """
 
@@ -258,7 +258,7 @@ def demonstrations(
     Examples are drawn in a fixed random order, no source twice, and dealt to the three sets in turn. So no example is
     in two sets, and a set with fewer shots is the beginning of one with more.
 
-    No privacy guarantee: these are training examples, shown as they are.
+    No privacy guarantee: these are unmodified training examples.
 
     Args:
         train: (source, target) pairs.

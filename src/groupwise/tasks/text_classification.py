@@ -116,7 +116,8 @@ def _load(config: RunConfig) -> LabelledText:
 
 
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
-    """Tokenise sentences or pairs with the model's special tokens; if a pair is too long, its longer side is cut."""
+    """Tokenise sentences or pairs with the model's special tokens; of a pair that is too long, the longer side is
+    cut."""
     tokens: list[np.ndarray] = []
     types: list[np.ndarray] = []
     cut = 0

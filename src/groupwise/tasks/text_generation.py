@@ -49,7 +49,7 @@ from groupwise.tasks.text_task import (
 from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_weights, to_device
 
 SUMMARIES = ("samsum",)
-"""Tasks whose texts are scored as summaries; the others as the E2E challenge does."""
+"""Tasks whose texts are scored as summaries; the others are scored as in the E2E challenge."""
 Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
 """(tokeniser, prompts, settings, end tokens) -> texts, as `beam_search.generate` for one model."""
 DELIMITER = "\nTL;DR"
@@ -95,7 +95,7 @@ class TextGeneration(TextTask):
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """{"loss": mean over pairs of source and reference, "nll": nats a token, "perplexity": exp of that}.
+        """{"loss": mean over pairs of source and reference, "nll": nats per token, "perplexity": exp of that}.
 
         `final` on the test set adds the scores of generated texts, in percent: {"bleu", "rougeL"} for E2E and DART,
         {"rouge1", "rouge2", "rougeL"} for SAMSum.
@@ -259,7 +259,7 @@ def make_text_generation(
     frame = plain_frame(tokenizer, DELIMITER if config.task in SUMMARIES else "")
     encoder = PairEncoder(tokenizer, frame, config.data.max_length)
     data = _load(config)
-    public_text(config, _private(data))  # refuses before a model is loaded
+    public_text(config, _private(data))  # raises before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
     else:
@@ -307,11 +307,11 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
 
 
 PROVENANCE, RECORD = "provenance.json", "vocabulary.json"
-"""Beside weights and beside a tokeniser: SHA-256 of the public files that they were made from."""
+"""Records beside weights and tokeniser, with the SHA-256 of the public files that these were made from."""
 
 
 def public_text(config: RunConfig, private: Iterable[str]) -> str:
-    """The public files behind weights and tokeniser, in words, from the records beside them; empty without a record.
+    """A phrase that names the public files behind weights and tokeniser, from their records; empty without a record.
 
     Args:
         config: the run's.
@@ -327,8 +327,8 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
     for part, files in found.items():
         for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
             raise UserError(
-                f"The {part} of model.source={config.model.source} were made from {name}, which this run is to keep "
-                "private: start from other public text (model.source), or from random weights (model.fresh=true) with "
+                f"The {part} of model.source={config.model.source} were made from {name}, which this run should "
+                "protect: start from other public text (model.source), or from random weights (model.fresh=true) with "
                 "another model.tokenizer."
             )
     lines = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]

@@ -63,7 +63,7 @@ class TextTask(Task):
         return examples[longest_first(self._lengths[examples])]
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """A transformers folder in float32, or the adapters alone where only adapters train."""
+        """Write a transformers folder in float32, or only the adapters if only adapters train."""
         save_network(self.model, self.tokenizer, folder, provenance)
 
     def even_length(self, tokens: Sequence[np.ndarray]) -> int:
@@ -79,7 +79,7 @@ class TextTask(Task):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Eval mode without gradients; then the mode it was in."""
+        """Eval mode without gradients; afterwards the previous mode is restored."""
         with eval_mode(self.model), torch.no_grad():
             yield
 
@@ -97,7 +97,7 @@ def batches_by_length(lengths: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """bfloat16 to float32; float32 and float64 as they are."""
+    """bfloat16 to float32; float32 and float64 unchanged."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

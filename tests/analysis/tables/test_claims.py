@@ -146,7 +146,7 @@ def test_without_the_score_of_one_answer_there_is_no_verdict(world):
     floors = world.folders.measured / "constant_answers.csv"
     floors.write_text("task,metric,value\nsst2,valid/accuracy,50.9\n")
     (verdict,) = decide(judge(claim(LESS), world.folders))
-    assert (verdict.word, verdict.why) == (UNDECIDED, "what one answer for every input scores is not known")
+    assert (verdict.word, verdict.why) == (UNDECIDED, "the constant-prediction baseline is unknown")
     floors.unlink()
     assert decide(judge(claim(LESS), world.folders)) == [verdict]
 
