@@ -24,14 +24,15 @@ from benchmarks.device_table import AGAIN, LEFT, SIZES
 from benchmarks.job import Job
 from benchmarks.meters import Stopwatch, peak_bytes
 from benchmarks.methods import METHODS, prepare
-from benchmarks.options import command, names, option, out, split
+from benchmarks.options import command, device, names, option, out, split
 from benchmarks.results import Table, hardware
 from benchmarks.worker import is_lost
 from groupwise.training.arithmetic import arithmetic
 from groupwise.training.from_config import autocast
 from groupwise.training.memory import is_oom
 
-TABLE = Table("device_steps.csv", ("workload", "microbatch", "precision", "layout", "method", "device", "hardware"))
+CASE = ("workload", "microbatch", "precision", "layout", "method")
+TABLE = Table("device_steps.csv", (*CASE, "device", "hardware"), (*CASE, "seconds", "launches", "status"))
 KERNELS = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
 
 
@@ -40,7 +41,7 @@ class StepOptions:
     """What the command line may say."""
 
     workload: str = option("wrn16_4_ws", "one of them")
-    device: str = option("cuda", "or cpu")
+    device: str = device("cuda")
     microbatch: str = option("256,512,1024", "examples")
     precision: str = option("float32,tf32,bfloat16", "tf32 is on a GPU alone")
     layout: str = option("channels_last,contiguous", "of images and convolutions")
@@ -121,10 +122,7 @@ def measure(options: StepOptions) -> int:
             return LEFT
         row = step_row(job, precision, options)
         TABLE.add(options.out, [row])
-        good = row["status"] == "ok"
-        shown = f"{1000 * row['seconds']:.1f} ms, {row['launches']} launches" if good else row["status"]
-        print(f"microbatch {size:5s}  {precision:9s} {layout:13s} {method:15s} {shown}", flush=True)
-        if not good and is_lost(options.device):
+        if row["status"] != "ok" and is_lost(options.device):
             print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
             return AGAIN
     return 0

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.driver import Measured, progress, row_of, run
 from benchmarks.job import Job
-from benchmarks.options import command, names, option, out
-from benchmarks.results import THROUGHPUT, Table, hardware, table, with_ratios
+from benchmarks.options import command, device, names, option, out
+from benchmarks.results import THROUGHPUT, Table, hardware, with_ratios
 from benchmarks.worker import DeviceLost, Together
 from groupwise.errors import UserError
 from groupwise.training.arithmetic import arithmetic
@@ -32,7 +32,7 @@ FIRST = ("none", "adaptive_layer", "flat", "ghost")
 GRAPHS = ("none", "none_graph", "adaptive_layer_graph", "flat_graph")
 THEN = ("none", "block", "opacus_hooks", "opacus_ghost")
 DTYPES = ("float32", "bfloat16")
-LARGEST = Table("largest.csv", THROUGHPUT.key)
+LARGEST = Table("largest.csv", THROUGHPUT.key, THROUGHPUT.shown)
 """With the columns of throughput.csv: the largest batch that fits; `peer` says what became of the next."""
 AGAIN, LEFT = 3, 4
 """Exit codes: a kernel broke the GPU for this process, and the same command goes on; time was up."""
@@ -44,7 +44,7 @@ class TableOptions:
 
     workload: str = option("all", "several by commas")
     dtype: str = option("all", "float32, bfloat16; several by commas")
-    device: str = option("cuda", "or cpu")
+    device: str = device("cuda")
     limit: float = option(540.0, "seconds for all; what is not done by then is left for the next call")
     rounds: int = option(5, "how often each method has its turn")
     steps: int = option(5, "steps on the clock in a turn, after one to warm up")
@@ -107,7 +107,7 @@ def measure(options: TableOptions) -> int:
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=name), error) for name in methods])
                 print(error, file=sys.stderr)
                 continue
-            print(table(THROUGHPUT.add(options.out, rows)), flush=True)
+            THROUGHPUT.add(options.out, rows)
         return measure_largest(options, late) if options.device == "cuda" and options.workload == "all" else 0
 
 

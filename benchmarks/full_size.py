@@ -7,20 +7,20 @@ Models: roberta_base, gpt2, gpt2_xl (LoRA; frozen weights and autocast in bfloat
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
-from benchmarks import workloads
 from benchmarks.job import Job
-from benchmarks.options import command, names, option, out
+from benchmarks.options import command, device, names, option, out
 from benchmarks.process import Process
-from benchmarks.results import MACHINE, Table, as_text
+from benchmarks.results import MACHINE, Table
 
-GIB = 2**30
-TABLE = Table("full_size.csv", ("model", "method", "batch", "tokens", "layers", *MACHINE))
+SIZES = ("batch", "tokens", "layers")
+TABLE = Table(
+    "full_size.csv",
+    ("model", "method", *SIZES, *MACHINE),
+    ("model", *SIZES, "dtype", "method", "wall_seconds", "cpu_seconds", "peak_bytes", "memory_ratio", "status"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class FullOptions:
     tokens: int | None = option(None, "of each example; default 128, of gpt2 100, of gpt2_xl 256")
     layers: int | None = option(None, "transformer blocks; default the model's own")
     threads: int = option(1, "threads of each process; processes run one at a time")
-    device: str = option("cpu", "or cuda")
+    device: str = device("cpu")
     limit: float = option(1800.0, "seconds for all that one process does")
     out: str = out("full_size.csv")
     tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
@@ -85,7 +85,7 @@ def measure(name: str, options: FullOptions) -> list[dict[str, Any]]:
         row = {
             "model": f"{name} (tiny)" if options.tiny else name,
             "method": method,
-            **{size: getattr(asked, size) for size in ("batch", "tokens", "layers", "device", "threads", "dtype")},
+            **{size: getattr(asked, size) for size in (*SIZES, "device", "threads", "dtype")},
             **facts,
             "status": f"refused: {refused}" if refused else "ok",
         }
@@ -94,28 +94,10 @@ def measure(name: str, options: FullOptions) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one model as lines of text."""
-    first = next((row for row in rows if row["status"] == "ok"), rows[0])
-    weights = "".join(f", {first.get(key, 0) / 1e6:.4g} M {key}" for key in ("parameters", "trainable"))
-    title = f"\n{first['model']}: B {first['batch']}, T {first['tokens']}, {first['layers']} layers{weights}, "
-    title += f"{first['device']}, {first['threads']} threads, {first['dtype']}"
-    columns = ["method", "wall_seconds", "cpu_seconds", "peak_bytes", "memory_ratio", "status"]
-    shown = pd.DataFrame(list(rows), columns=columns)
-    shown = shown.assign(peak_bytes=shown["peak_bytes"] / GIB).rename(columns={"peak_bytes": "peak, GiB"})
-    return f"{title}\n{as_text(shown)}"
-
-
 def run(options: FullOptions) -> None:
     """Measure each model; its rows are written and printed as soon as it is done."""
-    chosen = names("model", options.model, MODELS)
-    for name in chosen:
-        workload = MODELS[name].workload
-        workloads.check(workload, batch=options.batch, layers=options.layers, tokens=options.tokens)
-    for name in chosen:
-        rows = measure(name, options)
-        TABLE.add(options.out, rows)
-        print(table(rows), flush=True)
+    for name in names("model", options.model, MODELS):
+        TABLE.add(options.out, measure(name, options))
 
 
 main = command(FullOptions, run)

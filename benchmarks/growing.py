@@ -120,4 +120,4 @@ def build(network: str, sizes: Sizes, *, device: str = "cpu", dtype: str = "floa
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             return losses(model, slice(None) if rows is None else list(rows))
 
-    return Workload(network, model, of_rows, sizes.batch, sizes.layers, channels_last=False)
+    return Workload(network, model, of_rows, sizes.batch, sizes.layers)

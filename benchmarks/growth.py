@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
 
 from benchmarks.growing import NETWORKS, Sizes, build
 from benchmarks.meters import Stopwatch, peak_bytes
 from benchmarks.methods import METHODS, make
-from benchmarks.options import command, names, option, out
-from benchmarks.results import MACHINE, Table, as_text, seconds_of
-from groupwise.analysis import benchmark_rows
-from groupwise.errors import UserError
+from benchmarks.options import command, device, names, option, out
+from benchmarks.results import MACHINE, Table, seconds_of
 
-TABLE = Table("growth.csv", ("network", "axis", "method", *MACHINE))  # all sizes of an axis are replaced
+SHOWN = ("network", "axis", "value", "method", "cpu_seconds", "wall_seconds", "peak_bytes")
+TABLE = Table("growth.csv", ("network", "axis", "method", *MACHINE), SHOWN)  # all sizes of an axis are replaced
 
 
 @dataclass
@@ -35,8 +33,8 @@ class GrowthOptions:
     rounds: int = option(5, "how often each method has its turn at each size")
     steps: int = option(2, "steps on the clock in a turn, after one to warm up")
     threads: int = option(1, "of torch")
-    device: str = option("cpu", "or cuda")
-    dtype: str = option("float32", "or bfloat16 (autocast)")
+    device: str = device("cpu")
+    dtype: str = option("float32", "or bfloat16 (autocast)", among=("float32", "bfloat16"))
     limit: float = option(20.0, "seconds: an axis ends before a step would take longer")
     out: str = out("growth.csv")
 
@@ -100,22 +98,11 @@ def _peak(step: Any, device: str) -> int:
     return peak_bytes(step, device)[0]
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What the command prints of one axis: the factors of each doubling, those of non-private training beside them."""
-    table = benchmark_rows.growth_factors(pd.DataFrame(list(rows)).assign(hardware="here"))
-    shown = table[["method", "start", "end", "time", "none_time", "memory", "none_memory"]]
-    return f"\n{rows[0]['network']}, {rows[0]['axis']}\n{as_text(shown)}"
-
-
 def run(options: GrowthOptions) -> None:
-    """Measure every axis; its rows are written and its factors printed as soon as it is done."""
+    """Measure every axis; its rows are written and printed as soon as it is done."""
     methods = names("method", options.method, METHODS, first="none")
-    if options.dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={options.dtype} is unknown: give float32 or bfloat16.")
     for network, axis in options.cases:
-        rows = measure(network, axis, methods, options)
-        TABLE.add(options.out, rows)
-        print(summary(rows), flush=True)
+        TABLE.add(options.out, measure(network, axis, methods, options))
 
 
 main = command(GrowthOptions, run)

@@ -13,13 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from benchmarks.loop_rounds import measure
 from benchmarks.options import command, option, out, read
-from benchmarks.results import Table, as_text
+from benchmarks.results import Table
 from groupwise.analysis.benchmark_rows import LOOP_CELL
 from groupwise.config.compose import compose_run
 from groupwise.config.keys import groups
@@ -29,8 +26,8 @@ from groupwise.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 DEFAULTS = {"task": "cifar", "clip": "adaptive_layer", "scale": "demo"}
-NEVER = ("eval.every", "paths.results", "tracker", "resume", "overwrite")
-TABLE = Table("loop.csv", LOOP_CELL)
+SHOWN = ("task", "scale", "clip", "batch", "loop_cpu_seconds", "bare_cpu_seconds", "ratio", "wall_ratio")
+TABLE = Table("loop.csv", LOOP_CELL, SHOWN)
 
 
 @dataclass
@@ -46,14 +43,12 @@ def parse(schema: type[LoopOptions], arguments: Sequence[str]) -> tuple[LoopOpti
     """Read the command line: options of the benchmark, and the run that they are about.
 
     Raises:
-        UserError: an unknown key or value; a key that the benchmark sets itself.
+        UserError: an unknown key or value.
     """
     own = [item for item in arguments if item.partition("=")[0] in ("rounds", "steps", "out")]
     options = read(schema, own)
     rest = [item for item in arguments if item not in own]
     given = {item.partition("=")[0].lstrip("+") for item in rest}
-    if taken := sorted(given & set(NEVER)):
-        raise UserError(f"{taken[0]} is not for this benchmark, which keeps nothing of the run: leave it out.")
     defaults = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in given]
     try:
         return options, compose_run([*defaults, *rest], CONF)
@@ -61,26 +56,10 @@ def parse(schema: type[LoopOptions], arguments: Sequence[str]) -> tuple[LoopOpti
         raise UserError(in_one_sentence(error, tuple(groups(CONF)))) from None
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What the command prints: milliseconds of a step, and the ratio bare / loop, medians and ranges over rounds."""
-    first, frame = rows[0], pd.DataFrame(list(rows))
-    title = " ".join(f"{key}={first[key]}" for key in ("task", "scale", "clip"))
-    clock = "wall" if first["device"] == "cuda" else "cpu"
-    for kind in ("loop", "bare"):
-        frame[f"{kind} step, ms"] = 1e3 * frame[f"{kind}_{clock}_seconds"]
-    shown = frame[["loop step, ms", "bare step, ms", "ratio", "wall_ratio"]].agg(["median", "min", "max"])
-    return (
-        f"{title}: B {first['batch']} in microbatches of {first['microbatch']}, {first['parameters']} parameters, "
-        f"{first['device']}, {first['threads']} threads, {first['dtype']}\n{as_text(shown.reset_index(names=''))}"
-    )
-
-
 def run(given: tuple[LoopOptions, RunConfig]) -> None:
-    """Measure, write the rows, print what they come to."""
+    """Measure, write and print the rows."""
     options, config = given
-    rows = measure(config, options.rounds, options.steps)
-    TABLE.add(options.out, rows)
-    print(summary(rows))
+    TABLE.add(options.out, measure(config, options.rounds, options.steps))
 
 
 main = command(LoopOptions, run, parse)

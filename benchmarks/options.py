@@ -7,7 +7,7 @@ from groupwise import options
 from groupwise.errors import UserError, unknown
 from groupwise.options import option
 
-__all__ = ["OUT", "check_device", "command", "names", "option", "out", "read", "split"]
+__all__ = ["OUT", "command", "device", "names", "option", "out", "read", "split"]
 T = TypeVar("T")
 OUT = "results/measured/benchmarks"
 """The folder of the committed rows."""
@@ -18,27 +18,24 @@ def out(file: str) -> Any:
     return option(OUT, f"the folder of {file}")
 
 
+def device(default: str) -> Any:
+    """The option of what to run on."""
+    return option(default, "cpu or cuda", among=("cpu", "cuda"))
+
+
 def read(schema: type[T], arguments: Sequence[str]) -> T:
-    """As `groupwise.options.read`; a device must be there."""
-    found = options.read(schema, arguments)
-    if hasattr(found, "device"):
-        check_device(found.device)
-    return found
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there.
+    """As `groupwise.options.read`.
 
     Raises:
-        UserError: neither cpu nor cuda; cuda without a GPU.
+        UserError: device=cuda without a GPU too.
     """
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"device={device} is unknown: give cpu or cuda.")
-    if device == "cuda":
+    found = options.read(schema, arguments)
+    if getattr(found, "device", "cpu") == "cuda":
         import torch
 
         if not torch.cuda.is_available():
             raise UserError("device=cuda was asked for, but torch sees no GPU here: give device=cpu.")
+    return found
 
 
 def split(names: str) -> list[str]:

@@ -7,18 +7,16 @@ Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processe
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
-
 from benchmarks.options import command, names, option, out
-from benchmarks.results import MACHINE, Table, as_text
+from benchmarks.results import MACHINE, Table
 from benchmarks.staged import PARTITIONS, SHAPES, Shape, Staged, measure
 
 SIZES = ("stages", "rematerialize", "rank", "width", "blocks", "microbatch", "length", "microbatches")
-TABLE = Table("pipeline.csv", ("shape", "method", *MACHINE))
+SHOWN = ("shape", "stages", "method", "predicted_peak_bytes", "peak_bytes", "memory_error")
+TABLE = Table("pipeline.csv", ("shape", "method", *MACHINE), SHOWN)
 
 
 @dataclass
@@ -59,21 +57,11 @@ def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dic
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one shape as lines of text."""
-    first, frame = rows[0], pd.DataFrame(list(rows))
-    sizes = ", ".join(f"{size} {first[size]}" for size in SIZES)
-    shown = frame[["method", "predicted_peak_bytes", "peak_bytes", "memory_error"]]
-    return f"\n{first['shape']}: {sizes}\n{as_text(shown)}"
-
-
 def run(options: PipelineOptions) -> None:
     """Predict and measure each shape; its rows are written and printed as soon as it is done."""
     methods = names("method", options.method, PARTITIONS)
     for name in names("shape", options.shape, SHAPES):
-        rows = compare(name, methods, options)
-        TABLE.add(options.out, rows)
-        print(table(rows), flush=True)
+        TABLE.add(options.out, compare(name, methods, options))
 
 
 main = command(PipelineOptions, run)

@@ -41,17 +41,8 @@ def package_of(method: str) -> str | None:
 
 
 def put_on_path(folder: str) -> None:
-    """Import from the subfolders of `peers=FOLDER`, here and in processes that are started from here.
-
-    Raises:
-        UserError: there is no such folder, or no peer in it.
-    """
+    """Import from the subfolders of `peers=FOLDER`, here and in processes that are started from here."""
     places = sorted(place for place in Path(folder).expanduser().resolve().glob("*") if place.is_dir())
-    if not any((place / package).is_dir() for place in places for package in PACKAGES.values()):
-        raise UserError(
-            f"peers={folder} has no subfolder with {' or '.join(PACKAGES.values())} in it: clone "
-            "awslabs/fast-differential-privacy or lxuechen/private-transformers there."
-        )
     before = os.environ.get("PYTHONPATH")
     sys.path.extend(map(str, places))
     os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [before]), *map(str, places)])
@@ -168,6 +159,6 @@ def load(package: str) -> Any:
     try:
         library = importlib.import_module(package)
     except ImportError as error:
-        raise UserError(f"{package} cannot be imported ({error}): give peers=FOLDER with a checkout of it.") from None
+        raise UserError(f"{package} cannot be imported ({error}): give peers=FOLDER, with a checkout in it.") from None
     importlib.import_module(f"{package}.transformers_support").forward_swapper = lambda module: None  # type: ignore[attr-defined]
     return library

@@ -1,4 +1,4 @@
-"""Keeps the files of measured rows, each with its provenance, and prints those of throughput.csv."""
+"""Keeps the files of measured rows, each with its provenance, and prints what is added to them."""
 
 import platform
 import sys
@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from benchmarks.meters import floor
-from groupwise.analysis.benchmark_rows import MACHINE, cells
+from groupwise.analysis.benchmark_rows import MACHINE
 from groupwise.atomic import write_text
 from groupwise.training.provenance import git_state
 
@@ -27,10 +27,12 @@ class Table:
     Args:
         file: its name.
         key: the columns that identify a measurement, whose new rows replace its old ones.
+        shown: the columns that are printed.
     """
 
     file: str
     key: tuple[str, ...]
+    shown: tuple[str, ...] = ()
 
     def rows(self, folder: str | Path) -> pd.DataFrame:
         """What is in the file, as text; nothing where there is none."""
@@ -39,21 +41,24 @@ class Table:
             return pd.DataFrame(columns=list(self.key))
         return pd.read_csv(path, dtype=str, keep_default_na=False)
 
-    def add(self, folder: str | Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Write the rows, whole or not at all; returns them with what is written of their machine and versions."""
+    def add(self, folder: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the rows with their machine and versions, whole or not at all, and print medians over rounds."""
         source, old = provenance(rows[0]["device"]), self.rows(folder)
-        rows = [row | source for row in rows]
-        new = pd.DataFrame(rows).astype(object).map(_written)
+        new = pd.DataFrame([row | source for row in rows]).astype(object).map(_written)
         new = new.reindex(columns=list(dict.fromkeys([*new, *self.key])), fill_value="")
         replaced = pd.MultiIndex.from_frame(old[[*self.key]]).isin(pd.MultiIndex.from_frame(new[[*self.key]]))
         frame = pd.concat([old[~replaced], new])
         path = Path(folder) / self.file
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, frame.fillna("").to_csv(index=False, lineterminator="\n"))
-        return rows
+        print(_as_text(pd.DataFrame(rows).reindex(columns=list(self.shown))), flush=True)
 
 
-THROUGHPUT = Table("throughput.csv", ("workload", "method", "batch", "layers", *MACHINE))
+THROUGHPUT = Table(
+    "throughput.csv",
+    ("workload", "method", "batch", "layers", *MACHINE),
+    ("workload", "batch", "dtype", "method", "memory_format", "examples_per_second", "ratio", "memory_ratio", "status"),
+)
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,23 +134,10 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def as_text(frame: pd.DataFrame) -> str:
-    """A table for a terminal: four digits, nothing for what is missing."""
+def _as_text(frame: pd.DataFrame) -> str:
+    """For a terminal: a line for all rows that differ in measured numbers only, with the medians of these."""
+    measured = list(frame.select_dtypes(float))
+    if measured and len(measured) < len(frame.columns):
+        frame = frame.groupby(list(frame.columns.difference(measured, sort=False)), sort=False, dropna=False)
+        frame = frame.median().reset_index()
     return frame.to_string(index=False, na_rep="", float_format="{:.4g}".format)
-
-
-BUSY = 1.05  # wall over CPU seconds of one thread
-SHOWN = ("method", "memory_format", "examples_per_second", "ratio", "ratio_least", "ratio_most", "memory_ratio")
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of one workload, with ratios and provenance, as lines of text: medians over rounds."""
-    first, frame = rows[0], pd.DataFrame(list(rows))
-    depth = f", {first['layers']} layers" if first["layers"] else ""
-    machine = f"{first['device']}, {first['threads']} threads, {first['dtype']}"
-    shown = cells(frame)[[*SHOWN, "floor", "noise_seconds", "status"]]
-    lines = ["", f"{first['workload']}: B {first['batch']}{depth}, {machine}", as_text(shown)]
-    share = (frame["wall_seconds"] / frame["cpu_seconds"]).median()
-    if first["device"] == "cpu" and first["threads"] == 1 and share >= BUSY:  # others then disturb CPU time, too
-        lines.append(f"the machine was busy: wall time was {share:.2f} times CPU time; measure again")
-    return "\n".join(lines)

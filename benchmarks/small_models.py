@@ -31,12 +31,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import groupwise
 from benchmarks.growing import Block
 from benchmarks.meters import Stopwatch
-from benchmarks.options import command, names, option, out
+from benchmarks.options import command, device, names, option, out
 from benchmarks.research_peers import load, put_on_path
 from benchmarks.results import MACHINE, Table
 from groupwise.errors import UserError
 
-TABLE = Table("small_models.csv", ("model", "method", "batch", *MACHINE))
+SHOWN = ("model", "method", "milliseconds", "ratio", "status")
+TABLE = Table("small_models.csv", ("model", "method", "batch", *MACHINE), SHOWN)
 SCRIPT = Path(__file__).with_name("small_models_jax.py")
 
 
@@ -46,7 +47,7 @@ class SmallModelOptions:
 
     model: str = option("all", "several by commas")
     method: str = option("all", "several by commas; none always runs")
-    device: str = option("cpu", "or cuda")
+    device: str = device("cpu")
     rounds: int = option(7, "how often each method has its turn")
     steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
     jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
@@ -332,9 +333,6 @@ def run(options: SmallModelOptions) -> None:
         if options.jax and name != "resnet18":
             rows.append(by_jax(options.jax, rows[0], options.rounds))
         TABLE.add(options.out, rows)
-        for row in rows:
-            found = f"{row['milliseconds']:8.2f} ms  {row['ratio']:5.2f} of plain" if row["rounds"] else row["status"]
-            print(f"{name:12} {row['method']:15} {found}", flush=True)
 
 
 main = command(SmallModelOptions, run)

@@ -23,9 +23,9 @@ from benchmarks import research_peers
 from benchmarks.driver import run
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, RECORDED
-from benchmarks.options import command, names, option, out, split
-from benchmarks.results import THROUGHPUT, table, with_ratios
-from benchmarks.workloads import WORKLOADS, check
+from benchmarks.options import command, device, names, option, out, split
+from benchmarks.results import THROUGHPUT, with_ratios
+from benchmarks.workloads import WORKLOADS
 from groupwise.errors import UserError
 
 
@@ -40,8 +40,8 @@ class Options:
     rounds: int = option(5, "how often each method has its turn")
     steps: int = option(3, "steps on the clock in a turn, after one to warm up")
     threads: int = option(1, "threads of each process; processes run one at a time")
-    device: str = option("cpu", "or cuda")
-    dtype: str = option("float32", "or bfloat16 (autocast), float64")
+    device: str = device("cpu")
+    dtype: str = option("float32", "or bfloat16 (autocast), float64", among=("float32", "bfloat16", "float64"))
     limit: float = option(900.0, "seconds that one turn may take")
     out: str = out("throughput.csv")
     peers: str | None = option(None, "a folder of checkouts of fast-differential-privacy and private-transformers")
@@ -69,12 +69,10 @@ def cases(options: Options) -> list[Job]:
     """One job for each workload and batch size; its method is filled in by the driver.
 
     Raises:
-        UserError: an unknown name, or a value that a workload cannot have.
+        UserError: an unknown name.
     """
     every = [name for name, kind in WORKLOADS.items() if kind.in_all]
     workloads = every if options.workload == "all" else names("workload", options.workload, WORKLOADS)
-    for name in workloads:
-        check(name, batch=None, layers=None, dtype=options.dtype)
     return [
         Job(
             workload=workload,
@@ -97,7 +95,7 @@ def measure(options: Options) -> None:
         research_peers.put_on_path(options.peers)
     for case in todo:
         rows = with_ratios(run(case, chosen, options.rounds, options.steps, options.limit))
-        print(table(THROUGHPUT.add(options.out, rows)), flush=True)
+        THROUGHPUT.add(options.out, rows)
 
 
 main = command(Options, measure)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.language import Built, gpt2, llama, lora_gpt2, lora_gpt2_xl, lora_llama, roberta
-from groupwise.errors import UserError, did_you_mean
+from groupwise.errors import UserError
 
-DTYPES = ("float32", "float64", "bfloat16")
 TINY_TOKENS = 7
 
 
@@ -24,7 +23,6 @@ class Kind:
     batch: int
     layers: int | None = None  # None: depth and tokens are no options
     tokens: int = 0
-    positions: int = 0  # the most tokens
     channels_last: bool = False
     in_all: bool = True  # whether "all" means it too
 
@@ -39,7 +37,6 @@ class Workload:
         losses: runs the model on rows of the one batch and returns their losses, (n,); None means the whole batch.
         batch: B.
         layers: transformer blocks; None where the depth is no option.
-        channels_last: whether that memory format is an option.
         tokens: T of a language model.
         data: the batch, the examples on the first axis of each.
     """
@@ -49,7 +46,6 @@ class Workload:
     losses: Callable[[Sequence[int] | None], Tensor]
     batch: int
     layers: int | None
-    channels_last: bool
     tokens: int | None = None
     data: dict[str, Tensor] = field(default_factory=dict)
 
@@ -69,7 +65,6 @@ def build(
     batch: int | None = None,
     layers: int | None = None,
     tokens: int | None = None,
-    seed: int = 0,
     tiny: bool = False,
     device: str = "cpu",
     dtype: str = "float32",
@@ -82,23 +77,23 @@ def build(
         batch: B; None takes the workload's own.
         layers: transformer blocks; None takes the full shape's.
         tokens: T of a language model; None takes the workload's own.
-        seed: of weights and data.
         tiny: the same layers at sizes for tests.
         device: "cpu", "cuda"; "meta" makes the shapes only.
         dtype: "float32", "float64", or "bfloat16", which keeps float32 parameters and runs the model in autocast.
         channels_last: put images and convolutions into that memory format.
 
     Raises:
-        UserError: an unknown name or dtype; a depth, tokens or channels_last, where that is no option; a size below 1;
-            more tokens than the model has positions.
+        UserError: channels_last, where there are no images.
     """
-    kind = check(name, batch=batch, layers=layers, tokens=tokens, dtype=dtype, channels_last=channels_last)
+    kind = WORKLOADS[name]
+    if channels_last and not kind.channels_last:
+        raise UserError(f"channels_last was asked for, but workload={name} has no images.")
     size = batch or (4 if tiny else kind.batch)
     depth = length = None
     if kind.layers is not None:
         depth, length = layers or (2 if tiny else kind.layers), tokens or (TINY_TOKENS if tiny else kind.tokens)
     with torch.random.fork_rng(devices=[]), torch.device("meta") if device == "meta" else nullcontext():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         built = kind.make(size, tiny) if depth is None else kind.make(size, depth, length, tiny)
     model, data = built.model.train(), built.batch
     model.to(device)
@@ -116,40 +111,8 @@ def build(
         with torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else nullcontext():
             return built.losses(model, some)
 
-    made = Workload(name, model, losses, size, depth, kind.channels_last, length, data)
+    made = Workload(name, model, losses, size, depth, length, data)
     return made
-
-
-def check(
-    name: str,
-    *,
-    batch: int | None,
-    layers: int | None,
-    tokens: int | None = None,
-    dtype: str = "float32",
-    channels_last: bool = False,
-) -> Kind:
-    """Refuse what `build` cannot make, without making anything.
-
-    Raises:
-        UserError: see `build`.
-    """
-    if name not in WORKLOADS:
-        raise UserError(f"workload={name} is unknown{did_you_mean(name, WORKLOADS)}: give {', '.join(WORKLOADS)}.")
-    kind = WORKLOADS[name]
-    if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype} is unknown{did_you_mean(dtype, DTYPES)}: give {', '.join(DTYPES)}.")
-    for key, value in (("layers", layers), ("tokens", tokens)):
-        if value is not None and kind.layers is None:
-            raise UserError(f"{key}={value} was given, but that of workload={name} is no option: leave it out.")
-    for key, value in (("batch", batch), ("layers", layers), ("tokens", tokens)):
-        if value is not None and value < 1:
-            raise UserError(f"{key}={value} was given; use a whole number of at least 1.")
-    if tokens is not None and tokens > kind.positions:
-        raise UserError(f"tokens={tokens} was given, but {name} has {kind.positions} positions: give no more.")
-    if channels_last and not kind.channels_last:
-        raise UserError(f"channels_last was asked for, but workload={name} has no images.")
-    return kind
 
 
 def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Built:
@@ -178,13 +141,13 @@ def _cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 WORKLOADS = {
     "wrn16_4_ws": Kind(partial(_wide_resnet, weight_standardization=True), batch=32, channels_last=True),
     "wrn16_4_conv": Kind(partial(_wide_resnet, weight_standardization=False), batch=32, channels_last=True),
-    "roberta_base": Kind(roberta, batch=8, layers=12, tokens=64, positions=512),
-    "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=100, positions=1024),
-    "gpt2_64": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=64, positions=1024, in_all=False),
-    "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12, tokens=100, positions=1024),
+    "roberta_base": Kind(roberta, batch=8, layers=12, tokens=64),
+    "gpt2": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=100),
+    "gpt2_64": Kind(partial(gpt2, tied=True), batch=4, layers=12, tokens=64, in_all=False),
+    "gpt2_untied": Kind(partial(gpt2, tied=False), batch=4, layers=12, tokens=100),
     "mlp": Kind(_mlp, batch=256),
-    "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12, tokens=100, positions=1024),
-    "llama": Kind(llama, batch=4, layers=30, tokens=100, positions=2048),
-    "lora_llama": Kind(lora_llama, batch=4, layers=30, tokens=100, positions=2048),
-    "lora_gpt2_xl": Kind(lora_gpt2_xl, batch=1, layers=48, tokens=256, positions=1024, in_all=False),
+    "lora_gpt2": Kind(lora_gpt2, batch=4, layers=12, tokens=100),
+    "llama": Kind(llama, batch=4, layers=30, tokens=100),
+    "lora_llama": Kind(lora_llama, batch=4, layers=30, tokens=100),
+    "lora_gpt2_xl": Kind(lora_gpt2_xl, batch=1, layers=48, tokens=256, in_all=False),
 }

@@ -31,7 +31,7 @@ def test_every_model_runs_beside_its_non_private_update(monkeypatch, tmp_path, c
     assert [tuple(pair) for pair in rows[["model", "method"]].to_numpy()] == [
         (f"{name} (tiny)", method) for name, model in MODELS.items() for method in model.methods
     ]
-    assert all(f"{name} (tiny): B 3, T 5, 2 layers" in printed for name in MODELS)
+    assert all(f"{name} (tiny)" in printed for name in MODELS)
     assert set(rows["status"]) == {"ok"} and (rows[["wall_seconds", "peak_bytes"]] > 0).all(axis=None)
     assert rows["memory_ratio"].between(0.9, 1.25).all() and rows["torch"].notna().all()
     adapters = rows["model"] == "gpt2_xl (tiny)"

@@ -27,7 +27,7 @@ def test_rounds_become_rows_and_nothing_of_the_run_stays(tmp_path, monkeypatch, 
     assert loop.main(command) == 0
     printed = capsys.readouterr().out
     rows = pd.read_csv("out/loop.csv")
-    assert "task=cifar scale=smoke clip=adaptive_layer" in printed and "Privacy:" not in printed
+    assert len(printed.splitlines()) == 2 and printed.split()[-8:-5] == ["cifar", "smoke", "adaptive_layer"]
     assert rows["round"].tolist() == [0, 1]
     assert (rows.filter(regex="seconds$|ratio$") > 0).all(axis=None)
     assert rows["ratio"].tolist() == pytest.approx((rows["bare_cpu_seconds"] / rows["loop_cpu_seconds"]).tolist(), 1e-4)
@@ -94,7 +94,6 @@ def test_a_bare_step_clips_noises_and_updates_the_very_same_microbatches(clip, m
     [
         (["clip=flut"], "did you mean flat"),
         (["train.batchsize=3"], "train.batch_size"),
-        (["resume=here"], "leave it out"),
         (["train.compile=true", *SMOKE], "compile"),
         (["scale=smoke", "rounds=50", "privacy.accountant=rdp"], "train.steps="),
     ],

@@ -15,8 +15,7 @@ def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.Capt
     arguments = ["tiny=true", "workload=mlp", "method=flat", "rounds=2", "steps=1", f"out={tmp_path}"]
     assert main(arguments) == 0
     printed, told = capsys.readouterr()
-    assert "mlp (tiny): B 4" in printed and "ratio" in printed
-    assert [line.split()[0] for line in printed.splitlines()[3:5]] == ["none", "flat"]
+    assert [line.split()[4] for line in printed.splitlines()] == ["memory_format", "none", "flat"]
     assert "round 2 of 2" in told
     rows = pd.read_csv(tmp_path / "throughput.csv")
     assert rows["method"].tolist() == ["none", "flat", "none", "flat"]
