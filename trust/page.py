@@ -5,12 +5,12 @@ Each CSV in results/trust becomes a page of tables beside it; the documents hold
 
 import csv
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
+from groupwise.errors import command
 from groupwise.rows import between_markers, markdown
 from trust.models.rows import summary, tables
 
@@ -176,25 +176,16 @@ def full(evidence: Evidence, results: Path = RESULTS) -> str:
     return f"# {evidence.title}\n\n{said}\n\n{evidence.tables(rows) if rows else NOTHING}\n"
 
 
-def main(arguments: Iterable[str] = ()) -> int:
+@command
+def main() -> int:
     """The command line; returns the exit code."""
-    if list(arguments):
-        print(
-            "error: python -m trust.page takes no options: it writes docs/trust.md, docs/models.md and results/trust.",
-            file=sys.stderr,
-        )
-        return 2
-    try:
-        for page in dict.fromkeys(evidence.page for evidence in EVIDENCE):
-            write_text(page, fill(page.read_text(encoding="utf-8"), page=page))
-        for evidence in EVIDENCE:
-            write_text(RESULTS / f"{evidence.name}.md", full(evidence))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for page in dict.fromkeys(evidence.page for evidence in EVIDENCE):
+        write_text(page, fill(page.read_text(encoding="utf-8"), page=page))
+    for evidence in EVIDENCE:
+        write_text(RESULTS / f"{evidence.name}.md", full(evidence))
     print(f"{PAGE}, {MODELS} and {RESULTS}/*.md show what {RESULTS}/*.csv hold")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

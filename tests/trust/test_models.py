@@ -134,7 +134,7 @@ def test_what_mixes_must_be_refused():
 
 
 def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spoiled):
-    monkeypatch.setattr(command, "RESULT", tmp_path / "trust" / "models.csv")
+    monkeypatch.setattr(command, "RESULT", tmp_path / "models.csv")
     assert main(["--only", "MLP"]) == 0
     assert "MLP (" in capsys.readouterr().out and not command.RESULT.exists()
     monkeypatch.setattr(command, "ARCHITECTURES", (MLP,))

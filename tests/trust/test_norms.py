@@ -33,7 +33,7 @@ def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(norms, "RESULT", tmp_path / "trust" / "norms.csv")
+    monkeypatch.setattr(norms, "RESULT", tmp_path / "norms.csv")
     monkeypatch.setattr(norms, "CASES", {"LayerNorm": replace(CASES["LayerNorm"], entries=(1000, 4000))})
     assert main(["--most", "2000"]) == 0 and not norms.RESULT.exists()
     assert len(capsys.readouterr().out.splitlines()) == len(LAWS)

@@ -60,7 +60,7 @@ def test_the_patches_leave_nothing_behind():
 
 
 def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planted, "RESULT", tmp_path / "trust" / "planted.csv")
+    monkeypatch.setattr(planted, "RESULT", tmp_path / "planted.csv")
     assert main(["--only", "no_clipping", "--plays", "30"]) == 0
     assert "| no clipping | 1 |" in capsys.readouterr().out and not planted.RESULT.exists()
     assert main(["--only", "no_clipping", "--plays", "2"]) == 1  # too few to show anything

@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = pd.crosstab(*(pd.Series(each) for each in zip(*found, strict=True)), margins=True, margins_name="all")
     table = table.reindex(columns=["all", *VERDICTS], fill_value=0).rename(columns={"all": "tried"})
     table = table.rename_axis("kind").reset_index()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(given.out, table[:-1].to_csv(index=False, lineterminator="\n"))
     print(table.to_string(index=False))
     return 1 if defects else 0

@@ -64,7 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     table = [[row.fault, str(row.tried), str(row.lost), row.result] for row in rows]
     print(markdown(["fault", "tried", "lost", "what happens"], table))
     if not given.faults:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(given.out, csv_text(["fault", "tried", "lost", "result"], table))
     return int(any(row.lost for row in rows))
 

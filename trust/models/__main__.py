@@ -84,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'; '.join(of)}\n    {note}", file=sys.stderr)
     print(f"{len(rows)} rows, {len(faulty)} of them false alarms, wrong or a traceback")
     if not options.only and tuple(options.modes) == MODES:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, csv_text(HEAD, lines))
     return 1 if faulty else 0
 

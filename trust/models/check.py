@@ -192,11 +192,7 @@ def _check_first(engine: ClippingEngine, subject: Subject, verified: bool) -> Us
 
 def losses_of(subject: Subject, rows: Sequence[int]) -> Tensor:
     """The losses of these examples, (n,)."""
-    return subject.losses(subject.model, _rows(subject, list(rows)))
-
-
-def _rows(subject: Subject, rows: list[int]) -> dict[str, Tensor]:
-    return {name: values[rows] for name, values in subject.batch.items()}
+    return subject.losses(subject.model, {name: values[list(rows)] for name, values in subject.batch.items()})
 
 
 def choose_thresholds(norms: Tensor) -> Tensor:

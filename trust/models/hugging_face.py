@@ -72,9 +72,18 @@ def classifier(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def classifier_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): everything but the labels goes to the model."""
+    """(B,): everything but the labels goes to the model, which returns its logits first."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return classified(model(**inputs).logits, batch["labels"])
+    return classified(model(**inputs)[0], batch["labels"])
+
+
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """(B,): each token of the decoder from those before it. A mask that is called "mask" does not go to the model; the
+    logits of prompts, which stand before the tokens, are left out."""
+    inputs = {name: value for name, value in batch.items() if name != "mask"}
+    ids = batch.get("decoder_input_ids", batch["input_ids"])
+    logits = model(**inputs).logits[:, -ids.shape[1] :]
+    return next_tokens(logits, ids, batch["attention_mask" if "mask" not in batch else "mask"])
 
 
 def causal(name: str, own: dict[str, Any]) -> Architecture:
@@ -84,24 +93,12 @@ def causal(name: str, own: dict[str, Any]) -> Architecture:
         given = dict(own)
         positions, padding = given.pop("positions", False), given.pop("padding", True)
         model = build_model("CausalLM", configure(size, **given))
-        batch = {"input_ids": size.ids(), "attention_mask": size.mask}
+        batch = {"input_ids": size.ids(), "attention_mask" if padding else "mask": size.mask}
         if positions:
             batch["position_ids"] = (size.mask.cumsum(1) - 1).clamp_min(0)
-        return Subject(model, batch, causal_losses if padding else unpadded_losses)
+        return Subject(model, batch, token_losses)
 
     return Architecture(name, FAMILY, make)
-
-
-def causal_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): each token from those before it."""
-    logits = model(**batch, use_cache=False).logits
-    return next_tokens(logits, batch["input_ids"], batch["attention_mask"])
-
-
-def unpadded_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): the same, and the model gets no attention mask."""
-    logits = model(input_ids=batch["input_ids"]).logits
-    return next_tokens(logits, batch["input_ids"], batch["attention_mask"])
 
 
 def translator(name: str, own: dict[str, Any]) -> Architecture:
@@ -115,15 +112,9 @@ def translator(name: str, own: dict[str, Any]) -> Architecture:
         }
         model = build_model("Seq2SeqLM", configure(size, **layers, **own))
         batch = {"input_ids": size.ids(), "attention_mask": size.mask, "decoder_input_ids": size.ids()}
-        return Subject(model, batch, translator_losses)
+        return Subject(model, batch, token_losses)
 
     return Architecture(name, FAMILY, make)
-
-
-def translator_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): each target token from those before it."""
-    logits = model(**batch, use_cache=False).logits
-    return next_tokens(logits, batch["decoder_input_ids"], batch["attention_mask"])
 
 
 TASKS = {"classifier": classifier, "causal": causal, "translator": translator}
@@ -151,15 +142,9 @@ def adapted(name: str, own: dict[str, Any]) -> Architecture:
         for module in model.modules():
             if getattr(module, "module_dropout", None):  # at rate 0 it draws one number for the batch all the same
                 in_eval(module)
-        return Subject(model, {"input_ids": size.ids(), "attention_mask": size.mask}, adapted_losses)
+        return Subject(model, {"input_ids": size.ids(), "attention_mask": size.mask}, token_losses)
 
     return Architecture(name, "peft", make)
-
-
-def adapted_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): as `causal_losses`; prompts stand before the tokens, and their logits are left out."""
-    logits = model(**batch, use_cache=False).logits[:, -batch["input_ids"].shape[1] :]
-    return next_tokens(logits, batch["input_ids"], batch["attention_mask"])
 
 
 TEXT = tuple(text(name, own) for name, own in LISTED["text"].items())

@@ -1,13 +1,12 @@
 """Models of transformers that see and hear, and those that take several inputs an example."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Architecture, Batch, Size, Subject, classified, next_tokens
+from trust.models.architecture import Architecture, Batch, Size, Subject, next_tokens
 from trust.models.hugging_face import FAMILY, build_model, classifier_losses, configure, set_dropout
 from trust.models.libraries import LISTED
 
@@ -24,11 +23,6 @@ def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: 
     return Architecture(name, FAMILY, make, own.get("mixes", False))
 
 
-def embedded_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): everything but the labels goes to a tower of CLIP, whose projected output decides."""
-    return classified(model(**{name: t for name, t in batch.items() if name != "labels"})[0], batch["labels"])
-
-
 def clip_config(size: Size) -> Any:
     """Both towers, small."""
     config = configure(size, **LISTED["clip"])
@@ -41,13 +35,13 @@ def clip_text(size: Size) -> Subject:
     model = build_model("CLIPTextModelWithProjection", clip_config(size).text_config)
     ids = size.ids().clamp_min(3)
     ids[torch.arange(size.batch), size.lengths - 1] = 2
-    return Subject(model, {"input_ids": ids, "attention_mask": size.mask, "labels": size.labels()}, embedded_losses)
+    return Subject(model, {"input_ids": ids, "attention_mask": size.mask, "labels": size.labels()}, classifier_losses)
 
 
 def clip_vision(size: Size) -> Subject:
     """The image tower."""
     model = build_model("CLIPVisionModelWithProjection", clip_config(size).vision_config)
-    return Subject(model, {"pixel_values": size.images(), "labels": size.labels()}, embedded_losses)
+    return Subject(model, {"pixel_values": size.images(), "labels": size.labels()}, classifier_losses)
 
 
 def clip_contrastive(size: Size) -> Subject:
@@ -106,20 +100,15 @@ def siamese(size: Size) -> Subject:
     return Subject(model, batch, losses)
 
 
-def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Architecture:
-    """A line of the list that has a function of its own."""
-    return Architecture(name, FAMILY, make, mixes)
-
-
 FRAMES = 4
 SENSES = (
-    of("BERT for multiple choice", multiple_choice),
-    of("BERT, siamese", siamese),
+    Architecture("BERT for multiple choice", FAMILY, multiple_choice),
+    Architecture("BERT, siamese", FAMILY, siamese),
     *(seeing(name, own, patch_size=8) for name, own in LISTED["images"].items()),
-    of("CLIP, text tower", clip_text),
-    of("CLIP, vision tower", clip_vision),
-    of("CLIP, contrastive", clip_contrastive, mixes=True),
-    of("Whisper", whisper),
+    Architecture("CLIP, text tower", FAMILY, clip_text),
+    Architecture("CLIP, vision tower", FAMILY, clip_vision),
+    Architecture("CLIP, contrastive", FAMILY, clip_contrastive, mixes=True),
+    Architecture("Whisper", FAMILY, whisper),
     *(hearing(name, own) for name, own in LISTED["sound"].items()),
 )
 WATCHING = tuple(seeing(name, own, (FRAMES,), num_frames=FRAMES) for name, own in LISTED["video"].items())

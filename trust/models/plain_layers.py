@@ -11,11 +11,6 @@ from trust.models.architecture import Architecture, Batch, Size, Subject, decisi
 FAMILY = "torch.nn"
 
 
-def of(name: str, make: Callable[[Size], Subject], mixes: bool = False) -> Architecture:
-    """A line of the list that has a function of its own."""
-    return Architecture(name, FAMILY, make, mixes)
-
-
 def net(
     name: str,
     model: Callable[[Size], nn.Module],
@@ -30,7 +25,7 @@ def net(
         batch = given if isinstance(given, dict) else {"x": given}
         return Subject(made, batch | ({"labels": size.labels()} if losses is decisions else {}), losses)
 
-    return of(name, make, mixes)
+    return Architecture(name, FAMILY, make, mixes)
 
 
 def words(size: Size) -> Batch:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trust.models.architecture import Batch, Size, Subject
-from trust.models.plain_layers import net, of, sequences, vectors
+from trust.models.architecture import Architecture, Batch, Size, Subject
+from trust.models.plain_layers import FAMILY, net, sequences, vectors
 
 
 def siamese(size: Size) -> Subject:
@@ -109,7 +109,7 @@ NETWORKS_OF_ONES_OWN = (
     net("Graph with fixed edges", Graph, sequences),
     net("TCN", Temporal, sequences),
     net("Capsules", Capsules, sequences),
-    of("Siamese, two inputs concatenated", siamese),
-    of("Autoencoder, weight tied and transposed", autoencoder),
+    Architecture("Siamese, two inputs concatenated", FAMILY, siamese),
+    Architecture("Autoencoder, weight tied and transposed", FAMILY, autoencoder),
     net("A mean over the batch", Normalised, vectors, mixes=True),
 )

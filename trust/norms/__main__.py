@@ -40,15 +40,15 @@ class Case:
     Args:
         build: takes a number of parameters.
         entries: numbers of parameters, the table's rows.
-        formula: what the layer must choose, given to `attach`; "" where it has no choice, or `attach` below says it.
-        attach: other arguments of `attach`.
+        formula: what the layer must choose, given to `attach`; "" where it has no choice.
+        norms: given to `attach`.
         flat: all layers are one group; otherwise there is one layer.
     """
 
     build: Callable[[int], Built]
     entries: tuple[int, ...] = SOME
     formula: str = ""
-    attach: tuple[tuple[str, str], ...] = ()
+    norms: str = "bookkeeping"
     flat: bool = False
 
 
@@ -121,7 +121,7 @@ CASES: dict[str, Case] = {
     "Linear: Gram of long rows": Case(lambda n: (nn.Linear(n // 64, 64), (4, n // 64)), SOME, GRAM),
     "Linear: Gram of many positions": Case(partial(linear, (1024,)), SOME[:1], GRAM),
     "Linear: gradients": Case(partial(linear, (2,)), MOST, FORMED),
-    "Linear: gradients, kept or made again": Case(branches, SOME[:1], attach=(("formula", FORMED),), flat=True),
+    "Linear: gradients, kept or made again": Case(branches, SOME[:1], formula=FORMED, flat=True),
     **{f"{name}: Gram": Case(build, formula=GRAM) for name, build in PADDED.items()},
     **{f"{name}: Gram, with a stride": Case(build, formula=GRAM) for name, build in STRIDED.items()},
     **{f"{name}: gradients": Case(build, MOST, FORMED) for name, build in STRIDED.items()},
@@ -137,7 +137,7 @@ CASES: dict[str, Case] = {
     "shared Linear": Case(partial(linear, (8,), twice=True)),
     "shared Conv2d": Case(partial(conv, nn.Conv2d, (8, 4), padding=1, twice=True)),
     "flat, 300 layers": Case(branches, MORE, flat=True),
-    "ghost, 300 layers": Case(branches, MORE, attach=(("norms", "ghost"),), flat=True),
+    "ghost, 300 layers": Case(branches, MORE, norms="ghost", flat=True),
 }
 
 
@@ -187,7 +187,7 @@ def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
     with torch.no_grad():
         g = draw(tuple(model(inputs).shape))
     true = _true_norm(model, inputs, g)
-    options: dict[str, Any] = {**dict(case.attach), **({"formula": case.formula} if case.formula else {})}
+    options: dict[str, Any] = {"norms": case.norms, **({"formula": case.formula} if case.formula else {})}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "groupwise has no rule")
         engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **options)
@@ -232,7 +232,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(",".join(lines[-1]), flush=True)
                 good &= row.good
     if not options.only and options.most is None:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, csv_text(HEAD, lines))
     return 0 if good else 1
 

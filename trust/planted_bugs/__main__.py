@@ -120,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = f"{row.planted:.2f} with the bug, {row.correct:.2f} without"
             print(f"{row.name}: at least {found}, where {row.claimed:g} is claimed", file=sys.stderr)
     if options.plays is None:
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
         write_text(RESULT, as_csv(rows, RESULT.read_text() if options.only and RESULT.exists() else ""))
     return 0 if all(row.caught and row.sound for row in rows) else 1
 
