@@ -186,13 +186,13 @@ def test_a_step_that_fails_after_its_noise_is_counted_and_its_noise_not_drawn_ag
     assert drawn == [0, 1, 2] and use.private.executed == 3
 
 
-def test_an_example_that_is_not_finite_is_left_out_and_told_as_not_private():
+def test_examples_that_are_not_finite_are_left_out_and_told_as_not_private():
     x = X.clone()
-    x[7] = float("nan")
+    x[[0, 7]] = float("nan")  # the first is among those that are checked before training
     use = Use(data=torch.utils.data.TensorDataset(x, Y), batch_size=40)
     with warnings.catch_warnings(action="default", record=True) as warned:
         told = [step.nonprivate["nonfinite"] for step in use.private.steps()]
-    assert told == [1, 1, 1] and bool(use.weights.isfinite().all())
+    assert told == [2, 2, 2] and bool(use.weights.isfinite().all())
     [warning] = warned
     assert "look for NaN in the data" in str(warning.message)
 

@@ -17,15 +17,6 @@ def test_what_is_right_passes_and_shows_something(design):
     assert finding.kept and finding.bound > 0.2 * finding.claimed
 
 
-def test_noise_that_is_too_small_by_the_root_of_k_is_broken(monkeypatch):
-    whole = mechanism.noise_stds
-    monkeypatch.setattr(mechanism, "noise_stds", lambda c, *rest, **more: whole(c, *rest, **more) / len(c) ** 0.5)
-    finding = audit_mode(
-        make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=6000)
-    )
-    assert not finding.kept and finding.bound > 1.0
-
-
 def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
     """The engine hands out factors of one for the groups that close with the first."""
     make = game.make_engine
