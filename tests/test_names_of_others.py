@@ -1,6 +1,7 @@
 """Whoever comes from Opacus is answered with the name here; help and repr say what a person wants to know."""
 
 import pydoc
+import re
 import sys
 
 import pytest
@@ -30,6 +31,7 @@ def make(**given):
         ("grad_sample_mode", "clip"),
         ("total_steps", "steps"),
         ("max_physical_batch_size", "microbatch"),
+        ("gradient_accumulation_steps", "microbatch"),
         ("batchsize", "batch_size"),
     ],
 )
@@ -56,13 +58,17 @@ def test_opacus_classes_are_answered(name):
         exec(f"from groupwise import {name}")
 
 
-def test_opacus_get_epsilon_is_answered():
-    with pytest.raises(AttributeError, match=r"no attribute 'get_epsilon': use private.epsilon_at\(delta\)"):
-        make().get_epsilon(1e-5)
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("get_epsilon", "epsilon_at(delta)"), ("accountant", "plan"), ("remove_hooks", "detach()")]
+)
+def test_opacus_attributes_are_answered(theirs, ours):
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute '{theirs}': use private.{ours}")):
+        getattr(make(), theirs)
 
 
 def test_a_private_training_says_what_it_is():
     private = make()
+    assert repr(private.steps(3)) == f"Steps(private={private!r}, last=3)"
     assert repr(private) == (
         f"<private training of a Linear: 0 of 4 steps taken; ({private.plan.epsilon:.4g}, 0.001)-DP after all of them>"
     )

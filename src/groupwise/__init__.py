@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 __all__ = ["Private", "__version__", "fix_model", "gradient_norms", "load_runs", "make_private"]
 _OWNERS = {
-    "Private": "groupwise.private",
-    "fix_model": "groupwise.private",
+    **dict.fromkeys(("Private", "fix_model", "make_private"), "groupwise.private"),
     "gradient_norms": "groupwise.clipping",
     "load_runs": "groupwise.rows",
-    "make_private": "groupwise.private",
 }
 _INSTEAD = {
     **dict.fromkeys(("PrivacyEngine", "make_private_with_epsilon"), "groupwise.make_private(model, ..., epsilon=8)"),
-    "ModuleValidator": "groupwise.fix_model(model)",
+    **dict.fromkeys(("ModuleValidator", "validators"), "groupwise.fix_model(model)"),
+    "accountants": "groupwise.privacy.make_plan(...)",
     "BatchMemoryManager": "groupwise.make_private(..., microbatch=64)",
 }
 """Opacus' names -> what to call here."""

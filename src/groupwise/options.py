@@ -13,6 +13,8 @@ from groupwise.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 BOOLS = {"true": True, "false": False}
+SUITE = {"noise_multiplier": "sigma", "batch_size": "batch", "dataset_size": "n"}
+"""Names of run.py and make_private -> those of the tools, which take both."""
 EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -43,6 +45,7 @@ def read(schema: type[T], words: Sequence[str]) -> T:
     given: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
+        key = key if key in known else SUITE.get(key, key)
         if not equals:
             raise UserError(f"'{word}' cannot be read as key=value; --help lists the keys.")
         if key not in known:

@@ -27,6 +27,8 @@ def test_sigma_and_back(monkeypatch, capsys):
     sigma = re.search(r"sigma\s+=\s+([\d.]+)", out).group(1)
     _, back, _ = said(f"sigma={sigma} {SETTING}", monkeypatch, capsys)
     assert abs(float(back.split()[-1]) - 4) < 0.01
+    theirs = f"noise_multiplier={sigma} {SETTING}".replace("batch", "batch_size").replace("n=", "dataset_size=")
+    assert said(theirs, monkeypatch, capsys) == (0, back, "")
 
 
 def test_epochs_are_steps_and_delta_has_a_default(monkeypatch, capsys):

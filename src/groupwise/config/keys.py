@@ -78,8 +78,7 @@ OURS = {
     "module": "model",
     **dict.fromkeys(("data_loader", "dataloader", "train_loader", "dataset"), "data"),
     **dict.fromkeys(("criterion", "loss_fn", "loss"), "losses"),
-    "target_epsilon": "epsilon",
-    "eps": "epsilon",
+    **dict.fromkeys(("target_epsilon", "eps"), "epsilon"),
     "target_delta": "delta",
     **dict.fromkeys(("sigma", "noise_scale", "noise_std"), "noise_multiplier"),
     **dict.fromkeys(("max_grad_norm", "l2_norm_clip", "clipping_norm", "max_norm", "clip_norm"), "threshold"),
@@ -88,6 +87,7 @@ OURS = {
     **dict.fromkeys(("num_epochs", "num_train_epochs", "n_epochs"), "epochs"),
     **dict.fromkeys(("num_steps", "max_steps", "n_steps", "total_steps"), "steps"),
     **dict.fromkeys(("physical_batch_size", "max_physical_batch_size", "micro_batch_size"), "microbatch"),
+    "gradient_accumulation_steps": "microbatch",
     "lr": "learning_rate",
     "wd": "weight_decay",
 }

@@ -12,9 +12,6 @@ from groupwise.privacy.accountants import best_run_epsilon, logseries_argument
 from groupwise.privacy.accounting import ACCOUNTANTS
 from groupwise.privacy.plan import PrivacyPlan, folded, make_plan
 
-LINES = 10
-"""The most lines of the table."""
-
 
 @dataclass
 class Options:
@@ -54,8 +51,8 @@ def plan_of(given: Options) -> PrivacyPlan:
 
 
 def table(plan: PrivacyPlan) -> list[str]:
-    """ε during the training, as lines of a table."""
-    steps = sorted({max(1, round(plan.steps * line / LINES)) for line in range(1, LINES + 1)})
+    """ε at each tenth of the training, as lines of a table."""
+    steps = sorted({max(1, round(plan.steps * tenth / 10)) for tenth in range(1, 11)})
     rows = [f"{step:>9,}  {step * plan.sample_rate:>8.1f}  {plan.spent_epsilon(step):>8.4f}" for step in steps]
     return [f"{'step':>9}  {'epoch':>8}  {'epsilon':>8}", *rows]
 

@@ -20,7 +20,6 @@ PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """Optimizers of private trainings, whose state comes from private steps."""
 
-
 INSTEAD = {
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
     "sample_rate": "give batch_size, which is sample_rate times the number of examples",

@@ -26,6 +26,7 @@ from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
 EARLY = "\n  This epsilon is a guarantee if nothing of the run decided when to stop; else the plan's is."
+OPACUS = {"get_epsilon": "epsilon_at(delta)", "accountant": "plan", "remove_hooks": "detach()"}
 USED: set[bytes] = set()
 """Digests of the noise keys of all trainings that have begun in this process."""
 
@@ -52,20 +53,21 @@ class Step:
         return self.plan.spent_epsilon(self.number)
 
 
+@dataclass(frozen=True)
 class Steps:
-    """The next steps of a private training: iterating takes them, and shows the progress on a terminal."""
+    """The next steps of a private training, up to number `last`: iterating takes them, with progress on a terminal."""
 
-    def __init__(self, private: "Private", count: int) -> None:
-        self._private, self._end = private, private.executed + count
+    private: "Private"
+    last: int
 
     def __len__(self) -> int:
-        return max(self._end - self._private.executed, 0)
+        return max(self.last - self.private.executed, 0)
 
     def __iter__(self) -> Iterator[Step]:
-        private = self._private
+        private = self.private
         hidden = not (private.core.ranks.main and sys.stderr.isatty())
-        with Progress(private.plan, private.executed, self._end, disable=hidden) as bar:
-            while private.executed < self._end:
+        with Progress(private.plan, private.executed, self.last, disable=hidden) as bar:
+            while private.executed < self.last:
                 step = private.step()
                 bar.step(step.number)
                 yield step
@@ -106,8 +108,8 @@ class Private:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """For Opacus' `get_epsilon`, raise an error that names `epsilon_at`."""
-        hint = ": use private.epsilon_at(delta)" if name == "get_epsilon" else ""
+        """For names of Opacus, raise an error that names what to use."""
+        hint = f": use private.{OPACUS[name]}" if name in OPACUS else ""
         raise AttributeError(f"'Private' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     # -- what was promised and spent -----------------------------------------------------------------------------------
@@ -173,8 +175,8 @@ class Private:
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
-        left = self.plan.steps - self.executed
-        return Steps(self, left if count is None else min(count, left))
+        last = self.plan.steps
+        return Steps(self, last if count is None else min(self.executed + count, last))
 
     def step(self) -> Step:
         """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.
