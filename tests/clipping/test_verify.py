@@ -120,6 +120,31 @@ def one_mask(x: Tensor) -> Tensor:
     return F.dropout(torch.ones_like(x[0]), 0.5) * x
 
 
+def sometimes_cut_off(x: Tensor) -> Tensor:
+    """Without a gradient for a random half of all batches."""
+    return x.detach() if torch.rand(()) < 0.5 else x
+
+
+class Leaks(torch.autograd.Function):
+    """The identity, whose backward pass adds a share of all examples' gradients to each."""
+
+    @staticmethod
+    def forward(ctx, x, share):
+        ctx.share = share
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + ctx.share * g.sum(0), None
+
+
+def kept_short(x: Tensor) -> Tensor:
+    """The gradients of a whole batch are scaled down together where they are long."""
+    x = x.clone()
+    x.register_hook(lambda g: g * min(1.0, 100 / float(g.norm())))
+    return x
+
+
 FAULTS = {
     "batch statistics": (lambda: Does(batch_statistics), r"mixes the examples.*the output of layer '1' \(Does\)"),
     "the batch's mean": (lambda: Does(lambda x: x - x.mean(0)), "mixes the examples.*the output of layer '1'"),
@@ -143,6 +168,10 @@ FAULTS = {
     "mixup by sorting": (lambda: Does(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
     "reordered rows": (Reordered, r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'"),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
+    "gradients cut off": (
+        lambda: Does(sometimes_cut_off),
+        r"torch.rand draws numbers of shape \(\) in layer '1' \(Does\) for all",
+    ),
     "one mask for all": (lambda: Does(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
     "python": (lambda: Scaled(random.random), r"Numbers from random are drawn in layer '1' \(Scaled\)"),
     "numpy": (lambda: Scaled(np.random.rand), r"Numbers from numpy.random are drawn in layer '1' \(Scaled\)"),
@@ -301,6 +330,14 @@ def test_a_model_in_eval_mode_is_checked_in_that_mode():
     engine.model.eval()
     with pytest.raises(UserError, match="mix"):
         verify(engine, losses_of, EXAMPLES)
+
+
+@pytest.mark.parametrize("what", [lambda x: Leaks.apply(x, 1e-3), kept_short])
+@pytest.mark.parametrize("partition", [flat, per_layer])
+def test_what_the_backward_pass_mixes_shows_beside_a_large_gradient(what, partition):
+    with pytest.raises(UserError, match="by a loop over single examples"):
+        verify(*attached(Does(what), partition=partition), EXAMPLES)
+    verify(*attached(Does(lambda x: Leaks.apply(x, 0.0)), partition=partition), EXAMPLES)
 
 
 def test_a_layer_drop_at_rate_0_draws_but_does_nothing():

@@ -86,14 +86,21 @@ def _doubled(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
 
 
 def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
-    """Whether the losses are the same for any numbers from 0 to 1, as for layer drop at rate 0."""
+    """Whether losses and gradients are the same for any numbers from 0 to 1, as for layer drop at rate 0."""
     if draw.name not in ("rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"):
         return False
-    losses = []
+    parameters, found = [p for p in runs.model.parameters() if p.requires_grad], []
     for value in (0.0, 0.5, 1 - 2**-24):
         with runs.drawing(forced=(draw, value)):
-            losses.append(runs.losses(examples).detach())
-    return all(torch.equal(losses[0], other) for other in losses[1:])
+            losses = runs.losses(examples)
+            losses.sum().backward()
+        found.append(
+            (losses.detach(), torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters]))
+        )
+        for parameter in parameters:
+            parameter.grad = None
+    (losses, norms), *others = found
+    return all(torch.equal(losses, other) and torch.allclose(norms, more, 1e-4) for other, more in others)
 
 
 class _Host:

@@ -33,6 +33,8 @@ NOT_ALONE = (
 )
 MANY = 64
 """The most rows in the larger of the two batches that are compared."""
+HEAVY = 1e4
+"""The weight of one loss in the smaller batch, so that what a backward pass mixes shows in the other gradients."""
 
 
 def verify(
@@ -90,7 +92,7 @@ def verify(
             )
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
-        return max(worst, compare.batch(some[:fewer][::-1])[0])
+        return max(worst, compare.batch(some[:fewer][::-1], heavy=some[0])[0])
 
 
 @contextmanager
@@ -142,8 +144,12 @@ class _Comparison:
     tolerance: float
     loss_tolerance: float
 
-    def batch(self, examples: list[int]) -> tuple[float, Tensor]:
+    def batch(self, examples: list[int], heavy: int | None = None) -> tuple[float, Tensor]:
         """The largest error of a clipped sum, and the loop's norms (K, n), each example once.
+
+        Args:
+            examples: the batch.
+            heavy: the example whose loss is multiplied by `HEAVY`.
 
         Raises:
             UserError: naming the example, parameter or group that differs.
@@ -161,10 +167,10 @@ class _Comparison:
                         runs.losses([example])[0] if self.repeatable else runs.losses(examples)[examples.index(example)]
                     )
                 alone[example] = loss.detach()
-                return loss
+                return loss * (HEAVY if example == heavy else 1.0)
 
             losses = engine.losses(runs.losses, examples)
-            engine.backward(losses)
+            engine.backward(losses * torch.tensor([HEAVY if i == heavy else 1.0 for i in examples]).to(losses))
             sums = {name: parameter.grad for name, parameter in engine.model.named_parameters()}
             thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
             times = [examples.count(i) for i in some]
