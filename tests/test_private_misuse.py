@@ -204,6 +204,41 @@ class Noised(TensorDataset):
         return list(zip(x + torch.randn_like(x), y, strict=True))
 
 
+class NoisedMixUp(TensorDataset):
+    """Mixes the items that it reads together, with noise of their own."""
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        x, y = self[rows]
+        return list(zip((x + x.flip(0)) / 2 + 0.1 * torch.randn_like(x), y, strict=True))
+
+
+class Reused(TensorDataset):
+    """Reads every item into the same memory."""
+
+    def __getitem__(self, row: Any) -> tuple[Tensor, Tensor]:
+        self.read = getattr(self, "read", X[0].clone()).copy_(X[row])
+        return self.read, Y[row]
+
+
+class Fitted(nn.Module):
+    """Subtracts the mean of the first batch that it sees."""
+
+    def __init__(self, trains: bool | None) -> None:
+        super().__init__()
+        self.fitted = False
+        mean = torch.zeros(8)
+        if trains is None:
+            self.register_buffer("mean", mean)
+        else:
+            self.mean = nn.Parameter(mean, requires_grad=trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fitted:
+            self.mean.data.copy_(x.detach().mean(0))
+            self.fitted = True
+        return x - self.mean
+
+
 def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """(B, 1) − (B,) is (B, B)."""
     return (model(x)[:, :1] - y).square().mean(1)
@@ -246,7 +281,27 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a dataset that mixes the items it reads together": (
         lambda: Use(data=Centred(X, Y)),
-        "gives another example 0 in a batch than alone",
+        "another example 0 in one batch than in another",
+    ),
+    "a dataset that mixes the items it reads together, with random numbers": (
+        lambda: Use(data=NoisedMixUp(X, Y)),
+        "another example 0 in one batch than in another",
+    ),
+    "a dataset that returns the same tensor each time": (
+        lambda: Use(data=Reused(X, Y)),
+        "another example 0 in one batch than in another",
+    ),
+    "a buffer that the first forward pass fits to its batch": (
+        lambda: Use(network(Fitted(trains=None)), microbatch=None),
+        "'2.mean', a buffer or parameter, was changed by the first forward pass",
+    ),
+    "a parameter that the first forward pass fits to its batch": (
+        lambda: Use(network(Fitted(trains=True)), microbatch=None),
+        "'2.mean', a buffer or parameter, was changed by the first forward pass",
+    ),
+    "frozen weights that the first forward pass fits to its batch": (
+        lambda: Use(network(Fitted(trains=False))),
+        "'2.mean', a buffer or parameter, was changed by the first forward pass",
     ),
     "losses of all pairs: (B, 1) minus (B,)": (
         lambda: with_losses(all_pairs),

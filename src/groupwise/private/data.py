@@ -1,6 +1,6 @@
 """Checks the data that is passed to `make_private`, and how to read it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.training.microbatches import examples_to_trace
@@ -66,21 +67,33 @@ def choose_examples(data: Any, size: int) -> list[int]:
     return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
 
 
-def check_items(data: Any, rows: list[int]) -> None:
-    """Check that `__getitems__` does not mix examples; items that are random are not compared.
+def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
+    """Check that reading several examples does not mix them.
+
+    Items without random numbers must be the same in a batch and alone. Others must stay the same if the last one of the
+    batch is replaced, with the same seed of the default generators.
+
+    Args:
+        read: indices of examples -> the examples.
+        rows: some indices.
 
     Raises:
         UserError: naming an example.
     """
-    if not hasattr(data, "__getitems__"):
-        return
-    alone, again = ([digest(data.__getitems__([row])[0]) for row in rows] for _ in range(2))
-    together = map(digest, data.__getitems__(rows))
-    for row, *digests in zip(rows, alone, again, together, strict=True):
-        if digests[0] == digests[1] != digests[2]:
+
+    def digests(rows: list[int]) -> list[str]:
+        with Generators(()).kept():
+            Generators(()).seed(0)
+            return list(map(digest, read(rows)))
+
+    alone, alone_again = ([digest(read([row])[0]) for row in rows] for _ in range(2))
+    batch, batch_again = digests(rows), digests(rows)
+    replaced = [*digests([*rows[:-1], rows[0]])[:-1], batch[-1]]
+    for row, one, two, three, four, five in zip(rows, alone, alone_again, batch, batch_again, replaced, strict=True):
+        if one == two != three or three == four != five:
             raise UserError(
-                f"data.__getitems__ gives another example {row} in a batch than alone, so it mixes the examples of a "
-                "batch: transform each item by itself."
+                f"The data give another example {row} in one batch than in another, so reading mixes the examples of "
+                "a batch: transform each item by itself, and return tensors of its own."
             )
 
 

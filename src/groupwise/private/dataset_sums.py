@@ -67,7 +67,7 @@ class DatasetSums(Microbatches):
         @cache
         def items() -> dict[int, Any]:
             with Generators(()).kept():
-                return dict(zip(map(int, rows), self._items(rows), strict=True))
+                return dict(zip(map(int, rows), self.items(rows), strict=True))
 
         if now:
             items()
@@ -131,9 +131,10 @@ class DatasetSums(Microbatches):
                 yield step, start, rows.tolist()
 
     def _read(self, rows: Sequence[int]) -> Any:
-        return self.collate_fn(self._items(rows))
+        return self.collate_fn(self.items(rows))
 
-    def _items(self, rows: Sequence[int]) -> list[Any]:
+    def items(self, rows: Sequence[int]) -> list[Any]:
+        """These examples, read one after the other, or together if the dataset has a method for that."""
         if hasattr(self.data, "__getitems__"):
             return list(self.data.__getitems__(list(rows)))
         return [self.data[row] for row in rows]

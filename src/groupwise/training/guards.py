@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from groupwise.clipping.unchanged import same_values
 from groupwise.errors import UserError
 from groupwise.privacy.randomness import refuse_another_seed
 
@@ -29,6 +30,32 @@ def optimizers_blocked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def unfitted(model: nn.Module) -> Iterator[None]:
+    """Use it around the passes before training, in which some modules set their state from the first batch.
+
+    Raises:
+        UserError: a buffer or parameter of the same shape has other values afterwards.
+    """
+
+    def sums() -> dict[str, tuple[torch.Size, Tensor]]:
+        found = {}
+        for name, t in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
+            t = getattr(t.detach(), "_local_tensor", t.detach())
+            t = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 has no sum
+            found[name] = t.shape, t.sum(dtype=torch.complex128 if t.is_complex() else torch.float64)
+        return found
+
+    before = sums()
+    yield
+    for name, (shape, values) in sums().items():
+        if name in before and before[name][0] == shape and not same_values(before[name][1], values):
+            raise UserError(
+                f"{name!r}, a buffer or parameter, was changed by the first forward pass, so it keeps data of the "
+                "examples without clipping and noise: run that pass on public data before make_private."
+            )
 
 
 class StepGuard:
