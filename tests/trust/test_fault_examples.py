@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from groupwise.clipping import groups
+from groupwise.clipping import group_pass
 from trust.faults.examples import MODES, Case, not_finite, sound
 
 
@@ -17,7 +17,7 @@ def test_the_sum_stays_within_its_bound(mode, seed):
 @pytest.fixture
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that clips what is not finite like anything else."""
-    monkeypatch.setattr(groups, "keep_finite", lambda factors, *_: factors)
+    monkeypatch.setattr(group_pass, "keep_finite", lambda factors, *_: factors)
 
 
 def test_a_rule_that_keeps_them_is_caught(careless):

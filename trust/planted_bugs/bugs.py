@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.clipping import ClippingEngine, Sensitivity, group_pass, groups
+from groupwise.clipping import ClippingEngine, Sensitivity, group_pass
 from groupwise.clipping.factors import Factors, keep_finite
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.shared_parameters import LayerCall
@@ -101,13 +101,13 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
 
 def no_clipping() -> AbstractContextManager[object]:
     """All factors are 1."""
-    return patch.object(groups, "keep_finite", lambda factors, *rest: keep_finite(torch.ones_like(factors), *rest))
+    return patch.object(group_pass, "keep_finite", lambda factors, *rest: keep_finite(torch.ones_like(factors), *rest))
 
 
 @contextmanager
 def first_layer_unclipped() -> Iterator[None]:
     """The factors of the first group are 1."""
-    real = groups.clip_factors_of
+    real = group_pass.clip_factors_of
 
     def factors(some: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
         found = real(some, squares)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import LayerFunction, ReportFunction, enter
-from groupwise.clipping.clip_plan import FIRST, Layout
+from groupwise.clipping.clip_plan import FIRST, Layout, Order
+from groupwise.clipping.group_pass import Report, enter
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.passes import Passes
 from groupwise.clipping.per_example import PerExample
-from groupwise.clipping.precision import autocast
-from groupwise.clipping.rules.base import LayerRule, ParameterRule
+from groupwise.clipping.precision import autocast, no_autocast
+from groupwise.clipping.rules.base import LayerRule, ParameterRule, in_format_of
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from groupwise.clipping.rules.linear import HFConv1DRule, LinearRule
 from groupwise.errors import UserError
@@ -85,20 +85,17 @@ class LayerCalls:
                 f"{member.label} got a tensor of shape {tuple(x.shape)} without one row for each example on the first "
                 "axis, and sharded parameters (direct=True) allow no other layout: do without fully_shard."
             )
-        if layout.shared:
+        if layout.order is Order.SHARED:
             return self._without_batch(member, x, values)
         if layout.axis and (layout.rows_per_example > 1 or not member.rule.features_last):
             raise UserError(
                 f"{member.label} got a tensor of shape {tuple(x.shape)} with the batch on axis {layout.axis}: this "
                 "type of layer is clipped with the batch on its first axis."
             )
-        return self._apply(member, layout, x, values)
-
-    def _apply(self, member: ClippedLayer, layout: Layout, x: Tensor, values: Values) -> Tensor:
         shards = values if member.group.direct else []
         if torch.is_autocast_enabled(x.device.type):
             x, values = autocast(member.rule.autocast, x, [] if shards else values)
-        report, probe = enter(self.passes.current, member, layout)
+        report, probe = enter(running, member, layout)
         y: Tensor = LayerFunction.apply(report, member.rule, values, probe, x, *shards)
         return y
 
@@ -109,7 +106,7 @@ class LayerCalls:
         if each:
             rows = (rows[:, :1] if alike else rows).flatten(0, 1)
         layout = FIRST if each < 2 or alike else Layout(0, each)
-        y = self._apply(member, layout, rows, values)
+        y = self.run(member, rows, values, layout)
         y = y.unflatten(0, (batch, -1)) if each else y
         return y.expand(-1, each, *y.shape[2:]) if alike else y
 
@@ -130,6 +127,67 @@ class LayerCalls:
 
     def _output_of(self, member: ClippedLayer) -> "GroupOrigin":
         return GroupOrigin(self, f"The output of layer {member.name!r}")
+
+
+class LayerFunction(torch.autograd.Function):
+    """A layer's forward and input gradient; its group computes the gradients of its parameters.
+
+    Parameters are passed in a list, because autograd does not track tensors in lists. Sharded parameters are passed
+    as separate arguments, and get their gradients from here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        report: Report,
+        rule: LayerRule,
+        parameters: list[Tensor | None],
+        probe: Tensor,
+        x: Tensor,
+        *shards: Tensor | None,
+    ) -> Tensor:
+        ctx.report, ctx.rule, ctx.shards = report, rule, len(shards)
+        if shards:
+            _, parameters = autocast(rule.autocast, x, list(shards))  # cast here, so that gradients stay float32
+        with no_autocast(x.device.type):
+            y, saved = rule.forward(x, *parameters)
+        ctx.save_for_backward(*saved)
+        return _changeable(y, (x, *saved)) if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        saved, rule = ctx.saved_tensors, ctx.rule
+        g = g.contiguous() if rule.features_last or not saved else in_format_of(saved[0], g)
+        gx, saved = rule.begin_backward(saved, g, ctx.needs_input_grad[4])
+        sums = ctx.report(saved, g)
+        return None, None, None, None, gx, *(sums or (None,) * ctx.shards)
+
+
+def _changeable(y: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
+    """Make an output that is a view safe to change in place: copy it if backward needs the same memory."""
+    memory = y.untyped_storage().data_ptr()
+    if any(t is not None and t.untyped_storage().data_ptr() == memory for t in kept):
+        return y.clone()
+    return torch.ops.aten._unsafe_view(y, y.shape)
+
+
+class ReportFunction(torch.autograd.Function):
+    """Puts a tensor into the graph, and reports its gradient to a layer of the group as that layer's output gradient.
+
+    The tensor may be copies of a parameter, one per example: their gradients are the per-example gradients. Or it may
+    be zeros (B, T, p) that are added to the T products of a recurrent weight: their gradients, together with the T
+    inputs (B, T, d), are those of one linear layer on a sequence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, report: Report, saved: list[Any], probe: Tensor, made: Tensor) -> Tensor:
+        ctx.report, ctx.saved = report, saved
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.report(tuple(ctx.saved), g)
+        return None, None, None, None
 
 
 class GroupOrigin:

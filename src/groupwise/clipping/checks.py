@@ -9,7 +9,8 @@ from typing import Any, get_args
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from groupwise.clipping.autograd import GroupFunction, LayerFunction
+from groupwise.clipping.calls import LayerFunction
+from groupwise.clipping.group_pass import GroupFunction
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition

@@ -31,11 +31,6 @@ class Layout:
     rows_per_example: int = 1
     order: Order = Order.GROUPED
 
-    @property
-    def shared(self) -> bool:
-        """Whether the tensor is the same for all examples."""
-        return self.order is Order.SHARED
-
     def examples_first(self, t: Tensor) -> Tensor:
         """Move the batch to axis 0: (B, …) if k = 1, else (B, k, …). With k > 1 it must be on axis 0 already."""
         if self.axis:

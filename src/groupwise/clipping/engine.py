@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.calls import LayerCalls
 from groupwise.clipping.checks import (
     Attached,
@@ -19,9 +18,10 @@ from groupwise.clipping.checks import (
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
-from groupwise.clipping.group_pass import total_squares
-from groupwise.clipping.groups import build_groups, clip_factors_of
+from groupwise.clipping.group_pass import clip_factors_of
+from groupwise.clipping.groups import build_groups
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
+from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import UNNAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
@@ -217,7 +217,7 @@ class ClippingEngine(ThresholdsAndCounts):
             if ghost:
                 squares = self._ghost_norms(running, losses)
                 running.begin_sums(squares, clip_factors_of(self.groups, [squares])[0])
-            run_backward(losses, self._into)
+            losses.sum().backward(inputs=self._into)  # the groups add the clipped sums to .grad
             self._check_reached(running)
             self._count(running.squared_norms, running.examples, present)
 
@@ -228,7 +228,7 @@ class ClippingEngine(ThresholdsAndCounts):
             raise UserError("The losses do not come from the model: none of its layers ran with gradients enabled.")
         torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True, allow_unused=True)
         with torch.no_grad():
-            return total_squares([group_pass])[0]
+            return squares_together([group_pass.total_terms()])[0]
 
     @contextmanager
     def _backward(self, phase: Phase, microbatch: Hashable = UNNAMED) -> Iterator[Pass]:

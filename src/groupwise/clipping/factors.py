@@ -90,11 +90,6 @@ class Factors(NamedTuple):
             return cls(values, values == 0 if masks else None)
         return cls(values, None if bool(values.all()) else values == 0)
 
-    def unbind(self) -> "list[Factors]":
-        """The factors (n,) of each group, from (K, n)."""
-        rows = self.values.unbind()
-        return list(map(Factors, rows, [None] * len(rows) if self.dropped is None else self.dropped.unbind()))
-
 
 def without_rows(rows: Tensor, dropped: Tensor | None) -> Tensor:
     """Rows (B, ...) with those of dropped examples (B,) set to zero, even if they hold NaN."""

@@ -1,25 +1,88 @@
 """Clips one group of layers in one microbatch: collects what its layers report, and adds the clipped sums to .grad.
 
-In the backward pass each layer reports its squared norms, and keeps per-example gradients, or activations and output
-gradients. When all layers have reported, the group closes: it forms the clip factors and the clipped sums, together
-with groups that close at the same time.
+A group's `GroupFunction` runs just before the group's first layer and gives all its layers a probe, a (B,) zero vector.
+So its backward runs after the backward of all these layers. By then each has reported its squared norms, and kept
+per-example gradients, or activations and output gradients. The group then closes: it forms the clip factors and the
+clipped sums, and adds the sums to .grad. Several groups may close together. The parameters themselves are not in the
+graph. So if autograd finds a gradient for a parameter, that gradient has bypassed its group, and is refused.
+
+A sharded parameter (FSDP2) is a whole tensor only while its layer runs, so a group cannot add to it later. Such
+parameters are in the graph, and their layer itself returns the clipped sums to autograd. The layer must then know the
+norm: either it is a group by itself, or there are two backward passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, Layout
-from groupwise.clipping.factors import Factors
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup, clip_factors_of, most_kept
+from groupwise.clipping.factors import Factors, keep_finite
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup, most_kept
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
 from groupwise.clipping.passes import Pass, Phase
+from groupwise.clipping.precision import LEAST_SQUARE, refuse_float16
 from groupwise.clipping.rules.base import FoldedRule, Gradients, Saved, add_up, clipped_sum, total_numel
 from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
+
+Report = Callable[[Saved, Tensor], Gradients]
+"""`GroupPass.receive` of one layer and layout."""
+
+
+def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, Tensor | None]:
+    """Register a layer's call with its group in this pass. A recomputed call (checkpointing) joins the same group pass.
+
+    Groups that close together get their probes (B,) when the first of their layers runs.
+
+    Returns:
+        A callback for the call's activations and output gradients; and the group's probe, None once it has closed.
+
+    Raises:
+        UserError: under autocast to float16; first called in the backward pass.
+    """
+    group = member.group
+    if group.index not in running.groups:
+        if running.phase is not None:
+            raise UserError(
+                f"Layer {member.name!r} ran for the first time inside the backward pass: use checkpointing with "
+                "use_reentrant=False."
+            )
+        refuse_float16(member.label, group.threshold.device.type)
+        passes = [GroupPass(each, running) for each in group.together or (group,)]
+        probes = GroupFunction.apply(passes, *(each.group.anchor for each in passes))
+        for each, probe in zip(passes, probes, strict=True):
+            each.probe, running.groups[each.group.index] = probe, each
+    found: GroupPass = running.groups[group.index]
+    if running.phase is not None:
+        running.recomputes = True
+    else:
+        found.calls += 1
+        for place, rows in zip(member.parameter_indices, member.rows, strict=True):
+            if place is not None:
+                found.uses.setdefault(place, []).append(rows)
+    return partial(found.receive, member, layout), found.probe
+
+
+class GroupFunction(torch.autograd.Function):
+    """Maps the anchors of groups that close together to one probe each, B zeros.
+
+    Its backward runs when all layers of these groups have reported, and closes the groups.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, passes: list["GroupPass"], *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        ctx.set_materialize_grads(False)  # layers report to their groups, so probes get no gradient
+        return torch.zeros(len(passes), passes[0].microbatch.examples, device=anchors[0].device).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        close(ctx.passes)
+        return (None,) * (1 + len(ctx.passes))
 
 
 class GroupPass:
@@ -28,7 +91,9 @@ class GroupPass:
     def __init__(self, group: ClippingGroup, microbatch: Pass) -> None:
         self.group, self.microbatch = group, microbatch
         self.calls = 0
+        """How often its layers have run forward."""
         self.uses: dict[int, list[slice | None]] = {}
+        """The rows of each parameter that each call uses, by the parameter's index in the group; None: all rows."""
         self.copies: dict[int, Tensor] = {}
         """Copies of parameters, one per example, by the parameter's index in the group."""
         self.probe: Tensor | None = None
@@ -46,18 +111,6 @@ class GroupPass:
         self.clipped: list[Tensor] = []
         """Squared norms of a layer that was clipped at once, one tensor per chunk of examples."""
         self.sums: list[Tensor | None] = [None] * len(group.summed)
-
-    @property
-    def waits(self) -> bool:
-        """Whether the group closes together with others, so that its sums may be formed with theirs."""
-        return len(self.group.together) > 1
-
-    def note(self, member: ClippedLayer) -> None:
-        """Count a call of a layer, and the parameters that it uses."""
-        self.calls += 1
-        for place, rows in zip(member.parameter_indices, member.rows, strict=True):
-            if place is not None:
-                self.uses.setdefault(place, []).append(rows)
 
     def running(self) -> Pass:
         """Its pass, if the backward pass of that is running.
@@ -133,10 +186,11 @@ class GroupPass:
         closed = rule.squared_norms(saved, g, wanted)
         if phase is Phase.CLIP:
             forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
-            if forms or (alone and self.waits):
+            waits = alone and bool(self.group.together)  # so that the small sums of several groups are formed at once
+            if forms or waits:
                 held = total_numel(*(saved[i] for i in rule.batched), g)
                 formed = rule.count(g) * rule.size(wanted) if forms else held
-            if alone and not (self.waits and formed <= most_kept(g)):
+            if alone and not (waits and formed <= most_kept(g)):
                 if closed is None:
                     return self.add(member, clipped_sum(rule, saved, g, self._factors, wanted))
                 return self.add(member, weighted_sum(call, self._factors(squares_together([[closed]])[0])))
@@ -154,15 +208,15 @@ class GroupPass:
         self.clipped.append(squares)
         return clip_factors_of([self.group], [squares])[0]
 
-    def report_joint(self) -> None:
-        """For parameters that are used more than once, add the cross terms that single calls do not report."""
-        if not self.joint_calls:
-            return
-        calls, self.joint_calls = self.joint_calls, []
-        calls, stacked = stack_calls(calls)
-        for call in stacked:
-            self._report(call, self.microbatch.phase)
-        self.terms += cross_terms(calls, self.microbatch.examples)
+    def total_terms(self) -> list[Terms | Tensor]:
+        """What its layers reported, with the cross terms of parameters that are used more than once."""
+        if self.joint_calls:
+            calls, stacked = stack_calls(self.joint_calls)
+            for call in stacked:
+                self._report(call, self.microbatch.phase)
+            self.terms += cross_terms(calls, self.microbatch.examples)
+        terms, self.terms, self.joint_calls = self.terms, [], []
+        return terms
 
     # -- sums -----------------------------------------------------------------------------------------------------
 
@@ -181,23 +235,19 @@ class GroupPass:
                     self.sums[place] = gradient if known is None else known.add_(gradient)
         return ()
 
-    def add_weighted(self, call: LayerCall, factors: Factors) -> None:
-        """Add a call's weighted sum to those of its group; an embedding's is added in place, to its rows alone."""
+    def add_in_place(self, call: LayerCall, factors: Factors) -> bool:
+        """Add the weighted sum of an embedding to its rows alone, if the group has a sum of that weight already."""
         rule: Any = call.rule
         place, part = call.member.parameter_indices[0], call.member.rows[0]
-        known = None if place is None else self.sums[place]
-        if known is not None and rule.indexed:
-            indices, rows = rule.weighted_rows(*without_dropped(call, factors), factors.values)
-            (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
-        else:
-            self.add(call.member, weighted_sum(call, factors))
-
-    def end(self) -> None:
-        """Add the group's sums to the parameters' gradients, and finish."""
-        for parameter, total in zip(self.group.summed, self.sums, strict=True):
-            if total is not None:
-                self.microbatch.passes.gradients.add(parameter, total)
-        self.release()
+        known = self.sums[place] if rule.indexed and place is not None else None
+        if known is None:
+            return False
+        saved, g = call.saved, call.g
+        if factors.dropped is not None:
+            saved, g = rule.without(saved, g, factors.dropped)
+        indices, rows = rule.weighted_rows(saved, g, factors.values)
+        (known if part is None else known[part]).index_add_(0, indices, rows.to(known.dtype))
+        return True
 
     def release(self) -> None:
         """Finish: break the reference cycles with the autograd graph."""
@@ -216,7 +266,7 @@ def close(passes: Sequence[GroupPass]) -> None:
     running.closed.update(each.group.index for each in there)
     if running.phase is not Phase.SUMS or running.recomputes:
         waiting = [each for each in there if not each.clipped]
-        squares = total_squares(waiting)
+        squares = squares_together([each.total_terms() for each in waiting])
         if running.phase is Phase.CLIP and waiting:
             _add_sums(waiting, squares)
         found = running.squared_norms_again if running.phase is Phase.SUMS else running.squared_norms
@@ -225,30 +275,30 @@ def close(passes: Sequence[GroupPass]) -> None:
             if parts := each.clipped:
                 running.squared_norms[each.group.index] = parts[0] if len(parts) == 1 else torch.cat(parts)
     for each in passes:
-        each.end()
+        for parameter, total in zip(each.group.summed, each.sums, strict=True):
+            if total is not None:
+                running.passes.gradients.add(parameter, total)
+        each.release()
 
 
-def total_squares(passes: Sequence[GroupPass]) -> list[Tensor]:
-    """Squared norms (B,) of each group, from its layers' reports."""
-    for each in passes:
-        each.report_joint()
-    squares = squares_together([each.terms for each in passes])
-    for each in passes:
-        each.terms = []
-    return squares
+def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
+    """Clip factors of each group from its squared norms (n,), 0 where a norm is not finite."""
+    first = groups[0]
+    every, dtype = torch.stack(list(squares)), first.threshold.dtype
+    thresholds = torch.stack([group.threshold for group in groups]).to(every.dtype)
+    factors = first.clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds.unsqueeze(1))
+    values, dropped = Factors.of(keep_finite(factors, every, dtype).to(dtype), first.masks)
+    return list(map(Factors, values.unbind(), [None] * len(groups) if dropped is None else dropped.unbind()))
 
 
 def weighted_sum(call: LayerCall, factors: Factors | None) -> Gradients:
     """Σ_i factor_i · g^(i) for each parameter of a call, without dropped examples."""
-    values = None if factors is None else factors.values
-    return call.rule.weighted_sum(*without_dropped(call, factors), values, call.member.wanted)
-
-
-def without_dropped(call: LayerCall, factors: Factors | None) -> tuple[Saved, Tensor]:
-    """A call's saved tensors and output gradients, with zeros in the rows of dropped examples."""
-    if factors is None or factors.dropped is None:
-        return call.saved, call.g
-    return call.rule.without(call.saved, call.g, factors.dropped)
+    saved, g, values = call.saved, call.g, None
+    if factors is not None:
+        values = factors.values
+        if factors.dropped is not None:
+            saved, g = call.rule.without(saved, g, factors.dropped)
+    return call.rule.weighted_sum(saved, g, values, call.member.wanted)
 
 
 def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
@@ -259,7 +309,8 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
         while each.due:  # frees what a layer kept as soon as its sum is formed
             member, due = each.due.pop(0)
             if isinstance(due, LayerCall):
-                each.add_weighted(due, factors)
+                if not each.add_in_place(due, factors):
+                    each.add(member, weighted_sum(due, factors))
             elif due.joined is None:
                 each.add(member, add_up([(factors, due.gradients)]))
             else:

@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.factors import ClipRule, Factors, is_async_device, keep_finite
+from groupwise.clipping.factors import ClipRule, is_async_device
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import Layer, Partition
-from groupwise.clipping.precision import LEAST_SQUARE
 from groupwise.clipping.rules.base import LayerRule, ParameterRule, Wanted, total_numel
 from groupwise.errors import UserError
 
@@ -80,15 +79,6 @@ MOST_TOGETHER = 32
 def most_kept(like: Tensor) -> int:
     """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
     return 1 << 24 if is_async_device(like) else 1 << 17
-
-
-def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
-    """Clip factors of each group from its squared norms (n,), 0 where a norm is not finite."""
-    first = groups[0]
-    every, dtype = torch.stack(list(squares)), first.threshold.dtype
-    thresholds = torch.stack([group.threshold for group in groups]).to(every.dtype)
-    factors = first.clip_rule(every.clamp_min(LEAST_SQUARE).sqrt_(), thresholds.unsqueeze(1))
-    return Factors.of(keep_finite(factors, every, dtype).to(dtype), first.masks).unbind()
 
 
 def _close_together(groups: Sequence[ClippingGroup]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.autograd import run_backward
 from groupwise.clipping.checks import check_losses
 from groupwise.clipping.engine import attach
 from groupwise.clipping.norm_methods import Formula
@@ -54,7 +53,7 @@ def gradient_norms(
             check_losses(losses, len(rows))
             engine.check_output(losses)
             with engine.norms_of(UNNAMED):
-                run_backward(losses)
+                losses.sum().backward()
             found.append(engine.per_example_norms.cpu())
     norms = torch.cat(found, dim=1) if found else torch.empty(len(groups), 0, dtype=torch.float64)
     return {group.name: row for group, row in zip(groups, norms, strict=True)}

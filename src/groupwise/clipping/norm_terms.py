@@ -27,6 +27,8 @@ class Terms(ABC):
 
     key: Hashable
     """Terms of the same class with equal keys are computed together."""
+    squares: Tensor
+    """The squared norms (B,), float64, once they are computed."""
 
     @classmethod
     @abstractmethod
@@ -128,10 +130,15 @@ def joined_sums(terms: Sequence[RowTerms], factors: Sequence[Factors]) -> list[t
 def squares_together(reported: Sequence[Sequence[Terms | Tensor]]) -> list[Tensor]:
     """Squared norms (B,) of several groups, float64, from their layers' reports."""
     same: dict[Hashable, list[Terms]] = {}
-    for term in (term for terms in reported for term in terms if isinstance(term, Terms)):
-        same.setdefault((type(term), term.key), []).append(term)
-    done: dict[int, Tensor] = {}
-    for terms in same.values():
-        done |= zip(map(id, terms), type(terms[0]).squares_of(terms).unbind(), strict=True)
-    found = [[done[id(term)] if isinstance(term, Terms) else term for term in terms] for terms in reported]
-    return [squares[0] if len(squares) == 1 else torch.stack(squares).sum(0) for squares in found]
+    for terms in reported:
+        for term in terms:
+            if isinstance(term, Terms):
+                same.setdefault((type(term), term.key), []).append(term)
+    for alike in same.values():
+        for term, squares in zip(alike, type(alike[0]).squares_of(alike).unbind(), strict=True):
+            term.squares = squares
+    totals = []
+    for terms in reported:
+        found = [term.squares if isinstance(term, Terms) else term for term in terms]
+        totals.append(found[0] if len(found) == 1 else torch.stack(found).sum(0))
+    return totals

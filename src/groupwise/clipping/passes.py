@@ -173,7 +173,8 @@ class Pass:
     def end(self) -> None:
         """Finish: break the reference cycles with the autograd graph, so that its memory is freed."""
         for group_pass in self.groups.values():
-            group_pass.release()
+            if not group_pass.over:
+                group_pass.release()
         self.groups.clear()
 
 
@@ -205,7 +206,8 @@ class Passes:
         """
         if self.running is not None:
             raise UserError("A forward pass was begun inside another pass of the engine: end that one first.")
-        self._end(UNNAMED)
+        if UNNAMED in self._waiting:
+            self._waiting.pop(UNNAMED).end()
         begun = self.running = Pass(examples, self, note)
         try:
             yield
@@ -245,9 +247,5 @@ class Passes:
 
     def forget(self) -> None:
         """Drop the pending microbatches."""
-        for microbatch in list(self._waiting):
-            self._end(microbatch)
-
-    def _end(self, microbatch: Hashable) -> None:
-        if (waiting := self._waiting.pop(microbatch, None)) is not None:
-            waiting.end()
+        while self._waiting:
+            self._waiting.popitem()[1].end()

@@ -173,7 +173,7 @@ def _place(leaf: Any, origin: Any) -> Layout | None:
     if not isinstance(leaf, Tensor) or isinstance(leaf, PerExample) or not leaf.numel():
         return None
     layout: Layout = origin.find(leaf)
-    return None if layout.shared else layout
+    return None if layout.order is Order.SHARED else layout
 
 
 def _refuse_tiled(leaf: Any, place: Layout | None, origin: Any) -> None:

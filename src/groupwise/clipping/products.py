@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.clipping.clip_plan import Order
 from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
 from groupwise.errors import UserError
 
@@ -171,7 +172,7 @@ def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int
     if not isinstance(x, PerExample):
         layout = weight.origin.find(x, meets=False)
         axes = x.dim() - 1 if batch_axes is None else batch_axes
-        if not layout.shared and (layout.axis >= axes or (layout.axis and layout.rows_per_example > 1)):
+        if layout.order is not Order.SHARED and (layout.axis >= axes or (layout.axis and layout.rows_per_example > 1)):
             return NotImplemented
     return weight.origin.linear(weight, x, bias, layout)
 

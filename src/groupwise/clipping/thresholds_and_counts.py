@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.factors import RELATIONS, Sensitivity, is_async_device
-from groupwise.clipping.groups import ClippingGroup, clip_factors_of, one_each
+from groupwise.clipping.group_pass import clip_factors_of
+from groupwise.clipping.groups import ClippingGroup, one_each
 from groupwise.clipping.partition import Partition
 from groupwise.errors import UserError
 

@@ -78,10 +78,6 @@ class LayerRule(ABC):
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
-    def arrange(self, saved: Saved, g: Tensor) -> Tensor:
-        """The output gradient in the memory layout that the other methods expect."""
-        return g.contiguous() if self.features_last or not saved else in_format_of(saved[0], g)
-
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor | None:
         """The gradient of the input, of its shape; None if the input has none (embedding)."""
         raise UserError(f"{type(self).__name__} has no input_gradient: a layer's rule needs one.")
