@@ -183,27 +183,27 @@ class GroupPass:
     def _report(self, call: LayerCall, phase: Phase | None) -> Gradients:
         """Compute a call's squared norms, and keep what its sum needs until the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
-        closed = rule.squared_norms(saved, g, wanted)
+        squares = rule.squared_norms(saved, g, wanted)  # None: to be computed from per-example gradients
         if phase is Phase.CLIP:
-            forms, alone, held, formed = closed is None, self.calls == 1, 0, 0
+            alone, activations, kept = self.calls == 1, 0, 0
             waits = alone and bool(self.group.together)  # so that the small sums of several groups are formed at once
-            if forms or waits:
-                held = total_numel(*(saved[i] for i in rule.batched), g)
-                formed = rule.count(g) * rule.size(wanted) if forms else held
-            if alone and not (waits and formed <= most_kept(g)):
-                if closed is None:
-                    return self.add(member, clipped_sum(rule, saved, g, self._factors, wanted))
-                return self.add(member, weighted_sum(call, self._factors(squares_together([[closed]])[0])))
-            if forms and (alone or are_kept(formed, held)):
+            if squares is None or waits:
+                activations = total_numel(*(saved[i] for i in rule.batched), g)
+                kept = rule.count(g) * rule.size(wanted) if squares is None else activations
+            if alone and not (waits and kept <= most_kept(g)):
+                if squares is None:
+                    return self.add(member, clipped_sum(rule, saved, g, self._clip, wanted))
+                return self.add(member, weighted_sum(call, self._clip(squares_together([[squares]])[0])))
+            if squares is None and (alone or are_kept(kept, activations)):
                 rows = RowTerms(rule.all_gradients(saved, g, wanted))
                 self.terms.append(rows)
                 self.due.append((member, rows))
                 return ()
             self.due.append((member, call))
-        self.terms.append(rule.formed_norms(saved, g, wanted) if closed is None else closed)
+        self.terms.append(rule.formed_norms(saved, g, wanted) if squares is None else squares)
         return ()
 
-    def _factors(self, squares: Tensor) -> Factors:
+    def _clip(self, squares: Tensor) -> Factors:
         """Squared norms (n,) of the next n examples -> their clip factors, 0 where a norm is not finite."""
         self.clipped.append(squares)
         return clip_factors_of([self.group], [squares])[0]
@@ -262,18 +262,21 @@ def close(passes: Sequence[GroupPass]) -> None:
         UserError: see `GroupPass.running`.
     """
     running = passes[0].running()
-    there = [each for each in passes if each.received]
-    running.closed.update(each.group.index for each in there)
-    if running.phase is not Phase.SUMS or running.recomputes:
-        waiting = [each for each in there if not each.clipped]
-        squares = squares_together([each.total_terms() for each in waiting])
-        if running.phase is Phase.CLIP and waiting:
-            _add_sums(waiting, squares)
-        found = running.squared_norms_again if running.phase is Phase.SUMS else running.squared_norms
-        found |= {each.group.index: rows for each, rows in zip(waiting, squares, strict=True)}
-        for each in there:
+    waiting = []
+    for each in passes:
+        if each.received:
+            running.closed.add(each.group.index)
             if parts := each.clipped:
                 running.squared_norms[each.group.index] = parts[0] if len(parts) == 1 else torch.cat(parts)
+            else:
+                waiting.append(each)
+    if waiting and (running.phase is not Phase.SUMS or running.recomputes):
+        squares = squares_together([each.total_terms() for each in waiting])
+        if running.phase is Phase.CLIP:
+            _add_sums(waiting, squares)
+        found = running.squared_norms_again if running.phase is Phase.SUMS else running.squared_norms
+        for each, rows in zip(waiting, squares, strict=True):
+            found[each.group.index] = rows
     for each in passes:
         for parameter, total in zip(each.group.summed, each.sums, strict=True):
             if total is not None:

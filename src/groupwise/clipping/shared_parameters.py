@@ -20,7 +20,7 @@ from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_
 from groupwise.clipping.rules.base import LayerRule, Saved
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerCall:
     """A call in the backward pass: its rule, its layer, its saved tensors and its output gradients g."""
 

@@ -89,7 +89,7 @@ class LinearRule(LayerRule):
             if weights is not None:
                 scale = (cut_factors(weights) if half else weights).view(-1, *[1] * (g.dim() - 1))
                 x, g = (x * scale, g) if x.shape[-1] <= g.shape[-1] else (x, g * scale)  # the smaller of the two
-            x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+            x, g = x.flatten(0, -2), g.flatten(0, -2)
             left, right = (x, g) if self.transposed else (g, x)
             weight = product_over_rows(left, right) if half else product(left.t(), right)
         return weight, bias
