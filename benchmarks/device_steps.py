@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.device_table import AGAIN, LEFT, SIZES
 from benchmarks.job import Job
-from benchmarks.meters import Stopwatch, peak_bytes
+from benchmarks.meters import peak_bytes, timed
 from benchmarks.methods import METHODS, prepare
 from benchmarks.options import command, device, names, option, out, split
 from benchmarks.results import Table, hardware
@@ -69,11 +69,7 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
 
             workload.losses = losses
             peak, step = peak_bytes(lambda: prepared.step, options.device)
-            taken = []
-            for _ in range(options.repeats):
-                watch = Stopwatch(device)
-                step()
-                taken.append(watch.read(1).wall)
+            taken = [timed(step, 1, device).wall for _ in range(options.repeats)]
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
             with profile(activities=activities) as profiler:
                 step()

@@ -3,7 +3,6 @@
 Step time and peak memory as batch, sequence length, width and number of layers double, beside non-private training.
 """
 
-import gc
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.growing import NETWORKS, Sizes, build
-from benchmarks.meters import Stopwatch, peak_bytes
+from benchmarks.meters import Step, peak_bytes, timed
 from benchmarks.methods import METHODS, make
 from benchmarks.options import command, device, names, option, out
 from benchmarks.results import MACHINE, Table, seconds_of
@@ -74,28 +73,24 @@ def measure(network: str, axis: str, methods: Sequence[str], options: GrowthOpti
 
 def _rows(network: str, sizes: Sizes, methods: Sequence[str], options: GrowthOptions) -> list[dict[str, Any]]:
     new = partial(build, network, sizes, device=options.device, dtype=options.dtype)
-    peaks = {method: _peak(lambda method=method: make(method, new()).step, options.device) for method in methods}
+
+    def first_step(method: str) -> Step:
+        return make(method, new()).step
+
+    peaks = {method: peak_bytes(partial(first_step, method), options.device)[0] for method in methods}
     running = {method: make(method, new()) for method in methods}
     parameters = sum(p.numel() for p in new().model.parameters())
     rows = []
     for number in range(options.rounds):
         for method, way in running.items():
             way.step()
-            watch = Stopwatch(options.device)
-            for _ in range(options.steps):
-                way.step()
-            taken = watch.read(options.steps)
+            taken = timed(way.step, options.steps, options.device)
             way.clear()
             row = {"method": method, **vars(sizes), "parameters": parameters}
             row |= {"device": options.device, "threads": options.threads, "dtype": options.dtype, "round": number}
             row |= {"steps": options.steps, "cpu_seconds": taken.cpu, "wall_seconds": taken.wall}
             rows.append(row | {"peak_bytes": peaks[method], "status": "ok"})
     return rows
-
-
-def _peak(step: Any, device: str) -> int:
-    gc.collect()  # what is freed in between must not count
-    return peak_bytes(step, device)[0]
 
 
 def run(options: GrowthOptions) -> None:

@@ -1,5 +1,6 @@
 """Measures a step: its time, the peak of its memory, and what its arithmetic alone would allow."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -46,7 +47,17 @@ class Stopwatch:
         return Seconds((time.process_time() - self._cpu) / steps, wall / steps)
 
 
-Step = Callable[[], None]
+Step = Callable[[], object]
+
+
+def timed(step: Step, steps: int, device: torch.device | str) -> Seconds:
+    """Seconds a step, of so many in a row."""
+    watch = Stopwatch(device)
+    for _ in range(steps):
+        step()
+    return watch.read(steps)
+
+
 _MARK, _MEMORY = "benchmarks: the measured step", "[memory]"
 
 
@@ -72,6 +83,7 @@ def _cuda(make: Callable[[], Step]) -> tuple[int, Step]:
 
 
 def _cpu(make: Callable[[], Step]) -> tuple[int, Step]:
+    gc.collect()  # what is freed meanwhile, from before, would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step = make()
         step()
@@ -92,7 +104,7 @@ def _peak(events: list[Any]) -> int:
     return max(before + during)
 
 
-def count_operations(step: Callable[[], None]) -> int:
+def count_operations(step: Step) -> int:
     """Floating-point operations of one step's matrix products, convolutions and attention; nothing elementwise."""
     corrected: dict[Any, Any] = {torch.ops.aten.convolution_backward: _convolution_backward}
     if has_onednn():

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import groupwise
 from benchmarks.growing import Block
-from benchmarks.meters import Stopwatch
+from benchmarks.meters import timed
 from benchmarks.options import command, device, names, option, out
 from benchmarks.research_peers import load, put_on_path
 from benchmarks.results import MACHINE, Table
@@ -311,10 +311,7 @@ def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
 def _time(loop: Loop, steps: int, device: str) -> float:
     """Processor seconds a step, on a GPU wall seconds; one step before the clock starts."""
     next(loop)
-    watch = Stopwatch(device)
-    for _ in range(steps):
-        next(loop)
-    taken = watch.read(steps)
+    taken = timed(partial(next, loop), steps, device)
     return taken.wall if device == "cuda" else taken.cpu
 
 

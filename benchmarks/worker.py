@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.job import Job
-from benchmarks.meters import Seconds, Step, Stopwatch, count_operations, peak_bytes
+from benchmarks.meters import Seconds, Step, count_operations, peak_bytes, timed
 from benchmarks.methods import Method, prepare
 from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
@@ -100,11 +100,7 @@ class Bench:
         return self._built
 
     def _time(self, step: Step, steps: int) -> Seconds:
-        """Seconds a step."""
-        watch = Stopwatch(self.job.device)
-        for _ in range(steps):
-            step()
-        return watch.read(steps)
+        return timed(step, steps, self.job.device)
 
 
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:

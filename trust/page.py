@@ -12,12 +12,11 @@ from pathlib import Path
 from groupwise.atomic import write_text
 from groupwise.errors import command
 from groupwise.rows import between_markers, markdown
+from trust.bad_input.attempt import DEFECTS
 from trust.models.rows import summary, tables
 
 PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")
 RESULTS = Path("results/trust")
-DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
-"""Columns of bad_input.csv that should hold nothing but 0."""
 NOTHING = "Not measured yet."
 Rows = list[dict[str, str]]
 

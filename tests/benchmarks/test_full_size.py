@@ -1,6 +1,5 @@
 """Whole updates at full size: rows beside the non-private one."""
 
-import gc
 from typing import Any
 
 import pandas as pd
@@ -17,7 +16,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 def here(job: Job, **request: Any) -> dict[str, Any]:
     """What a process would answer."""
-    gc.collect()  # what is freed meanwhile, from before, would count as negative
     return answer(Bench(job), request)
 
 

@@ -82,11 +82,6 @@ def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> No
     assert config_hash(one) != config_hash(other)
 
 
-def test_differences_are_named() -> None:
-    there, here = RunConfig(seed=1), RunConfig(clip=ClipConfig(threshold=0.5))
-    assert differences(there, here) == ["seed is 1 there and 0 here", "clip.threshold is 1.0 there and 0.5 here"]
-
-
 def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
     config = RunConfig(seed=3, clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
     config.privacy.epsilon = float("inf")

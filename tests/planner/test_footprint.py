@@ -1,6 +1,5 @@
 """The pipeline's own code on tensors that do not exist: its bytes are those of the same code on real ones."""
 
-import gc
 from dataclasses import replace
 from functools import cache
 
@@ -90,7 +89,6 @@ def test_imagined_bytes_are_measured_bytes(work, name, rematerialize, kind):
 
         return step
 
-    gc.collect()
     measured, _ = peak_bytes(make, "cpu")
     messages = found.received + found.sent
     predicted = found.frozen + 2 * found.trained + messages + max(found.forward, found.stored + found.backward)
