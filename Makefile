@@ -47,7 +47,7 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP)
 
-demo: $(STAMP) ## train one private model on embedded data: about a minute, no network
+demo: $(STAMP) ## train one private model on bundled data: about a minute, no network
 	$(BIN)/python run.py task=cifar clip=adaptive_layer scale=demo
 
 test: $(STAMP) ## the fast tests
@@ -92,16 +92,16 @@ sweep-%: sweeps/%.yaml $(STAMP) ## the cells of a table or figure: make sweep-ci
 	$(BIN)/python -m groupwise.sweeps.collect $* scale=$(SCALE)
 	$(if $(NORMS_$*),$(BIN)/python -m groupwise.sweeps.gradient_norms $* scale=$(SCALE) $(NORMS_$*))
 
-status: $(STAMP) ## how far the sweeps are: done, begun, failed, waiting
+status: $(STAMP) ## the progress of the sweeps: done, begun, failed, waiting
 	$(BIN)/python -m groupwise.sweeps.status
 
-plot: $(STAMP) ## one run as a picture, loss, accuracy, epsilon and thresholds: make plot RUN=results/runs/0123456789ab
+plot: $(STAMP) ## a figure of one run's loss, accuracy, epsilon and thresholds: make plot RUN=results/runs/0123456789ab
 	$(BIN)/python -m groupwise.analysis.run_plot $(RUN)
 
 view: $(STAMP) ## TensorBoard on the runs (those with tracker=tensorboard), in a browser on this machine
 	$(BIN)/tensorboard --logdir results/runs
 
-reproduce: $(STAMP) ## make a committed row of public data again and compare: make reproduce ROW=<hash>
+reproduce: $(STAMP) ## reproduce a committed row of public data and compare: make reproduce ROW=<hash>
 	$(BIN)/python -m groupwise.sweeps.reproduce $(ROW)
 
 tables: $(STAMP) ## all tables, the list of all cells and the findings, from the committed rows
@@ -154,7 +154,7 @@ coverage: $(STAMP) ## the lines and branches of clipping and privacy that their 
 lint: $(STAMP) ## ruff: style and likely mistakes
 	$(BIN)/ruff check .
 
-format: $(STAMP) ## ruff: mend what it can
+format: $(STAMP) ## ruff: fix what it can
 	$(BIN)/ruff check --fix .
 
 types: $(STAMP) ## mypy

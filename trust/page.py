@@ -57,7 +57,9 @@ def audit_summary(rows: Rows) -> str:
         best = max(float(row["epsilon_lower"]) for row in of)
         parts.append(f"ε = {budget}: {best / float(budget):.0%}")
     above = sum(float(row["epsilon_lower"]) > float(row["epsilon_claimed"]) for row in rows)
-    return f"{len(rows)} audits, {above} above their claim. The most that one proves of its claim: {'; '.join(parts)}."
+    return (
+        f"{len(rows)} audits, {above} above their claim. The largest bound in percent of its claim: {'; '.join(parts)}."
+    )
 
 
 def planted_summary(rows: Rows) -> str:
@@ -65,9 +67,9 @@ def planted_summary(rows: Rows) -> str:
     least = min(rows, key=lambda row: float(row["bug_epsilon"]) / float(row["claimed_epsilon"]))
     most = max(float(row["correct_epsilon"]) / float(row["claimed_epsilon"]) for row in rows)
     return (
-        f"{len(rows)} bugs, {sum(row['caught'] == 'yes' for row in rows)} caught. The least that one shows is ε ≥ "
-        f"{least['bug_epsilon']} where {least['claimed_epsilon']} is claimed ({least['bug']}); without the bug no game "
-        f"shows more than {most:.0%} of its claim."
+        f"{len(rows)} bugs, {sum(row['caught'] == 'yes' for row in rows)} caught. The weakest bound with a bug is ε ≥ "
+        f"{least['bug_epsilon']} where {least['claimed_epsilon']} is claimed ({least['bug']}); without bugs no "
+        f"bound exceeds {most:.0%} of its claim."
     )
 
 

@@ -279,5 +279,5 @@ def test_tasks_of_srun_meet_and_tell_a_mistake_once(tmp_path):
     told = [process.communicate(timeout=PATIENCE)[1] for process in tasks]
     assert [process.returncode for process in tasks] == [2, 2]
     [line] = "".join(told).splitlines()
-    assert line.startswith("error: ") and "larger than the training data" in line
+    assert line.startswith("error: ") and "larger than the training set" in line
     assert not (tmp_path / "out").exists()

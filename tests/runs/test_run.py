@@ -96,7 +96,7 @@ def test_compiled_model_trains(tmp_path):
 
 
 REFUSED = {
-    "batch larger than the data": (["train.batch_size=100000"], "larger than the training data"),
+    "batch larger than the data": (["train.batch_size=100000"], "larger than the training set"),
     "parameter in no group": (
         ["clip=flat", "clip.grouping=custom", "+clip.mapping={stem*:a}"],
         "belongs to no clipping group",

@@ -51,8 +51,8 @@ def test_what_is_no_run_or_another_model_is_refused(tmp_path):
     nan, sparse, short = (weights["stem.weight"] * torch.nan, weights["stem.weight"].to_sparse(), torch.zeros(3))
     for broken, words in (
         (nan, "NaN or infinite"),
-        (sparse, "fits another"),
-        ("text", "fits another"),
+        (sparse, "does not fit this"),
+        ("text", "does not fit this"),
         (short, "size mismatch"),
     ):
         save_checkpoint(tmp_path / "model.pt", {**weights, "stem.weight": broken})

@@ -150,7 +150,7 @@ def test_other_data_on_resume_are_refused(config: RunConfig) -> None:
     first.close()
     record = begun(config)
     record.write_data({"sha256": {"images": "ab"}})
-    with pytest.raises(UserError, match="not those"):
+    with pytest.raises(UserError, match="data differ"):
         record.write_data({"sha256": {"images": "cd"}})
 
 

@@ -1,4 +1,4 @@
-"""Puts all tables, figures and findings on one page:  python -m groupwise.analysis.report [--out results/report.html]
+"""Makes one page of all tables, figures and findings:  python -m groupwise.analysis.report [--out results/report.html]
 
 The page is made of what `make tables` and `make figures` wrote, and needs neither a network nor other files.
 """

@@ -1,14 +1,14 @@
 """Reads and validates the numbers of tables and figures: the paper's, and the measured rows.
 
-`results/measured/<sweep>_<scale>.csv` has a row a run, `results/paper/<table>.csv` a line for each number of a table:
+`results/measured/<sweep>_<scale>.csv` has one row per run, `results/paper/<table>.csv` one per number of a table:
 
 table, row, column
     Where the paper prints it; the row's and the column's headings are joined by " / ".
 metric
     The column of measured rows that it is compared with; of a hyperparameter, the key of the configuration.
 cell
-    Settings that select one cell of the sweep of that name, or "A minus B" for a difference of two; empty where nothing
-    of ours is comparable. Of a hyperparameter, what composes the configuration that should have it.
+    Settings that select one cell of the sweep of that name, or "A minus B" for a difference of two; empty if none of
+    ours is comparable. Of a hyperparameter, what composes the configuration that should have it.
 value, std
     As printed; `value` is empty where the paper has a dash and we have a cell.
 note
@@ -47,12 +47,12 @@ class Folders:
 
     @classmethod
     def of_checkout(cls) -> "Folders":
-        """Those of the checkout that this package is installed from, wherever the program runs: for notebooks."""
+        """The folders of the checkout that this package is installed from, for programs that run elsewhere."""
         return cls(*(CHECKOUT / own.default for own in fields(cls)))  # type: ignore[operator]
 
     @classmethod
     def add_options(cls, parser: ArgumentParser) -> None:
-        """Adds --paper, --measured and --sweeps to a command of this package."""
+        """Add --paper, --measured and --sweeps to a command's options."""
         for own in fields(cls):
             parser.add_argument(f"--{own.name}", type=Path, default=own.default)
 
@@ -121,10 +121,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Measured:
-    """Sound rows of a sweep at one scale.
+    """Valid rows of a sweep at one scale.
 
     Attributes:
-        rows: one a run: the columns of the file, sorted by cell and seed.
+        rows: one per run, with the columns of the file, sorted by cell and seed.
         expected: cell -> the seeds that the sweep has for it at this scale.
         scale: paper, midi, mini or demo.
     """
@@ -162,7 +162,7 @@ Floors = Mapping[tuple[str, str], float]
 
 
 def read_floors(folder: Path) -> Floors:
-    """The scores of `CONSTANT`; none where the file is not there."""
+    """The scores of `CONSTANT`; none if there is no file."""
     rows = read_table(folder / CONSTANT)
     return {(row["task"], row["metric"]): float(row["value"]) for row in rows}
 
@@ -173,7 +173,7 @@ def floor_of(task: str, metric: str, floors: Floors) -> float | None:
 
 
 def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> str:
-    """The reason why cells say nothing, if the best of them is hardly above the constant-prediction baseline."""
+    """Why cells are inconclusive: the best of them is hardly above the constant-prediction baseline; else empty."""
     floor = floor_of(task, metric, floors)
     if floor is None or best >= floor + LEARNT:
         return ""
@@ -181,7 +181,7 @@ def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> st
 
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:
-    """The rows of every scale that has a file, in the order of `SHOWN`; faults as `read_measured` has them."""
+    """The rows of every scale that has a file, in the order of `SHOWN`; raises as `read_measured` does."""
     there = [scale for scale in SHOWN if table_path(folder, sweep.name, scale).is_file()]
     return [read_measured(sweep, scale, folder, wanted) for scale in there]
 
@@ -194,9 +194,9 @@ def read_measured(
     `wanted` says which metrics the runs of a cell must have, as finite numbers; other cells may have any.
 
     Raises:
-        UserError: the file is not there or does not parse, or has no rows; a column is missing; a row is of a cell or
-            seed that the sweep does not have; two rows are of one cell and seed, or of one run; a metric is missing or
-            not finite.
+        UserError: the file is missing, does not parse or has no rows; a column is missing; a row has a cell or seed
+            that is not in the sweep; two rows have the same cell and seed, or the same run; a metric is missing or not
+            finite.
     """
     path, expected = table_path(folder, sweep.name, scale), seeds_of(sweep, scale)
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")

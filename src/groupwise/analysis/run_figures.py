@@ -1,4 +1,4 @@
-"""Draws the figures of runs: accuracy by mode, setting and time, and how the layers' gradient norms move."""
+"""Draws the figures of runs: accuracy by mode, setting and time, and gradient norms of layers during training."""
 
 from typing import Any, Literal
 
@@ -31,15 +31,15 @@ from groupwise.analysis.results import settings_of
 
 ACCURACY = "valid/accuracy"
 SPREAD = 0.22
-"""Of the methods at one budget, in units of the distance between budgets."""
+"""Offset between methods at one budget, in units of the distance between budgets."""
 DODGE = 0.006
 """Offset of the two budgets to either side of a value of q, so that their intervals do not overlap."""
 PAPERS = "*"
-"""The mark of the paper's values."""
+"""The marker of the paper's values."""
 
 
 def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
-    """Three modes at two budgets and without noise; the paper's values in a panel of their own, on the same axis."""
+    """Three modes at two budgets and without noise; the paper's values have their own panel with the same axis."""
     rows = rows.assign(budget=_budgets(rows))
     table = summary(rows, ["clip", "budget"], ACCURACY)
     table["high"] = table["mean"] + table["std"]
@@ -87,7 +87,7 @@ def _budgets(rows: pd.DataFrame) -> pd.Series:
 
 
 def draw_epochs(rows: pd.DataFrame, beside: Beside) -> Any:
-    """Accuracy of CIFAR-10 against epochs of training, a line a mode, a panel a budget: does the gap close?"""
+    """Accuracy on CIFAR-10 against epochs of training, with one line per mode and one panel per budget."""
     rows = rows.assign(epochs=pd.to_numeric(rows["train.epochs"]), budget=_budgets(rows))
     table, scale = summary(rows, ["clip", "budget", "epochs"], ACCURACY), rows["scale"].iloc[0]
     ticks = sorted(table["epochs"].unique())
@@ -110,7 +110,7 @@ def draw_epochs(rows: pd.DataFrame, beside: Beside) -> Any:
 
 
 def draw_target_quantile(rows: pd.DataFrame, beside: Beside) -> Any:
-    """Accuracy against the quantile of norms that thresholds follow, a panel a task."""
+    """Accuracy against the target quantile of thresholds, with one panel per task."""
     table, scale = _against(rows, "clip.target_quantile"), rows["scale"].iloc[0]
     figure = Figure(figsize=(PAGE, 2.3))
     panels = figure.subplots(1, 2)
@@ -178,7 +178,7 @@ UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, ...]) -> Any:
-    """Metrics of the test set against wall time of training, a panel each."""
+    """Metrics on the test set against wall time of training, one panel each."""
     scale, task = curves["scale"].iloc[0], str(curves["task"].iloc[0])
     size, unit = next(((size, unit) for size, unit in UNITS if curves["seconds"].max() >= 2 * size), UNITS[-1])
     times = curves.groupby(["clip", "step"])["seconds"].mean() / size
@@ -218,11 +218,11 @@ BARS = "#8fbbd9"
 LINES = "#222222"
 BINS = 40
 TAILS = 0.005
-"""Of the norms at either end, the share that the last bins take in."""
+"""The share of the norms that goes into the outermost bin at either end."""
 
 
 def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
-    """A heatmap for each epoch: a row an example, a column a layer, GroupNorm apart, darker for a larger norm."""
+    """A heatmap per epoch: one row per example, one column per layer, GroupNorm apart; darker means a larger norm."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     positive = norms["norm"][norms["norm"] > 0]
     colours = LogNorm(float(positive.quantile(0.01)), float(positive.max()), clip=True)
@@ -248,7 +248,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
 
 
 def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
-    """Histograms, a row a layer and a column an epoch, with dashed lines at four quantiles."""
+    """Histograms, one row per layer and one column per epoch, with dashed lines at four quantiles."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     layers = chosen_layers(norms)
     figure = Figure(figsize=(PAGE, 1.05 * len(layers) + 0.4))

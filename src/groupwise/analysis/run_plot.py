@@ -20,7 +20,7 @@ LABELLED = 6
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """The run's metrics: a row a step, with empty cells where a metric was not taken.
+    """The run's metrics: one row per step, with NaN where a metric was not computed.
 
     Raises:
         UserError: there are none yet.
@@ -35,7 +35,7 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 
 
 def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
-    """Up to four panels over the steps, of what the run's `read_metrics` have."""
+    """Up to four panels over the steps, of the metrics that `read_metrics` found."""
     thresholds = [name for name in metrics if name.startswith("threshold/")]
     kinds = {
         "loss": [name for name in WORDS if name in metrics],

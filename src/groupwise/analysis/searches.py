@@ -20,7 +20,7 @@ def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
 
 
 def page(folders: Folders) -> Page:
-    """Every cell of every search with its mean over seeds; the best among rivals says so.
+    """Every cell of every search with its mean over seeds; the best among rivals is marked.
 
     Raises:
         UserError: rows that do not parse, or have no headline metric.

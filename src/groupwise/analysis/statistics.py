@@ -19,7 +19,7 @@ SAME = 1e-9
 
 
 class Summary(NamedTuple):
-    """Some numbers in short; `std` (n - 1 in the denominator) and the t-interval are NaN for fewer than two."""
+    """A summary of some numbers; `std` (n - 1 in the denominator) and the t-interval are NaN for fewer than two."""
 
     mean: float
     n: int
@@ -29,7 +29,7 @@ class Summary(NamedTuple):
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Mean, standard deviation and 95 % t-interval of the mean; NaN of nothing."""
+    """Mean, standard deviation and 95 % t-interval of the mean; NaN without numbers."""
     numbers = np.asarray(values, dtype=float)
     n = len(numbers)
     mean = float(numbers.mean()) if n else math.nan

@@ -88,7 +88,7 @@ def launch(conf: Path, train: Train) -> int:
             _remove(folder)
         return MISTAKE
     if folder is not None:
-        if (folder / CELLS).is_file():  # another sweeper than Hydra's own chooses its cells as it goes
+        if (folder / CELLS).is_file():  # sweepers other than Hydra's own choose their cells while they run
             print(*status(folder, each=True), sep="\n")
         return report_sweep(folder)
     for mistake in failed:

@@ -143,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
     parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=mini if not paper")
-    parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
-    parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the tables go")
+    parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("results/measured"), help="folder of the tables")
     given = parser.parse_args(arguments)
     names = [item for item in given.sweeps if "=" not in item]
     scale = [PAPER, *(scale_of(item) for item in given.sweeps if "=" in item)][-1]

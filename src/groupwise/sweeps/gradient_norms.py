@@ -94,8 +94,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("scale", nargs="?", default=f"scale={PAPER}", help="such as scale=mini")
     parser.add_argument("--examples", type=int, default=32, help="how many training examples, drawn at random")
     parser.add_argument("--layers", nargs="*", default=[], metavar="GLOB", help="names of layers, such as '*out_proj'")
-    parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="where the runs are")
-    parser.add_argument("--out", type=Path, default=Path("results/measured"), help="where the table goes")
+    parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("results/measured"), help="folder of the table")
     given = parser.parse_args(arguments)
     if given.examples < 1:
         raise UserError("--examples must be one or more.")

@@ -92,8 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 if a row differs, 2 for a mistake."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.reproduce", description=__doc__.split("\n")[0])
     parser.add_argument("hashes", nargs="+", metavar="HASH", help="of a row in results/measured, 6 digits or more")
-    parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="where the rows are")
-    parser.add_argument("--sweeps", type=Path, default=Path("sweeps"), help="where the sweeps are")
+    parser.add_argument("--measured", type=Path, default=Path("results/measured"), help="folder of the rows")
+    parser.add_argument("--sweeps", type=Path, default=Path("sweeps"), help="folder of the sweeps")
     parser.add_argument("--conf", type=Path, default=Path("conf"), help="folder of the configurations")
     parser.add_argument("--data", default=None, help="folder of the data (paths.data)")
     given = parser.parse_args(arguments)

@@ -88,10 +88,10 @@ def status(folder: Path, each: bool = False) -> list[str]:
 @command
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.status", description="How far sweeps are.")
+    parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.status", description="The progress of sweeps.")
     parser.add_argument("folders", nargs="*", type=Path, help="folders of sweeps; by default all in results/sweeps")
     parser.add_argument("--cells", action="store_true", help="print a line for each cell")
-    parser.add_argument("--sweeps", type=Path, default=Path("results/sweeps"), help="where all of them are")
+    parser.add_argument("--sweeps", type=Path, default=Path("results/sweeps"), help="the folder of all sweeps")
     given = parser.parse_args(arguments)
     folders = given.folders or sorted(file.parent for file in given.sweeps.glob(f"*/{CELLS}"))
     if not folders:

@@ -1,4 +1,4 @@
-"""Sets the precision of float32 products on a GPU, whatever torch's own settings are.
+"""Sets the precision of float32 products on a GPU, independently of torch's own settings.
 
 NVIDIA's GPUs since 2020 can compute float32 products and convolutions in TF32, which keeps 10 bits of each factor, and
 torch allows that in cuDNN by default. A clipped sum is another product than the norm: in TF32 it may exceed the

@@ -1,4 +1,4 @@
-"""Shows how far a training is: a line that is renewed on a terminal, and elsewhere now and then."""
+"""Shows the progress of a training: one updated line on a terminal, and a line now and then elsewhere."""
 
 import sys
 from typing import Any

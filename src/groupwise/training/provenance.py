@@ -41,7 +41,7 @@ def usable_cores() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was held at once: by torch on a GPU, by the whole process on a CPU."""
+    """Peak memory in bytes: of torch on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         import torch
 

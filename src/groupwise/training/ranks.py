@@ -107,7 +107,7 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process calls this."""
         self.gather(None)
 
 
