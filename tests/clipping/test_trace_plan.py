@@ -56,7 +56,7 @@ def test_an_unknown_call_is_traced_once_more_on_all_examples_of_its_batch_and_th
         engine.trace(texts(model, [5, 3, 4, 2, 5, 1]), range(6))
         losses_of = texts(model, [2, 2, 8, 1, 2, 2, 2, 2], batches)
         assert_exact(engine, losses_of, range(8))
-        assert len(batches) > 2 and all(set(rows) == set(range(8)) and len(rows) <= 10 for rows in batches)
+        assert len(batches) > 2 and all(set(rows) <= set(range(8)) and len(rows) <= 10 for rows in batches)
         batches.clear()
         assert_exact(engine, losses_of, range(8))
         assert batches == [list(range(8))]

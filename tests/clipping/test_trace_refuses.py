@@ -1,5 +1,6 @@
 """Models in which the rows of an example are not known are refused by the trace, or by the check before training."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -313,3 +314,31 @@ def test_experts_that_have_other_rows_in_a_later_step_are_refused_where_their_nu
         x[0, 1, 0] = 1
         with pytest.raises(UserError, match=r"'experts.0'"):
             clip(engine, of_rows(model, x), range(4))
+
+
+class Late(nn.Module):
+    """Gives its second layer other rows later: two an example, mixed by `mix`."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.mix, self.late = nn.Linear(5, 5), nn.Linear(5, 5), mix, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            return self.first(x) + self.second(x.unsqueeze(1))[:, 0]
+        rows = torch.stack([self.mix(x), x], 1).flatten(0, 1)
+        return self.first(x) + self.second(rows).unflatten(0, (-1, 2))[:, 0]
+
+
+@pytest.mark.parametrize(
+    "mix", [lambda x: x + x[:1], lambda x: x + x[4:5], lambda x: x + x.mean(0), lambda x: x + x.amax(0)]
+)
+def test_a_call_that_is_traced_during_training_does_not_depend_on_any_other_row(mix):
+    model, x = Late(mix), torch.randn(12, 5)
+    with attach(model, flat(model), 1.0) as engine:
+        engine.trace(of_rows(model, x), range(6))
+        model.late = True
+        with pytest.raises(UserError, match="mixes the examples of a batch"):
+            clip(engine, of_rows(model, x), range(12))
+        model.mix = torch.tanh
+        clip(engine, of_rows(model, x), range(12))

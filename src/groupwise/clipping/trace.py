@@ -9,8 +9,9 @@ If no axis of an input grows, all examples share it, and the layer's output has 
 passes finds such layers, and the next round traces what their outputs are combined with.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import NoReturn
 
 from torch import Tensor
@@ -181,20 +182,21 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
             after[row] = run(replaced(batches.more, row), others[row].note)
         found = _plan(fewer, more, others, len(batches.more))
         for row, losses in after.items():
-            _check_losses_keep(batches.more, before, row, losses)
+            _check_losses_keep(batches.more, before, (row,), losses)
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
-            if len(batches.fewer) <= TRACED:  # not for a call that is traced during training, on a whole microbatch
-                _check_every_row(run, found, batches, fewer, more, before)
+            few = len(batches.fewer) <= TRACED  # a call that is traced during training has a whole microbatch
+            check = _check_every_row if few else _check_halves
+            check(run, found, batches, fewer, more, before)
             return found
         known = found
     raise UserError(f"More than {ROUNDS} layers in a row have inputs that all examples share: freeze some of them.")
 
 
-def _check_losses_keep(batch: Sequence[int], before: Tensor, row: int, losses: Tensor) -> None:
-    """Raise `MixedExamples` if a loss (n,) changed although another row's example was replaced."""
+def _check_losses_keep(batch: Sequence[int], before: Tensor, rows: Collection[int], losses: Tensor) -> None:
+    """Raise `MixedExamples` if a loss (n,) changed although only the examples of other rows were replaced."""
     for other in moved_losses(before, losses, 1e-3):
-        if other != row:
+        if other not in rows:
             raise MixedExamples(
                 f"Example {batch[other]} has loss {float(before[other]):.6g} in one batch and "
                 f"{float(losses[other]):.6g} in another",
@@ -223,9 +225,7 @@ def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, 
             return False
         if once and other.shapes != base.shapes:
             return False
-        _check_losses_keep(batch, before, row, losses)
-        for (label, nth), seen in base.seen.items():
-            _check_row(label, plan.calls[label][nth], seen, other.seen.get((label, nth)), row, len(batch))
+        _check_kept(plan, batch, (row,), before, losses, base, other)
         return True
 
     twice = [batches.more.count(example) > 1 for example in batches.more]
@@ -241,13 +241,53 @@ def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, 
             keeps_shapes(batch, row, base, before)
 
 
-def _check_row(label: str, site: CallSite, seen: Seen, there: Seen | None, row: int, n: int) -> None:
-    """Raise `MixedExamples` if other rows of an input changed than those of the replaced example."""
-    if there is None or there.shape != seen.shape:
-        _refuse(label, seen.shape, f"gets another number of rows when one example is replaced: {CHOSEN}")
-    own = set() if site.shared else set(site.layouts[0].rows_of(len(seen.rows), slice(row, row + 1)).tolist())
-    if moved := sorted(set(moved_rows(seen.rows, there.rows)) - own):
-        _refuse(label, seen.shape, f"has rows {moved[:6]} that depend on example {row} of {n} (mixed or reordered)")
+def _check_halves(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, more: Tracer, before: Tensor) -> None:
+    """Replace every second row of a large batch at once, and then the others, to find what depends on any row.
+
+    Where that changes a shape (it removes the longest text), these rows exchange their examples instead.
+    """
+    batch = batches.more
+    for first in (0, 1):
+        rows = range(first, len(batch), 2)
+        changed, other = [*batch], Tracer(plan, batches, fewer.shapes)
+        changed[first::2] = islice(cycle(batch[1 - first :: 2]), len(rows))
+        try:
+            losses = run(changed, other.note)
+        except MixedExamples:
+            other.shapes.clear()
+        if other.shapes != more.shapes:
+            changed[first::2], other = reversed(batch[first::2]), Tracer(plan, batches, fewer.shapes)
+            losses = run(changed, other.note)
+        _check_kept(plan, batch, rows, before, losses, more, other)
+
+
+def _check_kept(
+    plan: ClipPlan,
+    batch: Sequence[int],
+    rows: Sequence[int],
+    before: Tensor,
+    losses: Tensor,
+    base: Tracer,
+    other: Tracer,
+) -> None:
+    """Raise `MixedExamples` if other losses, or other rows of an input, changed than those of the replaced examples.
+
+    Args:
+        rows: of the batch, whose examples were replaced.
+        before, base: the losses, and the calls, of the pass on the batch itself.
+        losses, other: those of the pass in which the examples were replaced.
+    """
+    _check_losses_keep(batch, before, rows, losses)
+    which = f"example {rows[0]} of {len(batch)}" if len(rows) == 1 else "other examples"
+    for (label, nth), seen in base.seen.items():
+        site, there = plan.calls[label][nth], other.seen.get((label, nth))
+        if there is None or there.shape != seen.shape:
+            _refuse(label, seen.shape, f"gets another number of rows when examples are replaced: {CHOSEN}")
+        own: set[int] = set()
+        for row in rows if not site.shared else ():
+            own.update(site.layouts[0].rows_of(len(seen.rows), slice(row, row + 1)).tolist())
+        if moved := sorted(set(moved_rows(seen.rows, there.rows)) - own):
+            _refuse(label, seen.shape, f"has rows {moved[:6]} that depend on {which} (mixed or reordered)")
 
 
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
