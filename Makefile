@@ -144,8 +144,8 @@ goldens: $(STAMP) ## compare hashes, noise, plans, short runs and verdicts on mo
 api: $(STAMP) ## the API reference from the docstrings, in docs/api/_build/html; a warning is an error
 	$(BIN)/python -m sphinx -b html -q -W --keep-going docs/api docs/api/_build/html
 
-notebooks: $(STAMP) ## all of notebooks/ from their scripts, executed, with their outputs: minutes
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/notebook.py notebooks/*.py
+notebooks: $(STAMP) ## all of notebooks/ and analysis/ from their scripts, executed, with their outputs: minutes
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/notebook.py notebooks/*.py analysis/*.py
 
 coverage: $(STAMP) ## the lines and branches of clipping and privacy that their own tests run, in percent
 	$(BIN)/python -m pytest tests/clipping tests/privacy -q -m "not slow" -n 0 --cov=groupwise.clipping --cov=groupwise.privacy --cov-branch \

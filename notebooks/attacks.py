@@ -2,7 +2,7 @@
 # # Attacks: audit a setting, plant a bug, see it caught
 #
 # (ε, δ) is a promise about the worst attacker. Here we are that attacker, and bound ε from below by what we can do. A bound below
-# the claim proves nothing; **a bound above the claim would refute it**.
+# the claim proves nothing; **a bound above the claim would refute it**. This notebook needs a checkout of the project.
 
 # %%
 import subprocess

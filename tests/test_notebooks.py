@@ -12,7 +12,7 @@ import jupytext
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted((ROOT / "notebooks").glob("*.py"))
+SCRIPTS = sorted([*(ROOT / "notebooks").glob("*.py"), *(ROOT / "analysis").glob("*.py")])
 LARGEST = 150 * 1024
 pytestmark = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Every table, and what the rows say about the paper's claims
 # Each table has the paper's numbers beside ours; `make tables` writes the same as files. The figures are in
-# [the next notebook](figures.ipynb).
+# [the next notebook](figures.ipynb). Both need a checkout of the project.
 
 # %%
 from IPython.display import Markdown, display
