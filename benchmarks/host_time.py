@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +105,35 @@ def cost(chain: str, options: Options) -> dict[str, Cost]:
     }
 
 
+def entered(way: str) -> set[tuple[str, str]]:
+    """The functions of groupwise, by file and name, that a pass through one linear layer enters."""
+    make, shape = CHAINS["linear"]
+    one_pass, found = training(make, shape, 1, way), set[tuple[str, str]]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        file, code = frame.f_code.co_filename, frame.f_code
+        if event == "call" and "groupwise" in file and not code.co_name.startswith("<"):
+            found.add((file, code.co_qualname))
+
+    one_pass()
+    sys.setprofile(note)
+    one_pass()
+    sys.setprofile(None)
+    return found
+
+
 def run(options: Options) -> None:
-    """Print a line a chain."""
+    """Print a line for each chain, and how many functions one layer passes."""
     torch.set_num_threads(1)
     heads = f"{'µs':>9s}{'ratio':>7s}{'operations':>12s}"
     print(f"{'':20s}" + "".join(f"{way:>28s}" for way in WAYS) + f"\n{'a layer of':20s}" + heads * len(WAYS))
     for chain in CHAINS:
         costs = cost(chain, options).values()
         print(f"{chain:20s}" + "".join(f"{c.microseconds:9.0f}{c.ratio:7.1f}{c.operations:12.1f}" for c in costs))
+    for way in WAYS[1:]:
+        functions = entered(way)
+        files = {file for file, _ in functions}
+        print(f"a pass through one linear layer, {way}: {len(functions)} functions in {len(files)} files")
 
 
 main = command(Options, run)
