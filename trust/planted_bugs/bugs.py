@@ -13,8 +13,7 @@ from torch import Tensor
 
 from groupwise.clipping import ClippingEngine, Sensitivity, group_pass
 from groupwise.clipping.factors import Factors, keep_finite
-from groupwise.clipping.groups import ClippingGroup
-from groupwise.clipping.shared_parameters import LayerCall
+from groupwise.clipping.groups import ClippingGroup, LayerCall
 from groupwise.privacy import (
     AdaptiveThresholds,
     NoiseSource,

@@ -12,6 +12,7 @@ norm: either it is a group by itself, or there are two backward passes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.factors import Factors, keep_finite
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup, most_kept
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup, LayerCall, most_kept
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
 from groupwise.clipping.passes import Pass, Phase
 from groupwise.clipping.precision import LEAST_SQUARE, refuse_float16
 from groupwise.clipping.rules.base import FoldedRule, Gradients, Saved, add_up, clipped_sum, total_numel
-from groupwise.clipping.shared_parameters import LayerCall, cross_terms, overlap, stack_calls
+from groupwise.clipping.shared_parameters import cross_terms, overlap, stack_calls
 from groupwise.errors import UserError
 
 Report = Callable[[Saved, Tensor], Gradients]
@@ -146,7 +147,7 @@ class GroupPass:
         Returns:
             The clipped sums, if the layer itself returns them to autograd (`ClippingGroup.direct`); else ().
         """
-        running, rule = self.running(), member.rule
+        running = self.running()
         self.received = True
         if self.group.direct:
             if member.name in running.reported:
@@ -155,16 +156,9 @@ class GroupPass:
                     "unknown: use one layer for each call, or do without direct=True."
                 )
             running.reported.add(member.name)
-        if layout == FIRST:
-            pass
-        elif rule.features_last:
-            batched = (
-                layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved)
-            )
-            saved, g = tuple(batched), layout.examples_first(g)
-        else:
-            rule = FoldedRule(rule, layout)
-        call = LayerCall(rule, member, saved, g)
+        call = LayerCall(member.rule, member, saved, g)
+        if layout != FIRST:
+            call = _batch_first(call, layout)
         sums: Gradients = ()
         if running.phase is Phase.SUMS:
             sums = self.add(member, weighted_sum(call, running.factors))
@@ -176,7 +170,7 @@ class GroupPass:
             if place is not None
         ):
             self.joint_calls.append(call)
-            if rule.stacks:  # the joint norm of all its calls is computed when the group closes
+            if call.rule.stacks:  # the joint norm of all its calls is computed when the group closes
                 return sums
         return self._report(call, running.phase) or sums
 
@@ -282,6 +276,15 @@ def close(passes: Sequence[GroupPass]) -> None:
             if total is not None:
                 running.passes.gradients.add(parameter, total)
         each.release()
+
+
+def _batch_first(call: LayerCall, layout: Layout) -> LayerCall:
+    """The call with the batch on the first axis of its tensors, or with a rule for their layout."""
+    rule, saved = call.rule, call.saved
+    if not rule.features_last:
+        return replace(call, rule=FoldedRule(rule, layout))
+    moved = (layout.examples_first(t) if i in rule.batched and t is not None else t for i, t in enumerate(saved))
+    return replace(call, saved=tuple(moved), g=layout.examples_first(call.g))
 
 
 def clip_factors_of(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from groupwise.clipping.factors import ClipRule, is_async_device
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import Layer, Partition
-from groupwise.clipping.rules.base import LayerRule, ParameterRule, Wanted, total_numel
+from groupwise.clipping.rules.base import LayerRule, ParameterRule, Saved, Wanted, total_numel
 from groupwise.errors import UserError
 
 
@@ -36,6 +36,16 @@ class ClippedLayer:
     def label(self) -> str:
         """What messages call it."""
         return f"Layer {self.name!r}"
+
+
+@dataclass
+class LayerCall:
+    """A call in the backward pass: its rule, its layer, its saved tensors and its output gradients g."""
+
+    rule: LayerRule
+    member: ClippedLayer
+    saved: Saved
+    g: Tensor
 
 
 @dataclass

@@ -7,7 +7,7 @@ module computes the cross terms: from outer products if both rules give them (`o
 gradients.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import torch
@@ -15,19 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.clipping.gram import CHUNK_FLOATS, OuterProducts
-from groupwise.clipping.groups import ClippedLayer
+from groupwise.clipping.groups import LayerCall
 from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_of_squares, upcast
-from groupwise.clipping.rules.base import LayerRule, Saved
-
-
-@dataclass
-class LayerCall:
-    """A call in the backward pass: its rule, its layer, its saved tensors and its output gradients g."""
-
-    rule: LayerRule
-    member: ClippedLayer
-    saved: Saved
-    g: Tensor
 
 
 def overlap(uses: list[slice | None]) -> bool:
