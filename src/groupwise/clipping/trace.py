@@ -10,10 +10,13 @@ passes finds such layers, and the next round traces what their outputs are combi
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, SHARED, CallSite, ClipPlan, Layout, Order
@@ -115,6 +118,7 @@ class Tracer:
         self._plan, self._batches, self._fewer = plan, batches, fewer
         self.shapes: dict[Call, tuple[int, ...]] = {}
         self.seen: dict[Call, Seen] = {}
+        self.losses = torch.empty(0)
         self.meets = False
         """Whether a parameter was combined with a tensor outside a layer: then another round may find more of these."""
 
@@ -173,75 +177,69 @@ def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
 def _trace(run: Run, batches: Batches) -> ClipPlan:
     known = ClipPlan()
     for _ in range(ROUNDS):
-        fewer = Tracer(known, batches)
-        run(batches.fewer, fewer.note)
-        more, others = Tracer(known, batches, fewer.shapes), dict[int, Tracer]()
-        before, after = run(batches.more, more.note), dict[int, Tensor]()
-        for row in REPLACED:
-            others[row] = Tracer(known, batches, fewer.shapes)
-            after[row] = run(replaced(batches.more, row), others[row].note)
+        fewer = _pass(run, known, batches, None, batches.fewer)
+        more = _pass(run, known, batches, fewer.shapes, batches.more)
+        others = {row: _pass(run, known, batches, fewer.shapes, replaced(batches.more, row)) for row in REPLACED}
         found = _plan(fewer, more, others, len(batches.more))
-        for row, losses in after.items():
-            _check_losses_keep(batches.more, before, (row,), losses)
+        for row, other in others.items():
+            _check_losses_keep(batches.more, (row,), more, other)
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
             few = len(batches.fewer) <= TRACED  # a call that is traced during training has a whole microbatch
             check = _check_every_row if few else _check_halves
-            check(run, found, batches, fewer, more, before)
+            check(partial(_pass, run, found, batches, fewer.shapes), found, batches, more)
             return found
         known = found
     raise UserError(f"More than {ROUNDS} layers in a row have inputs that all examples share: freeze some of them.")
 
 
-def _check_losses_keep(batch: Sequence[int], before: Tensor, rows: Collection[int], losses: Tensor) -> None:
-    """Raise `MixedExamples` if a loss (n,) changed although only the examples of other rows were replaced."""
-    for other in moved_losses(before, losses, 1e-3):
-        if other not in rows:
-            raise MixedExamples(
-                f"Example {batch[other]} has loss {float(before[other]):.6g} in one batch and "
-                f"{float(losses[other]):.6g} in another",
-                "so no example's influence is bounded: compute each loss from its own example alone.",
-                MIXES,
-            )
+def _pass(
+    run: Run, plan: ClipPlan, batches: Batches, fewer: Mapping[Call, tuple[int, ...]] | None, batch: list[int]
+) -> Tracer:
+    """Run a batch; `fewer` as `Tracer` takes it."""
+    tracer = Tracer(plan, batches, fewer)
+    tracer.losses = run(batch, tracer.note)
+    return tracer
 
 
-def _check_every_row(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, more: Tracer, before: Tensor) -> None:
+On = Callable[[list[int]], Tracer]
+"""Runs a batch by the plan that was found."""
+
+
+def _check_every_row(on: On, plan: ClipPlan, batches: Batches, more: Tracer) -> None:
     """Replace each row once, to find what depends on one row alone, such as the first, the last or the largest.
 
     The replaced example is then missing from the batch. If that changes a shape, it is kept in a second row instead.
-
-    Args:
-        more, before: the calls of the pass on `batches.more`, and its losses.
     """
 
-    def keeps_shapes(batch: list[int], row: int, base: Tracer, before: Tensor) -> bool:
+    def keeps_shapes(batch: list[int], row: int, base: Tracer) -> bool:
         """Replace a row and check that nothing else changes; returns False if that changed a shape."""
-        once, other = batch.count(batch[row]) == 1, Tracer(plan, batches, fewer.shapes)
+        once = batch.count(batch[row]) == 1
         try:
-            losses = run(replaced(batch, row), other.note)
+            other = on(replaced(batch, row))
         except MixedExamples:  # a shape that does not scale with the batch size
             if not once:
                 raise
             return False
         if once and other.shapes != base.shapes:
             return False
-        _check_kept(plan, batch, (row,), before, losses, base, other)
+        _check_kept(plan, batch, (row,), base, other)
         return True
 
     twice = [batches.more.count(example) > 1 for example in batches.more]
     for row in range(len(twice)):
         if twice[row] and row not in REPLACED:
-            keeps_shapes(batches.more, row, more, before)
-    if all(keeps_shapes(batches.more, row, more, before) for row in range(len(twice)) if not twice[row]):
+            keeps_shapes(batches.more, row, more)
+    if all(keeps_shapes(batches.more, row, more) for row in range(len(twice)) if not twice[row]):
         return
-    batch, base = batches.swapped, Tracer(plan, batches, fewer.shapes)
-    before = run(batch, base.note)
+    batch = batches.swapped
+    base = on(batch)
     for row, example in enumerate(batch):
         if batch.count(example) > 1:
-            keeps_shapes(batch, row, base, before)
+            keeps_shapes(batch, row, base)
 
 
-def _check_halves(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, more: Tracer, before: Tensor) -> None:
+def _check_halves(on: On, plan: ClipPlan, batches: Batches, more: Tracer) -> None:
     """Replace every second row of a large batch at once, and then the others, to find what depends on any row.
 
     Where that changes a shape (it removes the longest text), these rows exchange their examples instead.
@@ -249,35 +247,31 @@ def _check_halves(run: Run, plan: ClipPlan, batches: Batches, fewer: Tracer, mor
     batch = batches.more
     for first in (0, 1):
         rows = range(first, len(batch), 2)
-        changed, other = [*batch], Tracer(plan, batches, fewer.shapes)
+        changed, other = [*batch], None
         changed[first::2] = islice(cycle(batch[1 - first :: 2]), len(rows))
-        try:
-            losses = run(changed, other.note)
-        except MixedExamples:
-            other.shapes.clear()
-        if other.shapes != more.shapes:
-            changed[first::2], other = reversed(batch[first::2]), Tracer(plan, batches, fewer.shapes)
-            losses = run(changed, other.note)
-        _check_kept(plan, batch, rows, before, losses, more, other)
+        with suppress(MixedExamples):
+            other = on(changed)
+        if other is None or other.shapes != more.shapes:
+            changed[first::2] = reversed(batch[first::2])
+            other = on(changed)
+        _check_kept(plan, batch, rows, more, other)
 
 
-def _check_kept(
-    plan: ClipPlan,
-    batch: Sequence[int],
-    rows: Sequence[int],
-    before: Tensor,
-    losses: Tensor,
-    base: Tracer,
-    other: Tracer,
-) -> None:
-    """Raise `MixedExamples` if other losses, or other rows of an input, changed than those of the replaced examples.
+def _check_losses_keep(batch: Sequence[int], rows: Collection[int], base: Tracer, other: Tracer) -> None:
+    """Raise `MixedExamples` if a loss changed although only the examples of other rows were replaced."""
+    for row in moved_losses(base.losses, other.losses, 1e-3):
+        if row not in rows:
+            raise MixedExamples(
+                f"Example {batch[row]} has loss {float(base.losses[row]):.6g} in one batch and "
+                f"{float(other.losses[row]):.6g} in another",
+                "so no example's influence is bounded: compute each loss from its own example alone.",
+                MIXES,
+            )
 
-    Args:
-        rows: of the batch, whose examples were replaced.
-        before, base: the losses, and the calls, of the pass on the batch itself.
-        losses, other: those of the pass in which the examples were replaced.
-    """
-    _check_losses_keep(batch, before, rows, losses)
+
+def _check_kept(plan: ClipPlan, batch: Sequence[int], rows: Sequence[int], base: Tracer, other: Tracer) -> None:
+    """Raise `MixedExamples` if `other`, in which the examples of these rows were replaced, differs in other rows."""
+    _check_losses_keep(batch, rows, base, other)
     which = f"example {rows[0]} of {len(batch)}" if len(rows) == 1 else "other examples"
     for (label, nth), seen in base.seen.items():
         site, there = plan.calls[label][nth], other.seen.get((label, nth))
