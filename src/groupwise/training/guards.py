@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from groupwise.clipping.unchanged import same_values
 from groupwise.errors import UserError
 from groupwise.privacy.randomness import refuse_another_seed
 
@@ -40,18 +39,15 @@ def unfitted(model: nn.Module) -> Iterator[None]:
         UserError: a buffer or parameter of the same shape has other values afterwards.
     """
 
-    def sums() -> dict[str, tuple[torch.Size, Tensor]]:
-        found = {}
-        for name, t in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-            t = getattr(t.detach(), "_local_tensor", t.detach())
-            t = t.view(torch.uint8) if t.element_size() == 1 else t  # float8 has no sum
-            found[name] = t.shape, t.sum(dtype=torch.complex128 if t.is_complex() else torch.float64)
-        return found
+    def totals() -> dict[tuple[str, torch.Size], str]:
+        named = ((name, t.detach()) for name, t in (*model.named_parameters(), *model.named_buffers()))
+        own = {name: getattr(t, "_local_tensor", t) for name, t in named if t.element_size() > 1 and not t.is_complex()}
+        return {(name, t.shape): repr(float(t.sum(dtype=torch.float64))) for name, t in own.items()}
 
-    before = sums()
+    before = totals()
     yield
-    for name, (shape, values) in sums().items():
-        if name in before and before[name][0] == shape and not same_values(before[name][1], values):
+    for (name, shape), total in totals().items():
+        if before.get((name, shape), total) != total:
             raise UserError(
                 f"{name!r}, a buffer or parameter, was changed by the first forward pass, so it keeps data of the "
                 "examples without clipping and noise: run that pass on public data before make_private."
