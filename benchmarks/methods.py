@@ -135,7 +135,7 @@ class Ours(NonPrivate):
         elif workload.batch > 1:  # of one example alone all rows are its own
             self._engine.trace(workload.losses, range(workload.batch))
         self._engine.masks_rows = False  # as a run has it
-        secret = noise or NoiseSource.from_key(bytes(32)).settled(workload.trainable[0].device)
+        secret = noise or NoiseSource(bytes(32)).settled(workload.trainable[0].device)
         self._noise = secret  # as a secret key
         self._steps = 0
 

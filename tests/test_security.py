@@ -262,7 +262,7 @@ def leaks(keys: dict[str, bytes], *texts: bytes) -> set[str]:
 
 
 def secrets_of(key: bytes) -> dict[str, bytes]:
-    source = NoiseSource.from_key(key)
+    source = NoiseSource(key)
     purposes = ("sampling", "randomness", "stage 0", "shard 0")
     digests = {f"of step {s}, stream {i}": source._digest(s, i) for s in (0, 1) for i in (-1, 0, 1)}
     return {"the key": key, **{purpose: source.derive(purpose) for purpose in purposes}, **digests}

@@ -25,7 +25,7 @@ from groupwise.training.from_config import autocast, make_optimizer, make_schedu
 from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
-from groupwise.training.private_step import BatchSums, PrivateStep, agreed_noise
+from groupwise.training.private_step import BatchSums, PrivateStep
 from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from groupwise.training.task import Microbatch, Task
@@ -161,7 +161,7 @@ def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Ranks, state: dict[s
         noise = NoiseSource.fresh(secure)
     else:
         noise = NoiseSource.from_seed(config.seed if seed is None else seed, secure)
-    return agreed_noise(noise, ranks)
+    return NoiseSource.from_state(ranks.broadcast(noise.state_dict()))
 
 
 def build_stage_task(config: RunConfig, ranks: Ranks, device: torch.device) -> Task:

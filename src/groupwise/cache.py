@@ -12,11 +12,8 @@ from groupwise.atomic import write_text
 
 def cache_folder() -> Path:
     """Return ``$GROUPWISE_CACHE``, else ``$XDG_CACHE_HOME/groupwise``, else ``~/.cache/groupwise``."""
-    if own := os.environ.get("GROUPWISE_CACHE"):
-        return Path(own)
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "groupwise"
-    return Path(os.path.expanduser("~")) / ".cache" / "groupwise"
+    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("GROUPWISE_CACHE") or f"{shared}/groupwise")
 
 
 def read_cache(kind: str, key: dict[str, Any]) -> Any | None:

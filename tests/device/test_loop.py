@@ -75,7 +75,7 @@ def trainer(
         steps=STEPS,
         sigma=sigma,
         microbatch=microbatch,
-        noise=noise or NoiseSource.from_key(KEY, generator="Philox"),
+        noise=noise or NoiseSource(KEY, generator="Philox"),
         device=device,
     )
 
@@ -121,7 +121,7 @@ def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, m
     assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
     again = [torch.zeros(p.shape) for group in made.private.engine.groups for p in group.parameters]
     std = made.private.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
-    NoiseSource.from_key(KEY, generator="Philox").add_gaussians_(again, [std] * len(again), 0)
+    NoiseSource(KEY, generator="Philox").add_gaussians_(again, [std] * len(again), 0)
     order = [names[p] for group in made.private.engine.groups for p in group.parameters]
     for name, noise in zip(order, again, strict=True):
         gradient = made.task.model.get_parameter(name).grad
@@ -158,7 +158,7 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
 
 def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["flat"]
-    whole = trained(trainer(clip, device, noise=NoiseSource.from_key(KEY, generator="Philox")))
+    whole = trained(trainer(clip, device, noise=NoiseSource(KEY, generator="Philox")))
     begun = trained(trainer(clip, device), range(2))
     begun.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")

@@ -8,7 +8,7 @@ from groupwise.privacy import NoiseSource, philox_noise
 from groupwise.privacy.philox_noise import noise_
 
 pytestmark = pytest.mark.cuda
-COUNTED = NoiseSource.from_key(bytes(range(32)), generator="Philox")
+COUNTED = NoiseSource(bytes(range(32)), generator="Philox")
 SIZES = [(70_001,), (64, 32, 3, 3), (1,), (500, 301)]
 
 
@@ -21,7 +21,7 @@ def released(source: NoiseSource, device: torch.device, dtype: torch.dtype, step
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_law(device: torch.device, dtype: torch.dtype) -> None:
-    noise = released(NoiseSource.from_key(bytes(32)).settled(device), device, dtype)
+    noise = released(NoiseSource(bytes(32)).settled(device), device, dtype)
     for tensor, std in ((noise[0], 0.5), (noise[3], 3.0)):
         sample = tensor.flatten().double().numpy()
         assert stats.kstest(sample / std, "norm").pvalue > 1e-4
@@ -69,7 +69,7 @@ def test_a_release_that_stays_where_it_is_is_recorded(device: torch.device, monk
 
 
 def test_a_run_that_began_on_a_cpu_keeps_its_noise_on_a_device(device: torch.device) -> None:
-    begun = NoiseSource.from_key(bytes(32)).settled(torch.device("cpu"))
+    begun = NoiseSource(bytes(32)).settled(torch.device("cpu"))
     for on_device, on_cpu in zip(
         released(begun, device, torch.float32), released(begun, torch.device("cpu"), torch.float32), strict=True
     ):

@@ -51,8 +51,8 @@ def plan(estimate):
     return make_plan(estimate)
 
 
-def fullest(estimate, stages, **changes):
-    return estimate.fullest(replace(estimate.work, **changes), stages)
+def fullest(estimate, **changes):
+    return estimate.fullest(replace(estimate.work, **changes))
 
 
 def test_the_plan_adds_up(plan, options):
@@ -73,10 +73,10 @@ def test_the_fastest_microbatch_is_chosen(estimate, plan):
 
 
 def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
-    need = fullest(estimate, 2, microbatch=3) + 1e9  # what the accelerator keeps to itself
+    need = fullest(estimate, microbatch=3) + 1e9  # what the accelerator keeps to itself
     tight = changed(memory=need / 1e9)
     assert largest_microbatch(tight) == 3
-    assert fullest(estimate, 2, microbatch=4) + 1e9 > need
+    assert fullest(estimate, microbatch=4) + 1e9 > need
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from groupwise.privacy import NoiseSource
 from groupwise.privacy.cpu_noise import CHUNK, COMPILED, box_muller, box_muller_compiled, normals
 
 KEY = bytes(range(32))
-SOURCE = NoiseSource.from_key(KEY)
+SOURCE = NoiseSource(KEY)
 COMPILE = pytest.param(
     box_muller_compiled,
     id="compiled",
@@ -33,7 +33,7 @@ def test_compiled_noise_is_numpys_but_for_the_last_bits(divisor: float) -> None:
     sums = torch.randn(CHUNK + 1001, generator=torch.Generator().manual_seed(0))
     noised = [sums.clone(), sums.clone()]
     for secret, each in zip((True, False), noised, strict=True):
-        NoiseSource.from_key(KEY, secret).add_gaussians_([each[:700], each[700:]], [2.0, 30.0], 4, divisor)
+        NoiseSource(KEY, secret).add_gaussians_([each[:700], each[700:]], [2.0, 30.0], 4, divisor)
     assert (noised[0] - noised[1]).abs().max() < 2e-5 / divisor  # of values up to 150
     assert not torch.equal(noised[0], sums)
 

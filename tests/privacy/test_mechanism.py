@@ -107,9 +107,6 @@ def test_nothing_is_noised_before_a_refusal_of_the_groups():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"expected_batch_size": 0.0}, "expected_batch_size"),
-        ({"expected_batch_size": math.nan}, "expected_batch_size"),
-        ({"expected_batch_size": math.inf}, "expected_batch_size"),
         ({"allocation": "equal_budget", "groups_elsewhere": -1}, "groups_elsewhere is -1"),
     ],
 )

@@ -13,8 +13,8 @@ SOURCE = NoiseSource.from_seed(7)
 DTYPES = [torch.float32, torch.float64]
 KINDS = {
     "SFC64": SOURCE,
-    "SFC64, compiled": NoiseSource.from_key(SOURCE.key),
-    "Philox": NoiseSource.from_key(SOURCE.key, generator="Philox"),
+    "SFC64, compiled": NoiseSource(SOURCE.key),
+    "Philox": NoiseSource(SOURCE.key, generator="Philox"),
     "secure": NoiseSource.from_seed(7, secure=True),
 }
 of_every_kind = pytest.mark.parametrize("source", KINDS.values(), ids=KINDS)
@@ -121,19 +121,19 @@ def test_fresh_sources_are_secret_and_come_from_the_operating_system():
 def test_a_seed_is_no_secret():
     assert not NoiseSource.from_seed(1).is_secret
     assert NoiseSource.from_seed(1).key == NoiseSource.from_seed(1).key != NoiseSource.from_seed(2).key
-    assert not NoiseSource.from_key(NoiseSource.from_seed(1).key, is_secret=False).is_secret
+    assert not NoiseSource(NoiseSource.from_seed(1).key, is_secret=False).is_secret
 
 
 def test_derived_keys_are_their_own():
     another = NoiseSource.from_seed(8)
     assert len({SOURCE.derive("sampling"), SOURCE.derive("other"), another.derive("sampling"), SOURCE.key}) == 4
-    assert SOURCE.derive("sampling") == NoiseSource.from_key(SOURCE.key).derive("sampling")
+    assert SOURCE.derive("sampling") == NoiseSource(SOURCE.key).derive("sampling")
 
 
 @pytest.mark.parametrize("key", [b"", b"too short", 32, "x" * 32, None])
 def test_a_key_that_is_none_is_refused(key):
     with pytest.raises(UserError, match="16 bytes"):
-        NoiseSource.from_key(key)
+        NoiseSource(key)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_noise_does_not_depend_on_how_many_threads_draw_it(secure):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_are_numbered_through_the_tensors_of_a_release(options, dtype):
     """So none of two alike has the noise of the other; a std of 0 takes no number, and the divisor divides all."""
-    source = NoiseSource.from_key(SOURCE.key, **options)
+    source = NoiseSource(SOURCE.key, **options)
     sizes = [40_000, 3, 5, 200_000, 7]
     sums = [torch.ones(size, dtype=dtype) for size in sizes]
     source.add_gaussians_(sums, [2.0, 2.0, 0.0, 2.0, 2.0], 1, divisor=4.0)
@@ -214,7 +214,7 @@ def test_tensors_of_two_dtypes_have_noise_of_their_own():
 
 
 def test_a_state_goes_on_with_its_noise_and_one_of_before_is_refused():
-    source = NoiseSource.from_key(SOURCE.key, secure=True).settled(torch.device("cuda"))
+    source = NoiseSource(SOURCE.key, secure=True).settled(torch.device("cuda"))
     assert (source.generator, source.child("stage 1").generator) == ("Philox", "Philox")
     assert source.settled(torch.device("cpu")).generator == "Philox"
     assert SOURCE.settled(torch.device("cpu")).generator == "SFC64"

@@ -8,7 +8,7 @@ from groupwise.privacy import NoiseSource, philox_noise
 from groupwise.privacy.philox_noise import WORD, draws, kernel_on, noise_, philox
 
 CPU = torch.device("cpu")
-SOURCE = NoiseSource.from_key(bytes(range(32)), generator="Philox")
+SOURCE = NoiseSource(bytes(range(32)), generator="Philox")
 KNOWN = [  # Random123's kat_vectors, philox4x32 10: counter, key, answer
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([WORD] * 4, [WORD] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),

@@ -13,7 +13,7 @@ from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.privacy import randomness as under_test
 from groupwise.privacy.randomness import WORDS
 
-KEY = NoiseSource.from_key(bytes(range(32)))
+KEY = NoiseSource(bytes(range(32)))
 
 
 def drawn(noise=KEY, step=3, start=64, process=1):
@@ -26,7 +26,7 @@ def drawn(noise=KEY, step=3, start=64, process=1):
 @pytest.mark.parametrize(
     "other",
     [
-        {"noise": NoiseSource.from_key(bytes(range(1, 33)))},
+        {"noise": NoiseSource(bytes(range(1, 33)))},
         {"step": 4},
         {"start": 65},
         {"process": 0},

@@ -181,10 +181,8 @@ def test_a_checkpoint_with_other_groups_is_refused():
             thresholds.load_state_dict({"thresholds": torch.ones(3)})
 
 
-def test_little_noise_is_noise_and_needs_a_source():
+def test_little_noise_is_noise():
     thresholds = make(sigma_b=0.5)
-    with pytest.raises(UserError, match="noise is None"):
-        thresholds.update(torch.tensor([5, 5]), 10, None, 0)
     thresholds.update(torch.tensor([5, 5]), 10, NoiseSource.from_seed(0), 0)
     noise = NoiseSource.from_seed(0).add_gaussian_(torch.zeros(2, dtype=torch.float64), 0.5, 0, COUNT_STREAM)
     expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * torch.exp(-0.3 * noise / 100.0)

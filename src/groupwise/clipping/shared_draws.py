@@ -93,12 +93,9 @@ def _without_effect(runs: Runs, examples: Sequence[int], draw: Draw) -> bool:
     for value in (0.0, 0.5, 1 - 2**-24):
         with runs.drawing(forced=(draw, value)):
             losses = runs.losses(examples)
-            losses.sum().backward()
-        found.append(
-            (losses.detach(), torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters]))
-        )
-        for parameter in parameters:
-            parameter.grad = None
+            gradients = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+        sizes = [0.0 if gradient is None else float(gradient.norm()) for gradient in gradients]
+        found.append((losses.detach(), torch.tensor(sizes)))
     (losses, norms), *others = found
     return all(torch.equal(losses, other) and torch.allclose(norms, more, 1e-4) for other, more in others)
 

@@ -202,11 +202,7 @@ def _pass(
     return tracer
 
 
-On = Callable[[list[int]], Tracer]
-"""Runs a batch by the plan that was found."""
-
-
-def _check_every_row(on: On, plan: ClipPlan, batches: Batches, more: Tracer) -> None:
+def _check_every_row(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
     """Replace each row once, to find what depends on one row alone, such as the first, the last or the largest.
 
     The replaced example is then missing from the batch. If that changes a shape, it is kept in a second row instead.
@@ -239,7 +235,7 @@ def _check_every_row(on: On, plan: ClipPlan, batches: Batches, more: Tracer) -> 
             keeps_shapes(batch, row, base)
 
 
-def _check_halves(on: On, plan: ClipPlan, batches: Batches, more: Tracer) -> None:
+def _check_halves(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
     """Replace every second row of a large batch at once, and then the others, to find what depends on any row.
 
     Where that changes a shape (it removes the longest text), these rows exchange their examples instead.

@@ -158,9 +158,9 @@ class Estimate:
         more = kind.blocks - IMAGINED_BLOCKS
         return Footprint(**{key: value + more * (value - getattr(before, key)) for key, value in vars(last).items()})
 
-    def ranges(self, stages: int | None = None) -> Ranges:
+    def ranges(self) -> Ranges:
         """Blocks of each stage, with even numbers of parameters."""
-        return choose_ranges(self.model, stages or self.options.devices)
+        return choose_ranges(self.model, self.options.devices)
 
     def microbatches(self, work: Work, stages: int) -> int:
         """J: enough for a logical batch, and at least one for each stage."""
@@ -170,30 +170,25 @@ class Estimate:
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
         """The peak memory of each stage; `name` is a pass of `work.PASSES`, or flat."""
+        count, together = self.microbatches(work, len(ranges)), self.options.device.kind == "cuda"
+
+        def of(stage: int, kind: Kind, name: str) -> Memory:
+            plain, clipped = self.footprint(work, kind, "none"), self.footprint(work, kind, name)
+            return stage_memory(plain, clipped, len(ranges), stage, count, all_at_once=together)
+
+        names = ("norms", "sums") if name == "flat" else (name,)
         return [
-            self._memory(work, ranges, stage, name, self.footprint(work, kind, "none"))
+            max((of(stage, kind, name) for name in names), key=lambda memory: memory.peak)
             for stage, kind in enumerate(kinds(ranges))
         ]
 
-    def fullest(self, work: Work, stages: int | None = None) -> int:
+    def fullest(self, work: Work) -> int:
         """The largest peak memory of a stage, in bytes, with per-device clipping."""
-        ranges = self.ranges(stages)
-        return max(self._memory(work, ranges, stage, "device").peak for stage in range(len(ranges)))
+        return max(memory.peak for memory in self.memory(work, self.ranges()))
 
-    def fits(self, work: Work, stages: int | None = None) -> bool:
+    def fits(self, work: Work) -> bool:
         """Whether every stage fits its device."""
-        return self.fullest(work, stages) <= self.options.room
-
-    def _memory(self, work: Work, ranges: Ranges, stage: int, name: str, plain: Footprint | None = None) -> Memory:
-        """The memory of one stage; with `plain`, the part that clipping adds is listed separately."""
-        kind, count = kinds(ranges)[stage], self.microbatches(work, len(ranges))
-        together = self.options.device.kind == "cuda"
-
-        def of(name: str) -> Memory:
-            found = self.footprint(work, kind, name)
-            return stage_memory(plain or found, found, len(ranges), stage, count, all_at_once=together)
-
-        return max(map(of, ("norms", "sums") if name == "flat" else (name,)), key=lambda memory: memory.peak)
+        return self.fullest(work) <= self.options.room
 
     # -- time -----------------------------------------------------------------------------------------------------
 

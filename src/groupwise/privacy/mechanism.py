@@ -65,16 +65,14 @@ def release_gradients(
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
 
     Raises:
-        UserError: a sensitivity for another relation than plans account for; B that is not
-            finite and positive; a parameter that is in two groups; what :func:`~groupwise.privacy.noise_stds` refuses.
+        UserError: a sensitivity for another relation than plans account for; a parameter that is in two groups; what
+            :func:`~groupwise.privacy.noise_stds` refuses.
     """
     if sensitivity.relation != "add_remove":
         raise UserError(
             f"the sensitivity is for relation {sensitivity.relation!r}; noise multipliers are accounted for "
             "'add_remove': ask the engine for that one."
         )
-    if not 0.0 < expected_batch_size < math.inf:
-        raise UserError(f"expected_batch_size is {expected_batch_size}; give the configured B = ρN, above 0.")
     groups, thresholds = sensitivity.groups, sensitivity.thresholds
     parameters = [id(parameter) for group in groups for parameter in group]
     if len(set(parameters)) < len(parameters):

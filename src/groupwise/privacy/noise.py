@@ -27,9 +27,10 @@ ALONE = 1 << 18
 class NoiseSource:
     """A secret key, and the noise that follows from it.
 
-    Create one with :meth:`fresh` (OS entropy), :meth:`from_key` (resume) or :meth:`from_seed` (debugging: the noise is
-    predictable, ``is_secret`` is False and the run is not private). Processes with the same key draw the same noise, so
-    replicas stay equal and noise is added once. Processes with different shards use one :meth:`child` each.
+    Create one with :meth:`fresh` (OS entropy), from a saved key and its other attributes, or with :meth:`from_seed`
+    (debugging: the noise is predictable, ``is_secret`` is False and the run is not private). Processes with the same
+    key draw the same noise, so replicas stay equal and noise is added once. Processes with different shards use one
+    :meth:`child` each.
 
     ``secure`` draws from a cipher and adds on a lattice (`groupwise.privacy.secure_noise`), on the CPU. Otherwise
     ``generator`` is one of `GENERATORS`. "SFC64" draws on the CPU (`groupwise.privacy.cpu_noise`). "Philox" draws on
@@ -38,7 +39,7 @@ class NoiseSource:
     keep it, so that replayed steps repeat their noise on another device too.
     """
 
-    def __init__(self, key: bytes, is_secret: bool, secure: bool = False, generator: str | None = None) -> None:
+    def __init__(self, key: bytes, is_secret: bool = True, secure: bool = False, generator: str | None = None) -> None:
         if not isinstance(key, bytes) or len(key) < 16:
             raise UserError("the noise key is shorter than 16 bytes; make one with NoiseSource.fresh().")
         if generator not in (None, *GENERATORS):
@@ -52,11 +53,6 @@ class NoiseSource:
     def fresh(cls, secure: bool = False) -> Self:
         """Return a source with 256 bits of the operating system's entropy."""
         return cls(os.urandom(32), True, secure)
-
-    @classmethod
-    def from_key(cls, key: bytes, is_secret: bool = True, secure: bool = False, generator: str | None = None) -> Self:
-        """Return the source of a saved key (at least 16 bytes); pass the other saved attributes too."""
-        return cls(key, is_secret, secure, generator)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:

@@ -42,7 +42,7 @@ class FixedThresholds:
         """The thresholds, float64 of shape (K,), at which norms are counted."""
         return self._raw.clone()
 
-    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
+    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource, step: int) -> None:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -107,19 +107,17 @@ class AdaptiveThresholds(FixedThresholds):
             return self._raw.clone()
         return self.rescale_to * self._raw / torch.linalg.vector_norm(self._raw)
 
-    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource | None, step: int) -> None:
+    def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource, step: int) -> None:
         """Move C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).
 
         Call this after adding noise to the gradients of ``step``, which needs the thresholds that clipped them.
         ``counts`` (K,) are over all microbatches and ranks of the logical batch; ``examples`` is its drawn size.
-        Raises :class:`UserError` if σ_b > 0 and ``noise`` is None, or for impossible counts.
+        Raises :class:`UserError` for impossible counts.
         """
         released = centred_counts(counts, examples)
         if released.shape != self._raw.shape:
             raise UserError(f"counts has {len(released)} entries for {len(self._raw)} groups; give one for each.")
         if self.count_noise_multiplier > 0.0:
-            if noise is None:
-                raise UserError("noise is None, but the plan adds noise to the counts; pass the run's NoiseSource.")
             noise.add_gaussian_(released, self.count_noise_multiplier, step, COUNT_STREAM)
         below = released / self.expected_batch_size + 0.5
         moved = self._raw * torch.exp(-self.learning_rate * (below - self.target_quantile))

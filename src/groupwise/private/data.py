@@ -68,17 +68,10 @@ def choose_examples(data: Any, size: int) -> list[int]:
 
 
 def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
-    """Check that reading several examples does not mix them.
+    """Check that reading several examples (by their indices) does not mix them; raise a `UserError` that names one.
 
     Items without random numbers must be the same in a batch and alone. Others must stay the same if the last one of the
     batch is replaced, with the same seed of the default generators.
-
-    Args:
-        read: indices of examples -> the examples.
-        rows: some indices.
-
-    Raises:
-        UserError: naming an example.
     """
 
     def digests(rows: list[int]) -> list[str]:

@@ -30,7 +30,7 @@ from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.guards import optimizers_blocked, unfitted
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
-from groupwise.training.private_step import PrivateStep, agreed_noise, are_shards
+from groupwise.training.private_step import PrivateStep, are_shards
 from groupwise.training.ranks import Ranks
 
 
@@ -167,7 +167,7 @@ def make_private(
             engine=engine,
             thresholds=make_thresholds(config, made),
             plan=made,
-            noise=agreed_noise(source, ranks),
+            noise=NoiseSource.from_state(ranks.broadcast(source.state_dict())),
             allocation=noise,
             optimizer=optimizer,
             device=device,

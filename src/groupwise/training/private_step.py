@@ -344,11 +344,6 @@ def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
-def agreed_noise(noise: NoiseSource, ranks: Ranks) -> NoiseSource:
-    """The main process's source, in all processes."""
-    return NoiseSource.from_key(*ranks.broadcast((noise.key, noise.is_secret, noise.secure, noise.generator)))
-
-
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:
     """The plan's sampler, seeded from the run's key: it draws the same batches in every process."""
     key = noise.derive("sampling")
