@@ -202,6 +202,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear_2d": (lambda: nn.Linear(5, 4), _floats(5)),
     "linear_3d": (lambda: nn.Linear(5, 4), _floats(3, 5)),
     "linear_4d": (lambda: nn.Linear(5, 4), _floats(2, 3, 5)),
+    "linear_of_one_number": (lambda: nn.Linear(1, 2), _floats(3, 1)),
+    "linear_to_one_number": (lambda: nn.Linear(2, 1), _floats(1, 2)),
     "linear_no_bias": (lambda: nn.Linear(5, 4, bias=False), _floats(3, 5)),
     "mlp_inplace": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)), _floats(5)),
     "hf_conv1d_2d": (lambda: HFConv1D(4, 5), _floats(5)),

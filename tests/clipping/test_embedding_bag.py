@@ -1,27 +1,18 @@
 """EmbeddingBag in plain operations: what it takes, what it refuses, and whom it leaves out."""
 
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.clipping import attach, flat
 from groupwise.clipping.products import embedding_bag
 from groupwise.errors import UserError
-from tests.clipping.alone import assert_exact
-from tests.clipping.traced import clip_batch, rows_of, trace_batch
+from tests.clipping.traced import clip_batch, trace_batch
 
 VOCABULARY, SIZE = 7, 4
-
-
-def expressed(module: nn.EmbeddingBag, *args, **options) -> Tensor:
-    """The module's forward in plain operations."""
-    with patch.object(F, "embedding_bag", embedding_bag):
-        return module(*args, **options)
 
 
 def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
@@ -67,33 +58,6 @@ def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
     assert largest.numbers == 10_000 * SIZE
 
 
-class Two(nn.Module):
-    """Two bags of each example in one call, by `torch.cat`, and one that all examples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum", padding_idx=2)
-        nn.init.normal_(self.bag.weight)  # as after a release: noise moves the row of the padding too
-        self.register_buffer("shared", torch.tensor([[1, 2, 3]]))
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        one, two = self.bag(torch.cat([a, b])).chunk(2)
-        return (one * two * self.bag(self.shared)).sum(1)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_the_row_of_the_padding_is_in_no_bag_where_one_is_shared_by_all(double, dtype):
-    model = Two()
-    for examples in (5, 4):
-        a, b = torch.randint(0, VOCABULARY, (2, examples, 3), dtype=dtype)
-        a[:, 0] = 2
-        expected = model(a, b)
-        with attach(model, flat(model), 1.0) as engine:
-            assert_exact(engine, rows_of(model, a, b), range(examples))
-            with engine.forward(examples):
-                torch.testing.assert_close(model(a, b), expected)
-
-
 class Weighted(nn.Module):
     """Bags with counts, a loss each."""
 
@@ -106,18 +70,17 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "args", "message"),
+    ("shape", "options", "message"),
     [
-        ({}, (torch.ones(2).long(),), "without offsets"),
-        ({}, (torch.ones(2).long(), torch.tensor([0])), "with offsets.* as rows"),
-        ({}, (torch.ones(2, 2).long(), None, torch.ones(2, 2)), "in mode 'mean'"),
-        ({"mode": "sum"}, (torch.ones(2, 2).long(), None, torch.ones(3)), "the input.s shape"),
+        ((2,), {}, "without offsets"),
+        ((2,), {"offsets": torch.tensor([0])}, "with offsets.* as rows"),
+        ((2, 2), {"per_sample_weights": torch.ones(2, 2)}, "in mode 'mean'"),
+        ((2, 2), {"mode": "sum", "per_sample_weights": torch.ones(3)}, "the input.s shape"),
     ],
 )
-def test_refusals(options, args, message):
-    module = nn.EmbeddingBag(VOCABULARY, SIZE, **options)
+def test_refusals(shape, options, message):
     with pytest.raises(UserError, match=message):
-        expressed(module, *args)
+        embedding_bag(torch.ones(shape).long(), torch.ones(VOCABULARY, SIZE), **options)
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from groupwise.clipping import attach, flat, gram, matmul, norm_terms, per_layer, shared_parameters
 from groupwise.clipping.gram import self_products
 from groupwise.clipping.precision import rounding_slack
 from tests.clipping.conftest import BATCH, make_case
-from tests.clipping.traced import clip, clip_batch
+from tests.clipping.traced import clip
 
 
 @pytest.mark.parametrize(
@@ -82,21 +81,3 @@ def test_slack_is_of_the_sizes_before_anything_cancels():
     for bias, size in ((False, 2 * 5 * 2), (True, 2 * 26**0.5 * 2)):
         squares = gram.gram_norms(x, g, bias)
         assert squares.item() == pytest.approx(rounding_slack(torch.tensor(float(size) ** 2), 2).item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("formula", ["gram", "materialize"])
-@pytest.mark.parametrize("width", [1, 2])
-def test_features_of_one_number_are_no_positions(double, formula, width):
-    """Inputs (B, T, 1) and outputs of one feature: axes of length 1 in every place."""
-    layer = nn.Linear(width, 3 - width)
-    x, g = torch.randn(4, 3, width), torch.randn(4, 3, 3 - width)
-    for rows in (x, x[:, :1], x[:1]):
-        weights = g[: len(rows), : rows.shape[1]]
-        layer.zero_grad()
-        with attach(layer, per_layer(layer), 1e-3, formula=formula) as engine:
-            clip_batch(engine, lambda x, g: (layer(x) * g).sum((1, 2)), rows, weights)
-            norms = engine.per_example_norms[0]
-        each = weights.mT @ rows
-        squares = each.square().sum((1, 2)) + weights.sum(1).square().sum(1)
-        torch.testing.assert_close(norms, squares.sqrt(), rtol=1e-9, atol=0)
-        torch.testing.assert_close(layer.weight.grad, (each * (1e-3 / norms)[:, None, None]).sum(0))
