@@ -21,14 +21,12 @@ def cold(own_cache):
 
 
 @pytest.fixture
-def follows_normal() -> Callable[[np.ndarray, float], bool]:
-    """(sample, std) -> whether a Kolmogorov-Smirnov test lets the sample pass as N(0, std²)."""
-    return lambda sample, std: bool(stats.kstest(np.asarray(sample, dtype=np.float64) / std, "norm").pvalue > 1e-3)
-
-
-@pytest.fixture
-def follows_normal_only(follows_normal) -> Callable[[np.ndarray, float], None]:
+def follows_normal_only() -> Callable[[np.ndarray, float], None]:
     """(sample, std) -> asserts that the sample passes as N(0, std²), and as nothing near it: the test can fail."""
+
+    def follows_normal(sample: np.ndarray, std: float) -> bool:
+        """Whether a Kolmogorov-Smirnov test lets the sample pass as N(0, std²)."""
+        return bool(stats.kstest(np.asarray(sample, dtype=np.float64) / std, "norm").pvalue > 1e-3)
 
     def check(sample: np.ndarray, std: float) -> None:
         assert follows_normal(sample, std)

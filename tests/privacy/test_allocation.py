@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import UserError
 from groupwise.privacy.calibration import split_noise
-from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds, noise_weights, sensitivity
+from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds, noise_weights
 
 groups = st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=40)
 sigmas = st.floats(0.1, 100.0)
@@ -26,13 +26,6 @@ def spends_the_budget(thresholds, stds, sigma) -> bool:
 def test_all_allocations_cost_one_release_at_sigma(allocation, groups, sigma):
     thresholds, sizes = zip(*groups, strict=True)
     assert spends_the_budget(thresholds, noise_stds(thresholds, sizes, sigma, allocation), sigma)
-
-
-@given(groups=st.lists(st.floats(1e-3, 10.0), min_size=2, max_size=40), sigma=sigmas)
-def test_the_checker_catches_per_device_noise_without_the_root_of_k(groups, sigma):
-    planted = sigma * torch.tensor(groups, dtype=torch.float64)
-    assert not spends_the_budget(groups, planted, sigma)
-    assert spends_the_budget(groups, planted * math.sqrt(len(groups)), sigma)
 
 
 stages = st.lists(st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=5), max_size=8)
@@ -73,21 +66,11 @@ def test_counts_and_gradients_together_cost_one_release_at_sigma(sigma, groups, 
     assert groups * sigma**2 / (4 * count**2) == pytest.approx(share, rel=1e-9)
 
 
-def test_raw_counts_would_not_fit_the_budget():
-    """Uncentred counts have sensitivity √K: four times the share that was set aside."""
-    count, gradient = split_noise(1.0, 5, 0.1)
-    assert 1 / gradient**2 + 5 / count**2 == pytest.approx(1.0 + 3 * 0.1)
-
-
 def test_weights_are_those_of_the_paper():
     thresholds, sizes = [2.0, 3.0], [4, 9]
     assert noise_weights(thresholds, sizes, "global").tolist() == [1.0, 1.0]
     assert noise_weights(thresholds, sizes, "equal_budget").tolist() == [2.0, 3.0]
     assert noise_weights(thresholds, sizes, "weighted").tolist() == [1.0, 1.0]
-
-
-def test_sensitivity_of_equal_budgets_is_the_root_of_k():
-    assert sensitivity([0.1, 5.0, 7.0], [0.1, 5.0, 7.0]) == pytest.approx(math.sqrt(3.0))
 
 
 @pytest.mark.parametrize(

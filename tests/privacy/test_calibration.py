@@ -49,21 +49,6 @@ def test_the_papers_cells(epsilon, delta, rate, steps, golden):
     assert epsilon_bounds(found.noise_multiplier, rate, steps, delta).upper == found.epsilon_upper
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "rate", "steps"),
-    [
-        (2.0, 1.0, 30),
-        pytest.param(1.0, 0.5, 1, marks=pytest.mark.slow),
-        (6.0, 1e-3, 3),
-        pytest.param(0.05, 0.01, 100, marks=pytest.mark.slow),
-        pytest.param(40.0, 0.01, 500, marks=pytest.mark.slow),
-    ],
-)
-def test_odd_targets_are_met_without_being_passed(epsilon, rate, steps):
-    found = calibrate(epsilon, 1e-5, rate, steps)
-    assert (1 - TOLERANCE) * epsilon <= found.epsilon_upper <= epsilon
-
-
 class TestCache:
     SETTING = (2.0, 1e-5, 0.1, 20, "rdp")
 

@@ -76,38 +76,6 @@ def test_one_step_by_hand():
     assert thresholds.clip_thresholds.tolist() == pytest.approx([1.0, 2.0] * np.exp(-0.3 * (share - 0.5)))
 
 
-def test_the_configured_batch_size_divides_not_the_drawn_one():
-    """Twice the examples at the same fraction: the centred count doubles, and so does the move."""
-    moves = []
-    for examples in (100, 200):
-        thresholds = make([1.0])
-        thresholds.update(torch.tensor([examples * 0.8]), examples, None, 0)
-        moves.append(math.log(thresholds.clip_thresholds.item()))
-    assert moves[1] == pytest.approx(2 * moves[0])
-
-
-def test_an_empty_batch_moves_by_noise_only():
-    thresholds = make(quantile=0.5)
-    thresholds.update(torch.zeros(2), 0, None, 0)
-    assert thresholds.clip_thresholds.tolist() == [1.0, 2.0]
-    noisy = make(quantile=0.5, sigma_b=5.0)
-    noisy.update(torch.zeros(2), 0, NoiseSource.from_seed(0), 0)
-    assert noisy.clip_thresholds.tolist() != [1.0, 2.0]
-
-
-def test_counts_are_noised_once_at_sigma_b(follows_normal):
-    sigma_b, batch = 7.0, 100.0
-    groups = 5000
-    thresholds = make([1.0] * groups, 0.5, 1.0, sigma_b, batch)
-    thresholds.update(torch.full((groups,), 60), 100, NoiseSource.from_seed(0), 3)
-    noise = -thresholds.clip_thresholds.log().numpy() * batch - 10.0
-    assert follows_normal(noise, sigma_b)
-    assert not follows_normal(noise, sigma_b * 2 / 3)
-    assert not follows_normal(noise, sigma_b * 3 / 2)
-    expected = NoiseSource.from_seed(0).add_gaussian_(torch.zeros(groups).double(), sigma_b, 3, COUNT_STREAM)
-    assert noise == pytest.approx(expected.numpy(), abs=1e-9)
-
-
 def test_thresholds_stay_between_the_bounds():
     thresholds = make(rate=100.0, minimum=0.5, maximum=3.0)
     thresholds.update(torch.tensor([0, 100]), 100, None, 0)
@@ -181,9 +149,11 @@ def test_a_checkpoint_with_other_groups_is_refused():
             thresholds.load_state_dict({"thresholds": torch.ones(3)})
 
 
-def test_little_noise_is_noise():
-    thresholds = make(sigma_b=0.5)
-    thresholds.update(torch.tensor([5, 5]), 10, NoiseSource.from_seed(0), 0)
-    noise = NoiseSource.from_seed(0).add_gaussian_(torch.zeros(2, dtype=torch.float64), 0.5, 0, COUNT_STREAM)
+@pytest.mark.parametrize(("sigma_b", "count", "examples"), [(0.5, 5, 10), (7.0, 60, 120), (5.0, 0, 0)])
+def test_counts_are_noised_once_at_sigma_b(sigma_b, count, examples):
+    """An empty batch moves the thresholds by noise alone."""
+    thresholds, counts = make(sigma_b=sigma_b), torch.tensor([count, count])
+    thresholds.update(counts, examples, NoiseSource.from_seed(0), 3)
+    noise = NoiseSource.from_seed(0).add_gaussian_(torch.zeros(2, dtype=torch.float64), sigma_b, 3, COUNT_STREAM)
     expected = torch.tensor([1.0, 2.0], dtype=torch.float64) * torch.exp(-0.3 * noise / 100.0)
     torch.testing.assert_close(thresholds.clip_thresholds, expected, rtol=1e-12, atol=0)
