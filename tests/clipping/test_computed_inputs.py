@@ -6,7 +6,9 @@ from torch import Tensor, nn
 
 from groupwise.clipping import shared_parameters
 from tests.clipping.alone import assert_exact
+from tests.clipping.conftest import Does
 from tests.clipping.modes import FEW, attached
+from tests.clipping.test_per_example import of_rows
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -25,6 +27,11 @@ def video(conv, x):
     return conv(frames).relu().mean((2, 3)).unflatten(0, (len(x), -1)).mean(1)
 
 
+def frames(conv, x):
+    """A convolution that runs twice on the frames of an example."""
+    return conv(conv(x.flatten(0, 1)).tanh()).unflatten(0, x.shape[:2]).square()
+
+
 def points(layer, x):
     x = x - x.mean(1, keepdim=True)
     return layer(x.reshape(-1, 3)).relu().view(*x.shape[:2], -1).amax(1)
@@ -37,27 +44,6 @@ def patches(layer, x):
 def pair(layer, x):
     one, two = layer(torch.cat([x, x.flip(1)])).relu().chunk(2)
     return one * two
-
-
-class Matrix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-
-
-class Own(nn.Module):
-    """A weight that goes through `made` before it is used."""
-
-    def __init__(self, made) -> None:
-        super().__init__()
-        self.below, self.weight, self.made = nn.Linear(4, 4), nn.Parameter(torch.rand(4)), made
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.below(x) * self.made(self.weight)
-
-
-def out_of_place(weight: Tensor) -> Tensor:
-    return torch.zeros(2, 4).index_put((torch.tensor([0]),), weight).sum(0)
 
 
 class FixedBias(nn.Linear):
@@ -97,14 +83,12 @@ class Pairs(nn.Module):
 class LearnedMask(nn.Module):
     """Numbers added to the scores of every head."""
 
-    def __init__(self, by_name: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.attention, self.mask = nn.MultiheadAttention(4, 2, batch_first=True), nn.Parameter(torch.randn(6, 6))
-        self.by_name = by_name
 
     def forward(self, x: Tensor) -> Tensor:
-        masks = {"attn_mask": self.mask} if self.by_name else {}
-        return self.attention(x, x, x, *([] if self.by_name else [None, True, self.mask]), **masks)[0]
+        return self.attention(x, x, x, attn_mask=self.mask)[0]
 
 
 class FixedQueries(nn.Module):
@@ -120,31 +104,9 @@ class FixedQueries(nn.Module):
         return self.attention(queries, x, x)[0].square()
 
 
-class Rest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table((x[:, 0] * 9).long() % 7).square()
-
-
-class Frames(nn.Module):
-    """A convolution that runs twice on the frames of an example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.conv(x.flatten(0, 1)).tanh()).unflatten(0, x.shape[:2]).square()
-
-
-class Turned(nn.Module):
+def turned(x: Tensor) -> Tensor:
     """Channels become tokens, or tokens channels, whose strides in one example are those of another layout."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
+    return x.transpose(1, 2)
 
 
 class Squeezed(nn.Module):
@@ -168,33 +130,22 @@ MODELS = {
     "patches": (lambda: Model(nn.Linear(4, 4), patches), (4, 4)),
     "two views": (lambda: Model(nn.Linear(4, 4), pair), (4,)),
     "a column as an index": (lambda: Model(nn.Embedding(9, 4), lambda e, x: e((x[:, 0].abs() * 3).long() % 9)), (4,)),
-    "straight-through rounding": (
-        lambda: Model(Matrix(), lambda m, x: x @ (m.w + (m.w.round() - m.w).detach()).T),
-        (4,),
-    ),
-    "a mask of small weights": (lambda: Model(Matrix(), lambda m, x: x @ (m.w * (m.w.abs() > 0.1)).T), (4,)),
-    "a triangle": (lambda: Model(Matrix(), lambda m, x: x @ (m.w * torch.ones(4, 4).tril()).T), (4,)),
-    "a table of what is left of a number, straight to the output": (Rest, (1,)),
-    "a weight, times three": (lambda: Own(lambda weight: 3 * weight), (4,)),
-    "a weight among zeros": (lambda: Own(out_of_place), (4,)),
-    "the sum of a weight": (lambda: Own(lambda weight: weight.sum()), (4,)),
     "a bias that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "bias")), (5, 4)),
     "a weight that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "weight")), (5, 4)),
     "a norm's weight that is a buffer": (lambda: under(by_buffer(nn.LayerNorm(4), "weight")), (5, 4)),
     "a bias that is a property": (lambda: under(FixedBias(4, 4)), (5, 4)),
     "norms of rows in any order": (Pairs, (6, 4)),
-    "a mask that is learned": (lambda: LearnedMask(False), (6, 4)),
-    "a mask that is learned, by name": (lambda: LearnedMask(True), (6, 4)),
+    "a mask that is learned": (LearnedMask, (6, 4)),
     "queries that all share": (FixedQueries, (10, 8)),
-    "frames, twice": (Frames, (2, 3, 4, 4)),
+    "frames, twice": (lambda: Model(nn.Conv2d(3, 3, 3, padding=1), frames), (2, 3, 4, 4)),
     "channels that become tokens": (
         lambda: nn.Sequential(
-            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Turned(), nn.Tanh(), nn.Linear(4, 3)
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Does(turned), nn.Tanh(), nn.Linear(4, 3)
         ),
         (4, 5, 5),
     ),
     "tokens that become an image": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Turned(), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
+        lambda: nn.Sequential(nn.Linear(4, 4), Does(turned), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
         (9, 4),
     ),
     "a batch axis that is squeezed away": (Squeezed, (2, 5)),
@@ -207,17 +158,10 @@ def test_outputs_sums_and_norms_are_those_of_single_examples(monkeypatch, name, 
     monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)  # a few examples at a time
     make, shape = MODELS[name]
     model = make()
-
-    def losses_of(x: Tensor, rows) -> Tensor:
-        out = model(x).flatten(1)
-        return (out * torch.arange(float(out.shape[1])).cos()).sum(1) * (torch.tensor(list(rows)) + 1.0)
-
     with attached(model, mode, 0.1) as engine:
         for batch in (5, 3, 6, 1, 2, 5):
             x = torch.randn(batch, *shape)
             plain = model(x)
-            assert_exact(
-                engine, lambda rows, x=x: losses_of(x[list(rows)], rows), range(batch), [0.1] * len(engine.groups)
-            )
+            assert_exact(engine, of_rows(model, x), range(batch), [0.1] * len(engine.groups))
             with engine.forward(batch):
                 torch.testing.assert_close(model(x), plain)

@@ -17,16 +17,20 @@ VOCABULARY, SIZE = 7, 4
 
 def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
     """Its factor is 0, and 0 times infinity is none."""
-    model = Weighted()
+    model = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum")
     ids, counts = torch.randint(0, VOCABULARY, (3, 5)), torch.ones(3, 5)
+
+    def losses_of(ids: Tensor, counts: Tensor) -> Tensor:
+        return model(ids + 0, per_sample_weights=counts).square().sum(1)
+
     with attach(model, flat(model), 1.0) as engine:
-        clip_batch(engine, model, ids[[0, 2]], counts[:2])
-        alone = model.bag.weight.grad.clone()
+        clip_batch(engine, losses_of, ids[[0, 2]], counts[:2])
+        alone = model.weight.grad.clone()
         model.zero_grad()
         counts[1, 3] = float("inf")
-        clip_batch(engine, model, ids, counts)
+        clip_batch(engine, losses_of, ids, counts)
         assert engine.nonfinite == 1
-    torch.testing.assert_close(model.bag.weight.grad, alone)
+    torch.testing.assert_close(model.weight.grad, alone)
 
 
 class Largest(TorchDispatchMode):
@@ -42,31 +46,16 @@ class Largest(TorchDispatchMode):
 
 
 def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(10_000, SIZE, mode="sum")
+    model, ids = nn.EmbeddingBag(10_000, SIZE, mode="sum"), torch.randint(0, 10_000, (6, 3, 5))
 
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.bag(ids.flatten(0, 1)).unflatten(0, (len(ids), 3)).sin().sum((1, 2))
+    def losses_of(ids: Tensor) -> Tensor:
+        return model(ids.flatten(0, 1)).unflatten(0, (len(ids), 3)).sin().sum((1, 2))
 
-    model, ids = Pairs(), torch.randint(0, 10_000, (6, 3, 5))
     with attach(model, flat(model), 1.0) as engine:
-        trace_batch(engine, model, ids)
+        trace_batch(engine, losses_of, ids)
         with Largest() as largest:
-            clip_batch(engine, model, ids)
+            clip_batch(engine, losses_of, ids)
     assert largest.numbers == 10_000 * SIZE
-
-
-class Weighted(nn.Module):
-    """Bags with counts, a loss each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum")
-
-    def forward(self, ids: Tensor, counts: Tensor) -> Tensor:
-        return self.bag(ids + 0, per_sample_weights=counts).square().sum(1)
 
 
 @pytest.mark.parametrize(

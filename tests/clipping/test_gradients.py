@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.passes import ClippedGradients
 from groupwise.errors import UserError
-from tests.clipping.traced import clip, clip_batch
+from tests.clipping.alone import assert_exact, assert_sums, gradients
+from tests.clipping.conftest import LastOutput
+from tests.clipping.traced import clip, clip_batch, trace_batch
 
 
 def filters_last() -> nn.Conv2d:
@@ -103,3 +105,35 @@ def test_a_backward_pass_that_fails_leaves_grad_as_it_was():
         with pytest.raises(ZeroDivisionError):
             clip_batch(engine, lambda x: model[1](Fails.apply(model[0](x))).sum(1), x)
         assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("make_model", [lambda: nn.Linear(3, 2), LastOutput, lambda: nn.LayerNorm(3)])
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_partition):
+    model, x = make_model(), torch.randn(4, 5, 3)
+    with attach(model, make_partition(model), 1.0) as engine:
+        trace_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
+        with engine.forward(4):
+            losses = model(x).sum()
+        with pytest.raises(UserError, match="create_graph"):
+            losses.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("make_partition", [flat, per_layer])
+def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_are_exact(make_partition, double):
+    model, x, step = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 2), 1e-3
+
+    def differences(examples):
+        return ((model(x[examples] + step) - model(x[examples] - step)) / (2 * step)).square()[:, 0]
+
+    def derivatives(examples):
+        at = x[examples].requires_grad_()
+        return torch.autograd.grad(model(at).sum(), at, create_graph=True)[0].square().sum(1)
+
+    with attach(model, make_partition(model), 0.1) as engine:
+        assert_exact(engine, differences, [0, 1, 2])
+        expected = gradients(model)
+        for refused in (engine.trace, engine.clip):
+            with pytest.raises(UserError, match=r"derivatives of the model by its input.*finite differences"):
+                refused(derivatives, [0, 1, 2])
+        assert_sums(model, expected, 0, 0)

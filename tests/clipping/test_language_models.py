@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -152,35 +153,30 @@ and tied weights among them."""
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "explicit"),
     [
-        pytest.param(name, mode, marks=[pytest.mark.slow] if mode == OTHER_FORMULA[number % 2] else [])
-        for number, name in enumerate([*CAUSAL, *CLASSIFIERS])
-        for mode in (*FEW, "block", "gram", "materialized")
+        *(
+            pytest.param(name, mode, True, marks=[pytest.mark.slow] if mode == OTHER_FORMULA[number % 2] else [])
+            for number, name in enumerate([*CAUSAL, *CLASSIFIERS])
+            for mode in (*FEW, "block", "gram", "materialized")
+        ),
+        *product(["gpt2_tied", "roberta", "bert", "distilbert"], FEW, [False]),
+        *product(["opt"], FEW, [True]),
     ],
 )
-def test_clipped_sums_norms_and_counts(double, name, mode):
+def test_clipped_sums_norms_and_counts(double, name, mode, explicit):
+    """Models that make positions for all rows at once, too: RoBERTa makes them from the padding of each row.
+
+    OPT's feed-forward layers see (B·T, d), rows end to end.
+    """
     thresholds, truth = truth_of(name, MODES[mode][0])
     case, _ = loop_over(name)
     case.model.zero_grad()
     assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
     with attached(case.model, mode, thresholds) as engine:
-        clip(engine, case.losses, range(6))
+        clip(engine, partial(case.losses, explicit=explicit), range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
         assert torch.equal(engine.counts, truth.counts)
-    assert_sums(case.model, truth.sums, atol=1e-15)
-
-
-@pytest.mark.parametrize("mode", FEW)
-@pytest.mark.parametrize("name", ["gpt2_tied", "roberta", "bert", "distilbert", "opt"])
-def test_the_model_may_make_its_positions_for_all_rows_at_once(double, name, mode):
-    """RoBERTa makes them from the padding of each row; OPT's feed-forward layers see (B·T, d), rows end to end."""
-    thresholds, truth = truth_of(name, MODES[mode][0])
-    case, _ = loop_over(name)
-    case.model.zero_grad()
-    with attached(case.model, mode, thresholds) as engine:
-        clip(engine, partial(case.losses, explicit=name == "opt"), range(6))
-        torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
     assert_sums(case.model, truth.sums, atol=1e-15)
 
 

@@ -69,33 +69,20 @@ def test_others_are_torchs(calls) -> None:
     assert not calls
 
 
-class Tokens(nn.Module):
-    """Linear layers on sequences, one of them twice, and a frozen one between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.frozen, self.head = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3, bias=False)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(torch.relu(self.inner(x)))
-        return self.head(torch.tanh(self.frozen(x))).mean((1, 2))
-
-
 @pytest.mark.parametrize("norms", ["flat", "ghost", "layer"])
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 def test_clipped_sums_are_those_of_the_loop(calls, norms: str, formula: str) -> None:
     torch.manual_seed(1)
-    model, x = Tokens(), torch.randn(6, 40, 12)
+    twice, frozen = nn.Linear(12, 12), nn.Linear(12, 12).requires_grad_(False)
+    model = nn.Sequential(twice, nn.ReLU(), twice, frozen, nn.Tanh(), nn.Linear(12, 3, bias=False))
+    x = torch.randn(6, 40, 12)
     groups = per_layer(model) if norms == "layer" else flat(model)
     thresholds = [0.01] * len(groups)
 
     def losses_of(rows) -> Tensor:
-        return model(x[list(rows)]).square()
+        return model(x[list(rows)].to(twice.weight.dtype)).mean((1, 2)).square()
 
-    truth = clipped_sums(
-        model.double(), lambda row: model(x[row : row + 1].double()).square().sum(), range(6), groups, thresholds
-    ).sums
+    truth = clipped_sums(model.double(), lambda row: losses_of([row])[0], range(6), groups, thresholds).sums
     model.float()
     calls.clear()
     with attach(model, groups, 0.01, norms="ghost" if norms == "ghost" else "bookkeeping", formula=formula) as engine:

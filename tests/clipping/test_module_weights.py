@@ -164,7 +164,19 @@ class LearnedTokens(nn.Module):
         return (y if self.body.batch_first else y.transpose(0, 1)) * self.head(x) + last[:, 0]
 
 
+class UsedTwice(nn.Module):
+    """A recurrent weight that the model also multiplies with by itself: one joint norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.body(x)[0], self.body.weight_hh_l0[2:6]) * self.body.bias_ih_l0[:4]
+
+
 MODELS = {
+    "one weight in two kinds of use": UsedTwice,
     "attention of learned tokens": lambda: LearnedTokens(nn.MultiheadAttention(4, 2, batch_first=True)),
     "lstm of learned tokens": lambda: LearnedTokens(nn.LSTM(4, 4, batch_first=True)),
     "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
@@ -268,23 +280,6 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
         clip(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
         assert engine.nonfinite == 0
         assert_bounded(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
-
-
-def test_one_weight_in_two_kinds_of_use():
-    """A recurrent weight that the model also multiplies with by itself: one joint norm."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.GRU(4, 4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(self.body(x)[0], self.body.weight_hh_l0[2:6]) * self.body.bias_ih_l0[:4]
-
-    model, x = Tied(), torch.randn(4, 4, 4)
-    for mode in FEW:
-        with attached(model, mode, 0.3) as engine:
-            assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), range(4), [0.3])
 
 
 def test_as_many_queries_as_examples_after_a_batch_of_another_size():

@@ -6,6 +6,7 @@ from torch import nn
 
 from groupwise.clipping import Group, attach, by_mapping, flat, per_block, per_layer
 from groupwise.errors import UserError
+from tests.clipping.conftest import Scale
 
 
 def residual_like() -> nn.Module:
@@ -132,28 +133,17 @@ def test_half_precision_is_refused_where_it_trains_only():
     assert names(per_layer(model)) == ["1", "2"]
 
 
-class Own(nn.Module):
-    """A parameter of its own around another module."""
-
-    def __init__(self, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        self.inner = inner or nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.scale
-
-
 def test_a_parameter_of_the_model_itself_is_named_without_a_dot():
-    model = Own(nn.Linear(2, 2))
+    model = Scale(2)
     assert [group.layers for group in per_layer(model)] == [("",), ("inner",)]
     with pytest.raises(UserError, match="Parameter 'scale' belongs to no"):
         attach(model, (), 1.0)
 
 
 def test_modules_with_parameters_of_their_own_are_layers_beside_those_inside_them():
-    model = nn.Sequential(Own(), nn.Linear(2, 2), Own(Own(nn.Linear(2, 2))), nn.Linear(2, 2))
-    assert names(per_layer(model)) == ["0", "1", "2", "2.inner", "2.inner.inner", "3"]
+    model = nn.Sequential(Scale(2), nn.Linear(2, 2), Scale(2), nn.Linear(2, 2))
+    model[2].inner = Scale(2)
+    assert names(per_layer(model)) == ["0", "0.inner", "1", "2", "2.inner", "2.inner.inner", "3"]
     frozen = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     frozen[0].requires_grad_(False)
     frozen[2].bias.requires_grad_(False)

@@ -39,7 +39,8 @@ def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
     return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(examples) + 1.0)
 
 
-def rows_of(model, x):
+def of_rows(model, x):
+    """Numbers of rows -> a loss for each, another function of the output for each of them."""
     return lambda rows: losses_of(model, x, list(rows))
 
 
@@ -53,7 +54,7 @@ def assert_exact(model, x, mode, loop=None, examples=None):
     loop = loop_over(model, x) if loop is None else loop
     thresholds = middle_thresholds(model, loop, partition, everybody)
     with attached(model, mode, thresholds) as engine:
-        alone.assert_exact(engine, rows_of(model, x), examples or everybody, thresholds, loop)
+        alone.assert_exact(engine, of_rows(model, x), examples or everybody, thresholds, loop)
 
 
 def set_item(p, layer, x):
@@ -95,6 +96,11 @@ EXACT = {
     "repeated as it is": ((1, 5), lambda p, layer, x: layer(x) + p.repeat([2 * 3, 1])[:3]),
     "repeated with others": ((3, 5), lambda p, layer, x: layer(x) + p.repeat(2, 1)[1:4]),
     "positions": ((3, 5), lambda p, layer, x: layer(x + p)),
+    "times three": ((5,), lambda p, layer, x: layer(x) * (3 * p)),
+    "among zeros": ((5,), lambda p, layer, x: layer(x) * torch.zeros(2, 5).index_put((torch.tensor([0]),), p).sum(0)),
+    "rounded, straight through": ((5, 4), lambda p, layer, x: layer(x) @ (p + (p.round() - p).detach())),
+    "a mask of small weights": ((5, 4), lambda p, layer, x: layer(x) @ (p * (p.abs() > 0.9))),
+    "a triangle": ((5, 5), lambda p, layer, x: layer(x) @ (p * torch.ones(5, 5).tril())),
     "convolution": ((4, 3, 3), lambda p, layer, x: F.conv1d(layer(x), p, padding=1)),
     "folded rows": ((5,), lambda p, layer, x: (layer(x.flatten(0, 1)) * p).unflatten(0, (-1, 3))),
     "attention": ((3, 3), lambda p, layer, x: ((layer(x) @ x.mT) + p).softmax(-1) @ x),
@@ -182,7 +188,7 @@ def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
     model = Uses((5,), lambda p, layer, x: layer(x)[..., :5] * p + layer.weight[x[..., 0].long().abs() % 5])
     model.layer = nn.Linear(5, 1000)
     with attach(model, flat(model), 1.0) as engine, pytest.warns(UserWarning, match=r"weight of Linear"):
-        clip(engine, rows_of(model, torch.randn(7, 3, 5)), range(7))
+        clip(engine, of_rows(model, torch.randn(7, 3, 5)), range(7))
 
 
 @cache

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from groupwise.clipping import WSConv2d
 from groupwise.errors import UserError
 from tests.clipping.modes import FEW, attached
-from tests.clipping.test_per_example import assert_exact, loop_over, rows_of
+from tests.clipping.test_per_example import assert_exact, loop_over, of_rows
 from tests.clipping.traced import clip
 from tests.combinations import pairs_fast
 
@@ -44,7 +44,7 @@ def test_a_checkpointed_module_with_parameters_of_its_own(mode):
 def test_reentrant_checkpointing_is_refused(mode):
     model, x = Again(reentrant=True), torch.randn(4, 3, 5)
     with attached(model, mode) as engine, pytest.raises(UserError, match="use_reentrant=False"):
-        clip(engine, rows_of(model, x), range(4))
+        clip(engine, of_rows(model, x), range(4))
 
 
 BATCHED = {

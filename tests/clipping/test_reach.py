@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.clipping import attach, flat, per_block, per_layer
 from groupwise.errors import UserError
 from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip_batch, trace_batch
@@ -78,24 +77,6 @@ def test_a_group_or_layer_that_a_later_step_leaves_out_is_refused_by_name(steppe
     engine.model.use = "zero"  # the remedy
     step()
     assert engine.examples == 3 and all(float(p.grad.norm()) == 0 for p in engine.model.blocks[1].parameters())
-
-
-@pytest.mark.parametrize("partition", [flat, per_layer, per_block])
-def test_so_it_is_in_a_pipeline(partition):
-    model, x = Branches(), torch.randn(3, 4)
-    engine = attach(model, partition(model), 0.1)
-    trace_batch(engine, lambda x: model(x).square().sum(1), x)
-    for use in ("yes", "no"):
-        model.zero_grad()
-        model.use = use
-        with engine.forward(3, microbatch=0):
-            losses = model(x).square().sum(1)
-        if use == "yes":
-            with engine.backward_of(0):
-                losses.sum().backward()
-        else:
-            with pytest.raises(UserError, match=r"'blocks\.1\.0\.weight'"), engine.backward_of(0):
-                losses.sum().backward()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,8 +3,6 @@
 That they compute what torch's own do is held by `test_module_weights.py`.
 """
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,17 +52,6 @@ def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_traini
         if layer < 2:
             x = x * mask
     torch.testing.assert_close(y.data, out.data, rtol=1e-12, atol=1e-12)
-
-
-def test_masks_of_dropout_are_drawn_for_each_example_and_place():
-    torch.manual_seed(0)
-    module = nn.LSTM(D, 50, 2, dropout=0.5)
-    with patch.object(recurrent_file.F, "linear", side_effect=recurrent_file.F.linear) as linear:
-        recurrent(module, torch.randn(20, 30, D))
-    kept = (linear.call_args_list[1].args[0] != 0).double()
-    assert 0.49 < float(kept.mean()) < 0.51
-    for axis in (0, 1, 2):
-        assert float(kept.mean(axis).std()) > 0.005 and kept.mean(axis).unique().numel() > 5
 
 
 def test_what_has_no_batch_or_no_step_is_refused_and_another_size_is_the_modules_own_mistake():

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from groupwise.clipping import WSConv2d, attach, flat, per_layer
 from groupwise.clipping.products import attention
 from groupwise.errors import UserError
-from tests.clipping.conftest import Attention, Recurrent, Scale
+from tests.clipping.conftest import Attention, LastOutput, Recurrent, Scale
 from tests.clipping.traced import clip, clip_batch
 
 
@@ -23,15 +23,6 @@ class Shift(nn.Module):
         return x + self.shift
 
 
-class Last(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x)[0][:, -1]
-
-
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 3), (6, 4)),
     "Conv2d": (lambda: nn.Conv2d(3, 4, 3), (6, 3, 5, 5)),
@@ -39,7 +30,7 @@ LAYERS = {
     "LayerNorm": (lambda: nn.LayerNorm(4), (6, 4)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), (6, 4)),
     "RMSNorm": (lambda: nn.RMSNorm(4), (6, 4)),
-    "LSTM": (Last, (6, 2, 4)),
+    "LSTM": (LastOutput, (6, 2, 3)),
     "GRUCell": (Recurrent, (6, 2, 5)),
     "MultiheadAttention": (Attention, (6, 3, 8)),
     "a module of its own": (lambda: Scale(4), (6, 4)),
@@ -64,23 +55,17 @@ def test_no_layer_runs_under_autocast_to_float16(name, direct):
 
 
 def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
-    body, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
 
-    class Probe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = body, head
+    def losses_of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            x = model[0](x)
+        return model[1](x.float()).sum(1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.float16):
-                x = self.body(x)
-            return self.head(x.float())
-
-    model = Probe()
     with attach(model, flat(model), 1.0) as engine:
-        clip_batch(engine, lambda x: model(x).sum(1), torch.randn(6, 4))
+        clip_batch(engine, losses_of, torch.randn(6, 4))
         with torch.no_grad(), torch.autocast("cpu", torch.float16):
-            assert model.head(torch.randn(6, 4)).dtype == torch.float16
+            assert model[1](torch.randn(6, 4)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])

@@ -10,6 +10,7 @@ from groupwise.clipping.gram import OuterProducts as Outer
 from groupwise.clipping.norm_methods import NormMethods
 from groupwise.clipping.partition import find_layers
 from groupwise.clipping.rules.conv import ConvRule
+from groupwise.clipping.rules.embedding import EmbeddingRule
 from tests.clipping.alone import assert_exact
 from tests.clipping.conftest import BATCH, CASES, make_case
 from tests.clipping.traced import clip_batch, trace_batch
@@ -88,6 +89,12 @@ def test_every_layer_of_a_case_has_a_rule(name):
     assert all(layer.rule for layer in find_layers(make_case(name).model))
 
 
+def test_gradients_of_an_embedding_have_a_row_an_example():
+    ids, g = torch.tensor([[1, 1, 0], [4, 2, 4]]), torch.randn(2, 3, 3)
+    (rows,) = EmbeddingRule(nn.Embedding(5, 3)).per_example_gradients((ids,), g, (True,))
+    torch.testing.assert_close(rows, torch.einsum("btv,btd->bvd", nn.functional.one_hot(ids, 5).float(), g))
+
+
 @pytest.mark.parametrize(
     ("layer", "space", "longest"),
     [
@@ -136,14 +143,6 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
 
 
 def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypatch):
-    class Thrice(nn.Module):
-        def __init__(self, layer: nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
     seen, real = [], joint.rounding_slack
 
     def slack(sizes: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -151,7 +150,7 @@ def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypa
         return real(sizes, terms, dtype) + 1.0
 
     for layer, x in ((nn.Linear(4, 4), torch.randn(3, 2, 4)), (nn.Conv1d(4, 4, 3, padding=1), torch.randn(3, 4, 5))):
-        model = Thrice(layer)
+        model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)
         exact = []
         for i in range(3):
             gradients = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(layer.parameters()))
@@ -171,23 +170,13 @@ def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypa
         assert layer.weight.numel() in seen
 
 
-class Own(nn.Module):
-    """A module with a parameter that no rule knows, with what it is given added to it."""
-
-    def __init__(self, *inner: nn.Module, **attributes: object) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.inner = nn.Sequential(*inner)
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.scale
-
-
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wanted(double):
-    class Nested(Own):
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(3) + 0.5)
+
         def forward(self, pair: dict[str, Tensor], ids: Tensor, *, power: int = 1) -> dict[str, Tensor | list[Tensor]]:
             mixed = pair["a"] * self.scale**power + pair["b"] + ids.unsqueeze(1)
             return {"first": mixed, "rest": [mixed.square()]}
@@ -202,7 +191,6 @@ def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wa
             return out["first"] + out["rest"][0]
 
     model, x = Outside(), torch.randn(4, 3)
-    nn.init.uniform_(model.nested.scale, 0.5, 1.5)
     with attach(model, per_layer(model), 1.0) as engine:
         assert_exact(engine, lambda rows: model(x[list(rows)], torch.tensor(list(rows))).sum(1), range(4))
 

@@ -10,65 +10,48 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
-from tests.clipping.test_language_models import VOCABULARY, make_case
+from tests.clipping.test_in_flight import Model
+from tests.clipping.test_language_models import make_case
 from tests.pipeline.ranks import run_ranks
 
 WORLD, EXAMPLES, LENGTH, THRESHOLD = 2, 7, 6, 0.3
 RTOL = 1e-9
 
 
-class Mlp(nn.Module):
-    """(B, T) ids to logits: embedding, four linear layers, a normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY)
-        self.remakes = False
-
-    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.remakes else block(x))
-        return self.head(self.norm(x))
-
-
 class Logits(nn.Module):
-    """A causal language model that returns nothing else."""
+    """A causal language model that makes positions for each row, and returns nothing else."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, position_ids=position_ids).logits
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, position_ids=torch.arange(LENGTH).expand_as(ids)).logits
 
 
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(1)
     if name.startswith("mlp"):
-        model: nn.Module = Mlp().double()
+        model: nn.Module = Model().double()
         model.remakes = name == "mlp_remakes"
         return model
     return Logits(make_case(name).model.train())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded on their own: blocks, or the MLP's single layers."""
-    if isinstance(model, Mlp):
+    """The modules that are sharded on their own: blocks, or single linear layers."""
+    if isinstance(model, Model):
         return [module for module in model.modules() if isinstance(module, nn.Linear)]
     return [module for name, module in model.named_modules() if name.split(".")[-2:-1] == ["h"]]
 
 
 def losses_of(model: nn.Module, rows: Sequence[int]) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, VOCABULARY, (EXAMPLES, LENGTH), generator=generator)[rows]
-    logits = model(ids, torch.arange(LENGTH).expand_as(ids))
+    ids = torch.randint(3, 11, (EXAMPLES, LENGTH), generator=generator)[rows]
+    logits = model(ids)
     weights = torch.logspace(-4, 1, EXAMPLES, dtype=torch.float64)[rows]
     return weights * F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none").sum(1)
 

@@ -185,18 +185,12 @@ def test_a_bias_adds_up_positions_before_examples():
 
 def test_norms_of_many_layers_add_up_in_float64():
     """One layer has norm 1; float32 would drop the square of each of the 200 others."""
-    layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(201)])
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(201)])
     sizes = [1.0, *[1e-4] * 200]
 
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
+    def losses_of(x: Tensor) -> Tensor:
+        return torch.cat([layer(size * x) for layer, size in zip(model, sizes, strict=True)], 1).sum(1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([layer(size * x) for layer, size in zip(self.layers, sizes, strict=True)], 1).sum(1)
-
-    model = Sum()
     with attach(model, flat(model), 1.0) as engine:
-        clip_batch(engine, model, torch.ones(1, 1))
+        clip_batch(engine, losses_of, torch.ones(1, 1))
         assert float(engine.squared_norms[0][0]) == pytest.approx(1 + 200 * 1e-8, rel=1e-9)

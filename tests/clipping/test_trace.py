@@ -4,12 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
 from tests.clipping.alone import assert_exact
 from tests.clipping.modes import FEW, attached
+from tests.clipping.test_per_example import of_rows
 from tests.clipping.traced import clip
 from tests.clipping.turns import in_turn
 from tests.combinations import pairs_fast
@@ -28,14 +28,9 @@ class Two(nn.Module):
         return self.use(self.a, self.b, x)
 
 
-def of_rows(run, x: Tensor, weigh=None):
-    """Numbers of rows -> a loss for each, another function of the output for each of them."""
-
-    def losses_of(rows):
-        out = run(x[list(rows)]).flatten(1)
-        return (out * torch.arange(1.0, 1 + out.shape[1]).sin()).sum(1) * (torch.tensor(list(rows)) + 1.0)
-
-    return losses_of
+def grid_of(length: int) -> Tensor:
+    """Numbers of no example, (length, WIDE)."""
+    return torch.arange(1.0, 1 + length).outer(torch.arange(1.0, 1 + WIDE)).sin()
 
 
 def pairs(a, b, x):
@@ -50,8 +45,7 @@ def kinds(a, b, rows):
 
 def chain(a, b, x):
     """Layers of what all examples share follow each other."""
-    grid = torch.arange(1.0, 1 + x.shape[1]).outer(torch.arange(1.0, 1 + WIDE)).sin()
-    return (x + b(a(a(grid).tanh()).tanh())).tanh()
+    return (x + b(a(a(grid_of(x.shape[1])).tanh()).tanh())).tanh()
 
 
 LAYOUTS = {
@@ -105,9 +99,8 @@ class MetTwice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
-        grid = torch.arange(1.0, 1 + x.shape[1]).outer(torch.arange(1.0, 1 + WIDE)).sin()
         first = self.of_examples(self, x, h)
-        return self.head((h.tanh() * self.of_all(self, grid)).mean(1) + first)
+        return self.head((h.tanh() * self.of_all(self, grid_of(x.shape[1]))).mean(1) + first)
 
 
 MET_TWICE = {
@@ -139,28 +132,12 @@ class SequencesFirst(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
+        self.embed, self.head = nn.Linear(WIDE, WIDE).requires_grad_(False), nn.Linear(WIDE, 2)
         self.places = nn.Parameter(torch.randn(ROWS, 1, WIDE))
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((self.embed(x).transpose(0, 1) + self.places).tanh().mean(0))
-
-
-@pytest.mark.parametrize("mode", FEW)
-def test_gradients_that_are_zero_hide_nothing(mode):
-    model = SequencesFirst()
-    for parameter in model.embed.parameters():
-        parameter.requires_grad_(False)
-    with attached(model, mode) as engine:
-        losses_of = of_rows(model, torch.randn(ROWS, ROWS, WIDE))
-        assert_exact(engine, losses_of, range(ROWS), [0.5] * len(engine.groups))
-        nn.init.normal_(model.head.weight)
-        assert_exact(engine, losses_of, range(ROWS), [0.5] * len(engine.groups))
-
-
-def shared_grid(x):
-    return torch.arange(1.0, 1 + ROWS).outer(torch.arange(1.0, 1 + WIDE)).sin().to(x.dtype)
 
 
 class Attends(nn.Module):
@@ -171,36 +148,21 @@ class Attends(nn.Module):
         self.a, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
         nn.init.zeros_(self.head.weight)
 
-    def forward(self, x):
-        keys = self.a(shared_grid(x)).tanh()
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.a(grid_of(ROWS)).tanh()
         return self.head((x[:, 0] @ keys.mT).softmax(-1) @ keys)
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_tables_that_all_examples_share_are_as_long_as_a_batch(mode):
+@pytest.mark.parametrize("make", [SequencesFirst, Attends])
+def test_tables_as_long_as_a_batch_are_told_from_it_though_gradients_are_zero_at_first(make, mode):
     for batches in ((ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)):
-        model = Attends()
+        model = make()
         with attached(model, mode) as engine:
             for batch in batches:
                 losses_of = of_rows(model, torch.randn(batch, ROWS, WIDE))
                 assert_exact(engine, losses_of, range(batch), [0.5] * len(engine.groups))
-                nn.init.normal_(next(reversed(list(model.children()))).weight)
-
-
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(3, 3, 1, bias=False), nn.InstanceNorm1d(3, affine=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.norm(self.conv(x)).mul_(2), inplace=True)
-
-
-@pytest.mark.parametrize("mode", FEW)
-def test_in_place_operations_after_a_norm(mode):
-    model = Normed()
-    with attached(model, mode) as engine:
-        assert_exact(engine, of_rows(model, torch.randn(4, 3, 5)), range(4))
+                nn.init.normal_(model.head.weight)
 
 
 def test_an_example_that_is_not_finite_is_left_out_whatever_the_layout():

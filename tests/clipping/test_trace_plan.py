@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.clip_plan import Layout, UntracedCall
 from tests.clipping.alone import assert_exact
-from tests.clipping.test_trace import of_rows
+from tests.clipping.test_per_example import of_rows
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 

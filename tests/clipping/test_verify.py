@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import count
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from groupwise.clipping import attach, automatic_factors, flat, per_layer, verif
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError
+from tests.clipping.conftest import Does
+from tests.clipping.test_trace import Two
 from tests.clipping.traced import clip
 
 EXAMPLES = [0, 3, 5, 2, 7]
@@ -24,17 +27,6 @@ def seeded():
     torch.manual_seed(0)
 
 
-class Does(nn.Module):
-    """What a function does, without parameters."""
-
-    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.what(x)
-
-
 class Scaled(nn.Module):
     """No rule knows it: x·w·(a number from somewhere)."""
 
@@ -44,16 +36,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.w * self.number()
-
-
-class Counting:
-    """1, 2, 3, ..."""
-
-    calls = 0
-
-    def __call__(self) -> int:
-        self.calls += 1
-        return self.calls
 
 
 class LayerDrop(nn.Module):
@@ -78,30 +60,22 @@ class Codebook(nn.Module):
         return x
 
 
-class Reordered(nn.Module):
-    """The second layer gets the rows in another order; the result has the right one again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        order = x[:, 0].argsort()
-        return self.b(x[order])[order.argsort()]
-
-
-class AcrossTheBatch(nn.Module):
-    """Attention whose sequence is the batch, as with batch_first forgotten."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x)
-
-
 def attached(*layers: nn.Module, partition=per_layer, threshold=0.05):
     model = nn.Sequential(nn.Linear(4, 5), *layers, nn.Linear(5, 2))
     x = torch.randn(8, 4)
     return attach(model, partition(model), threshold), lambda examples: model(x[list(examples)]).square().sum(1)
+
+
+def reordered(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    """The second layer gets the rows in another order; the result has the right one again."""
+    x = a(x)
+    order = x[:, 0].argsort()
+    return b(x[order])[order.argsort()]
+
+
+def across_the_batch(x: Tensor) -> Tensor:
+    """Attention whose sequence is the batch, as with batch_first forgotten."""
+    return F.scaled_dot_product_attention(x, x, x)
 
 
 def batch_statistics(x: Tensor) -> Tensor:
@@ -163,10 +137,13 @@ FAULTS = {
         lambda: Does(lambda x: x if len(x) <= 10 else 0.9 * x + 0.1 * x.roll(5, 0)),
         "alone but .* in a batch: a layer or the loss mixes the examples",
     ),
-    "attention over the batch": (AcrossTheBatch, r"mixes the examples.*layer '1' \(AcrossTheBatch\)"),
+    "attention over the batch": (lambda: Does(across_the_batch), r"mixes the examples.*layer '1' \(Does\)"),
     "mixup": (lambda: Does(mixup), r"torch.randperm draws .*in layer '1' \(Does\)"),
     "mixup by sorting": (lambda: Does(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
-    "reordered rows": (Reordered, r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'"),
+    "reordered rows": (
+        lambda: Two(reordered),
+        r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'",
+    ),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
     "gradients cut off": (
         lambda: Does(sometimes_cut_off),
@@ -184,7 +161,7 @@ FAULTS = {
         lambda: Scaled(np.random.default_rng(0).random),
         r"other losses when it runs again.*the output of layer '1' \(Scaled\)",
     ),
-    "side effects": (lambda: Scaled(Counting()), r"other losses when it runs again.*layer '1' \(Scaled\)"),
+    "side effects": (lambda: Scaled(count(1).__next__), r"other losses when it runs again.*layer '1' \(Scaled\)"),
     "codebook": (Codebook, "Buffer '1.mean' changes"),
     "power iteration": (
         lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)),
@@ -262,17 +239,6 @@ def test_a_loss_may_move_by_a_thousandth_among_others(alone, together, refused):
         verify(engine, losses, EXAMPLES)
 
 
-class Lazy(nn.Module):
-    """A buffer in a frozen submodule that is in eval mode for good."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.book = Codebook().eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.book(x)
-
-
 def states():
     numpy = np.random.get_state()
     return torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist(), numpy[2:]
@@ -282,7 +248,8 @@ def states():
 @no_rule
 def test_everything_is_put_back_whatever_happens(fault):
     noise = Does(lambda x: x + torch.rand(x.shape))
-    engine, losses_of = attached(nn.Dropout(0.5), Lazy(), noise, *([] if fault is None else [fault]))
+    frozen = nn.Sequential(Codebook().eval())  # for good
+    engine, losses_of = attached(nn.Dropout(0.5), frozen, noise, *([] if fault is None else [fault]))
     model = engine.model
     model[1].eval()
     engine.set_thresholds(0.25, [0.5] * len(engine.groups))
@@ -305,7 +272,7 @@ def test_everything_is_put_back_whatever_happens(fault):
     assert torch.equal(engine.per_example_norms, norms)
     assert engine.thresholds.tolist() == [0.25] * len(engine.groups)
     assert engine.count_thresholds.tolist() == [0.5] * len(engine.groups)
-    assert model.training and not model[1].training and model[2].training and not model[2].book.training
+    assert model.training and not model[1].training and model[2].training and not model[2][0].training
     assert list(model.buffers()) == [] or all(
         now is b and torch.equal(b, value) for now, (b, value) in zip(model.buffers(), buffers, strict=True)
     )

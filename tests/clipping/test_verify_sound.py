@@ -1,6 +1,5 @@
 """The check before training raises no false alarm: ordinary models in float32, with dropout on, pass it."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import product
 
@@ -8,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import LoraConfig
 from groupwise.models import WideResNet
+from tests.clipping.conftest import Does, Remade
 from tests.clipping.modes import FEW, attached
-from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, PADDING, Case, make_case
+from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, Case, make_case
 
 Losses = Callable[[Sequence[int]], Tensor]
 LENGTHS = (9, 4, 7, 2, 6, 5, 9, 3)
@@ -45,13 +44,6 @@ class Attention(nn.Module):
         return self.out(found.transpose(1, 2).flatten(2))
 
 
-class Noise(nn.Module):
-    """Gaussian noise of each example's own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.randn(x.shape)
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -64,18 +56,14 @@ class Recurrent(nn.Module):
         return self.out(h)
 
 
-class Pooled(nn.Module):
+def pooled(x: Tensor) -> Tensor:
     """The mean over positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
+    return x.mean(1)
 
 
-class Remade(nn.Sequential):
-    """Layers that run once more in the backward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
+def noised(x: Tensor) -> Tensor:
+    """With Gaussian noise of each example's own."""
+    return x + 0.1 * torch.randn(x.shape)
 
 
 def mlp() -> nn.Module:
@@ -92,17 +80,17 @@ def convolutional() -> nn.Module:
 def transformer() -> nn.Module:
     feed = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
     attend = nn.Sequential(nn.LayerNorm(6), Attention(6, 2), nn.Dropout(0.1))
-    return nn.Sequential(Residual(attend, 0.9), Residual(feed, 0.8), nn.LayerNorm(6), Pooled(), nn.Linear(6, 3))
+    return nn.Sequential(Residual(attend, 0.9), Residual(feed, 0.8), nn.LayerNorm(6), Does(pooled), nn.Linear(6, 3))
 
 
 def fallback() -> nn.Module:
     scale = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-    return nn.Sequential(scale, nn.Tanh(), Pooled(), Noise(), nn.Linear(6, 3))
+    return nn.Sequential(scale, nn.Tanh(), Does(pooled), Does(noised), nn.Linear(6, 3))
 
 
 def frozen_backbone() -> nn.Module:
     body = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False).eval()
-    return nn.Sequential(body, nn.Tanh(), Pooled(), nn.Dropout(0.1), nn.Linear(6, 3))
+    return nn.Sequential(body, nn.Tanh(), Does(pooled), nn.Dropout(0.1), nn.Linear(6, 3))
 
 
 def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
@@ -148,34 +136,20 @@ KINDS = ("mlp", "remade", "transformer", "wide_resnet", "gpt2_tied", "roberta")
 """One of each kind, which the fast tests see on two rows as well."""
 
 
+@pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize(
-    ("mode", "rows"),
+    ("name", "mode", "rows"),
     [
-        ("layer", 5),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in product((*FEW, "block"), (5, 2))
-            if case != ("layer", 5)
-        ),
+        pytest.param(*case, marks=[] if mode == "layer" and (rows == 5 or name in KINDS) else [pytest.mark.slow])
+        for case in product(MODELS, (*FEW, "block"), (5, 2))
+        for name, mode, rows in [case]
     ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_ordinary_models_pass(name, mode, rows):
-    check(name, mode, rows)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_ordinary_models_pass_on_two_rows(name):
-    check(name, "layer", 2)
-
-
-def check(name: str, mode: str, rows: int) -> None:
     torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="groupwise has no rule")
-        model, losses = MODELS[name]()
-        with attached(model, mode, 0.3) as engine:
-            assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
+    model, losses = MODELS[name]()
+    with attached(model, mode, 0.3) as engine:
+        assert verify(engine, losses, EXAMPLES, rows=rows) < 1e-3
 
 
 class Attended(nn.Module):
@@ -196,12 +170,6 @@ def test_a_query_to_equal_positions_has_no_gradient_but_rounding():
     with attach(model, per_layer(model), 0.3) as engine:
         rows = list(range(5))
         assert verify(engine, lambda some: F.cross_entropy(model(x[some]), labels[some], reduction="none"), rows) < 0.05
-
-
-def test_padding_is_what_the_texts_differ_in():
-    _, losses = on_text("gpt2_tied", dropout=0.0, attention_dropout=0.0)
-    assert PADDING not in EXAMPLES[:1] and len({LENGTHS[i] for i in EXAMPLES}) > 3
-    torch.testing.assert_close(losses([3]), losses([0, 3])[1:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
