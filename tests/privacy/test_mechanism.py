@@ -1,6 +1,5 @@
 """The release of a logical batch: sum, noise once, divide by the configured B; and what one example can move."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
