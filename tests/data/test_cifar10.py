@@ -27,7 +27,7 @@ def test_the_standard_folder_comes_first(tmp_path, make_batches):
 def test_a_broken_layout_is_not_passed_over(tmp_path):
     """Falling through to another copy would train on other data than the user thinks."""
     (tmp_path / "cifar-10-batches-py").mkdir()
-    assert "cifar-10-batches-py is not whole" in refused(load_cifar10, tmp_path)
+    assert "cifar-10-batches-py is incomplete" in refused(load_cifar10, tmp_path)
     (tmp_path / "other" / "cifar10").mkdir(parents=True)
     (tmp_path / "other" / "cifar10" / "train_shard2.webp").touch()
     assert "train_shard0.webp is missing" in refused(load_cifar10, tmp_path / "other")
