@@ -87,7 +87,7 @@ def test_two_files_make_a_run_without_touching_the_package(folder: Path) -> None
 def test_a_sweep_and_replicas_find_it_too(folder: Path) -> None:
     done = command(folder, "-m", "task=mine", "scale=smoke", "own_task.features=3,4")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\ndone ") == 2 and len([*(folder / "results" / "runs").iterdir()]) == 2
+    assert done.stdout.count("\n  done ") == 2 and len([*(folder / "results" / "runs").iterdir()]) == 2
     replicas = command(folder, "task=mine", "scale=smoke", "parallel.ranks=2", "seed=1")
     assert replicas.returncode == 0 and "Spent: epsilon" in replicas.stdout, replicas.stderr
 
