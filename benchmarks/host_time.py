@@ -111,9 +111,10 @@ def entered(way: str) -> set[tuple[str, str]]:
     one_pass, found = training(make, shape, 1, way), set[tuple[str, str]]()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        file, code = frame.f_code.co_filename, frame.f_code
-        if event == "call" and "groupwise" in file and not code.co_name.startswith("<"):
-            found.add((file, code.co_qualname))
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        generated = code.co_name.startswith("<") or code.co_filename.startswith("<")  # comprehensions, dataclasses
+        if event == "call" and module.startswith("groupwise.") and not generated:
+            found.add((code.co_filename, code.co_qualname))
 
     one_pass()
     sys.setprofile(note)

@@ -58,6 +58,12 @@ def version_of(method: str) -> str | None:
     return f"{package} {git.stdout.strip() if git.returncode == 0 else 'installed'}"
 
 
+def _budget(workload: Workload, threshold: float, noise_multiplier: float) -> dict[str, Any]:
+    """The arguments that both engines take."""
+    sizes = {"batch_size": workload.batch, "sample_size": SAMPLES, "epochs": 1}
+    return {**sizes, "noise_multiplier": noise_multiplier, "max_grad_norm": threshold}
+
+
 class FastDP:
     """Clipped sums in `p.private_grad`, made by hooks during the backward pass."""
 
@@ -71,11 +77,7 @@ class FastDP:
         with redirect_stdout(sys.stderr):
             fastdp.PrivacyEngine(
                 workload.model,
-                batch_size=workload.batch,
-                sample_size=SAMPLES,
-                epochs=1,
-                noise_multiplier=noise_multiplier,
-                max_grad_norm=threshold,
+                **_budget(workload, threshold, noise_multiplier),
                 clipping_fn="Abadi",
                 clipping_style=style,
                 loss_reduction="sum",
@@ -113,11 +115,7 @@ class PrivateTransformers:
         self._workload, self._trainable = workload, workload.trainable
         self._engine = library.PrivacyEngine(
             workload.model,
-            batch_size=workload.batch,
-            sample_size=SAMPLES,
-            epochs=1,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=threshold,
+            **_budget(workload, threshold, noise_multiplier),
             clipping_mode="ghost",
             record_snr=False,
             skip_checks=True,

@@ -12,7 +12,7 @@ from groupwise.clipping import matmul
 def test_a_second_backward_pass_shows_in_the_floor() -> None:
     methods = [make(name, build("mlp", tiny=True)) for name in ("none", "flat", "ghost")]
     for method in methods:
-        method.step()  # gradients show once whose rows are whose
+        method.step()  # the first step has lazy work of its own
     none, flat, ghost = (count_operations(method.step) for method in methods)
     assert floor(none, none) == 1.0
     assert 0.9 < floor(none, flat) <= 1.0  # the norms of vectors take little or nothing

@@ -14,7 +14,7 @@ FAMILY = "transformers"
 
 def configure(size: Size, kind: str, **own: Any) -> Any:
     """A small configuration; its dropouts are the size's, and whole layers are never dropped. None leaves a key out."""
-    import_torchvision_first()  # transformers imports it, and where it is broken only this import mends it
+    import_torchvision_first()  # transformers imports it, and if it is broken, only this import repairs it
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # of kernels that are not installed, of tokens outside a small vocabulary

@@ -74,9 +74,11 @@ def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None
     batch is replaced, with the same seed of the default generators.
     """
 
+    generators = Generators(())
+
     def digests(rows: list[int]) -> list[str]:
-        with Generators(()).kept():
-            Generators(()).seed(0)
+        with generators.kept():
+            generators.seed(0)
             return list(map(digest, read(rows)))
 
     alone, alone_again = ([digest(read([row])[0]) for row in rows] for _ in range(2))
