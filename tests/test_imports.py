@@ -25,8 +25,8 @@ ORDER = (
 )
 """Each may import what stands above it, and itself."""
 ALONE = {
-    "clipping": {"cache", "errors"},
-    "privacy": {"cache", "errors", "options"},
+    "clipping": {"errors"},
+    "privacy": {"errors", "options"},
     "data": {"atomic", "cache", "errors", "torchvision_import"},
     "metrics": {"errors"},
 }

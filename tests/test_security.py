@@ -220,9 +220,9 @@ def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_runs(tmp_path_factory):
+def _quick_runs():
     """No claim here is about epsilon, or about what is checked before training."""
-    with rdp_alone(tmp_path_factory.mktemp("cache")), pytest.MonkeyPatch.context() as patch:
+    with rdp_alone(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("groupwise.build.verify", verify_once)
         yield
 

@@ -39,7 +39,7 @@ cd "$root" || exit 1
 # The kit: its parts lie beside the code, or in results/gpu-kit. Each is unpacked once.
 kit=
 for folder in "$root/.." "$root/results/gpu-kit"; do
-    for part in "$folder"/{wheels,noise,data-[0-9]*}.tar; do
+    for part in "$folder"/{wheels,data-[0-9]*}.tar; do
         [ -f "$part" ] || continue
         kit=$(cd "$folder" && pwd)
         if [ ! "$part.unpacked" -nt "$part" ]; then
@@ -57,7 +57,6 @@ export KINETO_LOG_LEVEL=${KINETO_LOG_LEVEL:-9}
 if [ -n "$kit" ]; then
     "$python" "$root/scripts/gpu/install.py" "$kit/wheels" "$kit/packages" || exit 2
     export PYTHONPATH=$PYTHONPATH:$kit/packages
-    [ -d "$kit/noise" ] && export GROUPWISE_CACHE=${GROUPWISE_CACHE:-$kit/noise}
     [ -d "$kit/data" ] && export GROUPWISE_DATA=${GROUPWISE_DATA:-$kit/data}
 fi
 "$python" "$root/scripts/gpu/install.py" check || exit 2

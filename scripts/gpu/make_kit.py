@@ -5,16 +5,15 @@
 `out` then holds parts of at most 60 MB, each a tar archive that can be unpacked by itself, and their SHA-256:
 
     code.tar     the last commit, with what git says of it        wheels.tar   packages that such an image lacks
-    noise.tar    every noise multiplier of the sweeps             data-1.tar … CIFAR-10, as the project reads it
+    data-1.tar … CIFAR-10, as the project reads it
 
-Unpacked beside each other they are the folders groupwise/, wheels/, noise/ and data/; `first_half_hour.sh` does that by
+Unpacked beside each other they are the folders groupwise/, wheels/ and data/; `first_half_hour.sh` does that by
 itself. What was not committed is not in the kit. The network is needed here, and never there.
 """
 
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -22,7 +21,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 from benchmarks.options import command, option, split
 from groupwise.atomic import write_text
@@ -53,7 +51,6 @@ class KitOptions:
     data: str | None = option(None, "the folder with CIFAR-10 in it")
     python: str = option("3.12", "the version there")
     extra: str | None = option(None, "more packages, by commas")
-    noise: bool = option(True, "false: without the noise multipliers")
     out: str = option("results/gpu-kit", "where the parts go")
 
 
@@ -75,8 +72,6 @@ def make(options: KitOptions) -> list[Path]:
         wheels = Path(folder)
         download(wheels, options.python, split(options.extra or ""))
         parts.append(archive(out / "wheels.tar", ((file, f"wheels/{file.name}") for file in sorted(wheels.iterdir()))))
-    if options.noise:
-        parts.append(noise(out / "noise.tar", out / "noise"))
     for number, some in enumerate(in_parts(files), start=1):
         named = ((path, f"data/{name}") for name, path in some)
         parts.append(archive(out / f"data-{number}.tar", named))
@@ -177,16 +172,6 @@ def download(folder: Path, python: str, extra: Sequence[str]) -> None:
         file.name for file in folder.glob("*") if file.name.startswith("antlr4") and "-none-any" not in file.name
     ]:
         raise UserError(f"{bound[0]} is bound to this machine's Python: a pure wheel was expected.")
-
-
-def noise(path: Path, folder: Path) -> Path:
-    """Every σ of the sweeps at the paper's scale, found in the cache `folder`, which stays for the next kit."""
-    from scripts.gpu.sweep_noise import find_all
-
-    with patch.dict(os.environ, GROUPWISE_CACHE=str(folder)):
-        count = sum(1 for _ in find_all(ROOT))
-    print(f"{count} noise multipliers of the sweeps")
-    return archive(path, ((file, f"noise/{file.relative_to(folder)}") for file in sorted(folder.rglob("*.json"))))
 
 
 def print_made(options: KitOptions) -> None:

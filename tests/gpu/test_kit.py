@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.compose import register
 from groupwise.errors import UserError
 from scripts.gpu import make_kit
 from scripts.gpu.install import install, lacking
 from scripts.gpu.make_kit import KitOptions, archive, cifar_files, code, in_parts, make
-from scripts.gpu.sweep_noise import EXAMPLES, examples
-from tests.combinations import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +64,7 @@ def test_a_kit_is_its_parts_and_their_sums(
     monkeypatch.setattr(make_kit, "download", download)
     out = tmp_path / "kit"
     data = str(mosaics(tmp_path / "data"))
-    names = [path.name for path in make(KitOptions(data=data, out=str(out), noise=False, extra="scipy, pandas"))]
+    names = [path.name for path in make(KitOptions(data=data, out=str(out), extra="scipy, pandas"))]
     assert names == ["code.tar", "wheels.tar", "data-1.tar"] and asked == [("3.12", ["scipy", "pandas"])]
     assert subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=out).returncode == 0
     with tarfile.open(out / "wheels.tar") as wheels:
@@ -121,12 +118,3 @@ def test_wheels_of_another_python_are_told_in_a_sentence(tmp_path: Path) -> None
 
 def test_this_python_lacks_nothing() -> None:
     assert lacking() == []
-
-
-def test_examples_are_those_of_the_training_sets() -> None:
-    register()
-    known = {task: examples(run(f"task={task}", "scale=paper")) for task in EXAMPLES}
-    assert known == EXAMPLES
-    assert examples(run("task=sst2", "scale=paper", "data.holdout=0.2")) == 67_349 - 13_470
-    assert examples(run("task=cifar", "scale=paper", "data.holdout=0.2")) is None
-    assert examples(run("task=cifar", "scale=paper", "data.train_limit=100")) is None

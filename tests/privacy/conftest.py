@@ -1,4 +1,4 @@
-"""Shared by the privacy tests: an empty cache, and the law that released noise must follow."""
+"""Shared by the privacy tests: nothing remembered, and the law that released noise must follow."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from scipy import stats
 
-from groupwise.privacy import accounting
+from groupwise.privacy import accounting, calibration
 
 # On a busy machine a first example may take long; that is no failure.
 settings.register_profile("groupwise", deadline=None)
@@ -15,9 +15,12 @@ settings.load_profile("groupwise")
 
 
 @pytest.fixture
-def cold(own_cache):
-    """The test starts with an empty cache, and with nothing remembered."""
+def cold():
+    """The test starts with nothing remembered."""
     accounting._composed.cache_clear()
+    calibration._search.cache_clear()
+    yield
+    calibration._search.cache_clear()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import calibration
 from groupwise.privacy.accountants import EpsilonBounds
 from groupwise.privacy.accounting import epsilon_bounds
-from groupwise.privacy.calibration import TOLERANCE, Calibration, calibrate
+from groupwise.privacy.calibration import TOLERANCE, calibrate
 
 SST2, QNLI, QQP, MNLI, SAMSUM = 67_349, 104_743, 363_846, 392_702, 14_732
 GLUE_RATE = 1024 / SST2
@@ -49,64 +49,8 @@ def test_the_papers_cells(epsilon, delta, rate, steps, golden):
     assert epsilon_bounds(found.noise_multiplier, rate, steps, delta).upper == found.epsilon_upper
 
 
-class TestCache:
-    SETTING = (2.0, 1e-5, 0.1, 20, "rdp")
-
-    @pytest.fixture
-    def searches(self, monkeypatch):
-        """The settings that were searched for, rather than read."""
-        done = []
-
-        def search(epsilon, *others):
-            done.append((epsilon, *others))
-            return Calibration(1.25, 0.9995 * epsilon, "note")
-
-        monkeypatch.setattr(calibration, "_search", search)
-        monkeypatch.setattr(
-            calibration,
-            "epsilon_bounds",
-            lambda sigma, *others: EpsilonBounds(0.0, 0.0, 0.9995 * done[-1][0] * 1.25 / sigma, "note"),
-        )
-        return done
-
-    def test_every_argument_is_part_of_the_key(self, searches):
-        settings = [
-            self.SETTING,
-            (2.1, 1e-5, 0.1, 20, "rdp"),
-            (2.0, 2e-5, 0.1, 20, "rdp"),
-            (2.0, 1e-5, 0.11, 20, "rdp"),
-            (2.0, 1e-5, 0.1, 21, "rdp"),
-            (2.0, 1e-5, 0.1, 20, "prv"),
-        ]
-        for setting in settings:
-            assert calibrate(*setting) == calibrate(*setting)
-        assert len(searches) == len(settings)
-
-    @pytest.mark.parametrize("text", ["", "{", "null", "[1, 2]", '{"key": 1}', '"text"', "\\xff"])
-    def test_a_broken_file_is_searched_for_and_mended(self, searches, own_cache, text):
-        first = calibrate(*self.SETTING)
-        (file,) = own_cache.rglob("*.json")
-        file.write_bytes(text.encode("latin-1"))
-        assert calibrate(*self.SETTING) == first
-        assert calibrate(*self.SETTING) == first
-        assert len(searches) == 2
-
-    @pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, 1e-200, 0.9, 1.3, 1e9, "1.25", [1.25], None])
-    def test_what_is_not_proven_again_is_not_believed(self, monkeypatch, value):
-        found = {}
-        for kept in (value, None):
-            monkeypatch.setattr(calibration, "read_cache", lambda kind, key, kept=kept: kept)
-            found[str(kept)] = calibrate(*self.SETTING)
-        assert len(set(found.values())) == 1
-
-
 class TestSearch:
     """The search itself, on curves for which an answer is known; each call of an accountant takes seconds."""
-
-    @pytest.fixture(autouse=True)
-    def _without_cache(self, monkeypatch):
-        monkeypatch.setattr(calibration, "read_cache", lambda kind, key: None)
-        monkeypatch.setattr(calibration, "write_cache", lambda kind, key, value: None)
 
     @pytest.fixture
     def search(self, monkeypatch):
@@ -120,6 +64,7 @@ class TestSearch:
                 return EpsilonBounds(0.0, curve(sigma), curve(sigma), "noted")
 
             monkeypatch.setattr(calibration, "epsilon_bounds", bounds)
+            calibration._search.cache_clear()
             return calibrate(epsilon, 1e-5, 0.02, 300, "rdp"), asked
 
         return run
@@ -155,6 +100,7 @@ class TestSearch:
                 "epsilon_bounds",
                 lambda sigma, *_, c=curve, a=asked: a.append(sigma) or EpsilonBounds(0.0, c(sigma), c(sigma)),
             )
+            calibration._search.cache_clear()
             with pytest.raises(UserError, match="no noise multiplier"):
                 calibrate(1.0, 1e-5, 0.02, 300, "rdp")
             assert all(1e-9 < sigma < 1e12 for sigma in asked)

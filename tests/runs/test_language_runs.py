@@ -26,9 +26,9 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _by_rdp_alone(tmp_path_factory):
+def _by_rdp_alone():
     """Epsilon knows nothing of tasks, and the runs on images have the usual accountant."""
-    with rdp_alone(tmp_path_factory.mktemp("cache")):
+    with rdp_alone():
         yield
 
 

@@ -59,15 +59,15 @@ def folder_of(results: Path) -> Path:
 
 
 @contextmanager
-def quickly(cache: Path) -> Iterator[None]:
+def quickly() -> Iterator[None]:
     """A tenth of the made-up text, for nothing is to be learned from it, and RDP alone."""
-    with made_up_once(TRAIN=200, REQUESTS=8), rdp_alone(cache):
+    with made_up_once(TRAIN=200, REQUESTS=8), rdp_alone():
         yield
 
 
 @pytest.fixture(autouse=True)
-def _quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with quickly(tmp_path_factory.mktemp("cache")):
+def _quickly() -> Iterator[None]:
+    with quickly():
         yield
 
 
@@ -77,7 +77,7 @@ def all_cells(results: Path, rank: int) -> None:
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     given = CELLS | {name: mistaken for name, (*mistaken, _) in MISTAKES.items()}
-    with quickly(results / f"cache-{rank}"):
+    with quickly():
         for number, (name, overrides) in enumerate(given.items()):
             cell = smoke(results / name, *overrides)
             try:

@@ -146,7 +146,7 @@ def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path,
     words += [f"export={out}", f"paths.results={tmp_path / 'results'}", "model.lora.rank=2", "privacy.accountant=rdp"]
     config = compose_run(words, CONF)
     assert config.optim.learning_rate == 5e-4
-    with rdp_alone(tmp_path / "cache"):
+    with rdp_alone():
         row = run(config)
     assert row["plan.private"] is True and 7.9 < row["plan.spent_epsilon"] <= 8
     told = json.loads((out / "provenance.json").read_text())

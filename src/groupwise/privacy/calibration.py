@@ -1,13 +1,13 @@
 """Finds the smallest noise multiplier σ whose ε, as an upper bound, is within the target (line 2 of Algorithm 1)."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from groupwise.cache import read_cache, write_cache
 from groupwise.errors import UserError
 from groupwise.privacy.accountants import FEW_ORDERS, EpsilonBounds, check_release, epsilon_rdp, is_whole
 from groupwise.privacy.accounting import (
@@ -43,8 +43,7 @@ def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, acco
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is never above ``epsilon``. It is at least 0.999
-    ``epsilon``, unless ε jumps there (to 0, for a δ that covers everything). Takes 1 to 4 evaluations, or one if the
-    cache on disk has a σ for these arguments. That σ is used only if its bound holds on this machine too.
+    ``epsilon``, unless ε jumps there (to 0, for a δ that covers everything). Takes 1 to 4 evaluations.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     check_accountant(accountant)
@@ -56,19 +55,10 @@ def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, acco
             f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate "
             f"{sample_rate}; publishing the drawn examples would satisfy it: give a delta far below 1/N."
         )
-    mechanism = (sample_rate, int(steps), delta, accountant)
-    names = ("version", "epsilon", "sample_rate", "steps", "delta", "accountant")
-    key = dict(zip(names, (3, epsilon, *mechanism), strict=True))
-    if isinstance(sigma := read_cache("noise_multiplier", key), float):
-        with contextlib.suppress(UserError):  # the file was altered
-            bounds = epsilon_bounds(sigma, *mechanism)
-            if (1.0 - TOLERANCE) * epsilon <= bounds.upper <= epsilon:
-                return Calibration(sigma, bounds.upper, bounds.note)
-    found = _search(epsilon, delta, sample_rate, int(steps), accountant)
-    write_cache("noise_multiplier", key, found.noise_multiplier)
-    return found
+    return _search(epsilon, delta, sample_rate, int(steps), accountant)
 
 
+@functools.lru_cache(maxsize=128)
 def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
     mechanism, bounds = (sample_rate, steps, delta), dict[float, EpsilonBounds]()
     guess, most = _central_limit(epsilon, delta, sample_rate, steps), MOST
