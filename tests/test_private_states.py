@@ -76,7 +76,7 @@ STATES: dict[str, Misuse] = {
     "a state taken in the middle of a step": (state_within_a_step, "within a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "an optimizer with other settings than Adam has"),
-    "a state of something else": (no_state, "holds no noise key"),
+    "a state of something else": (no_state, "has no noise key"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "resuming would repeat"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "cannot be copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "cannot be copied"),

@@ -84,7 +84,7 @@ def test_pld_answers_with_a_note_when_prv_fails(broken_prv):
     mechanism = (12.0, 0.3, 50, 1e-5)
     bounds = epsilon_bounds(*mechanism)
     assert "PLD" in bounds.note
-    assert "finds no grid for these numbers that passes its own checks" in bounds.note
+    assert "no grid of the PRV accountant passes its own checks" in bounds.note
     assert "Error" not in bounds.note and "fail" not in bounds.note  # a first run reads it, and its bound holds
     assert bounds.upper == epsilon_pld(*mechanism)
     assert bounds.lower <= bounds.upper

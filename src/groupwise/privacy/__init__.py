@@ -1,4 +1,4 @@
-"""The privacy side of group-wise clipping: plans, accountants, samplers, noise, thresholds; needs no Hydra."""
+"""Privacy plans, accountants, samplers, noise and thresholds for group-wise clipping. Does not need Hydra."""
 
 from groupwise.privacy.mechanism import noise_stds, noise_weights, release_gradients, sensitivity
 from groupwise.privacy.noise import COUNT_STREAM, NoiseSource

@@ -17,19 +17,19 @@ from groupwise.privacy.plan import PrivacyPlan, folded, make_plan
 class Options:
     """The options of the command line."""
 
-    epsilon: float | None = option(None, "the budget, from which sigma follows; or", infinite=True)
-    sigma: float | None = option(None, "the noise multiplier, from which epsilon follows", zero=True)
-    n: int | None = option(None, "training examples, N")
-    batch: float | None = option(None, "examples that a step draws in expectation, B")
-    epochs: float | None = option(None, "the length; an epoch is N/B steps; or")
-    steps: int | None = option(None, "the length in steps, T")
-    delta: float | None = option(None, "by default N^-1.1")
-    accountant: str = option("prv", f"of {', '.join(ACCOUNTANTS)}", among=ACCOUNTANTS)
-    runs: float | None = option(None, "of a search that releases its best run alone: how many are expected")
+    epsilon: float | None = option(None, "the budget; sigma is computed from it", infinite=True)
+    sigma: float | None = option(None, "instead of epsilon: noise multiplier; epsilon is computed from it", zero=True)
+    n: int | None = option(None, "number of training examples, N")
+    batch: float | None = option(None, "expected batch size, B")
+    epochs: float | None = option(None, "length of the training; an epoch is N/B steps")
+    steps: int | None = option(None, "instead of epochs: number of steps, T")
+    delta: float | None = option(None, "default: N^-1.1")
+    accountant: str = option("prv", f"one of {', '.join(ACCOUNTANTS)}", among=ACCOUNTANTS)
+    runs: float | None = option(None, "expected number of runs, for a search that releases only its best run")
 
 
 def plan_of(given: Options) -> PrivacyPlan:
-    """The plan for these options; raises `UserError` for an option that is missing or out of range."""
+    """Return the plan for these options. Raises `UserError` for an option that is missing or out of range."""
     for one, other in (("epsilon", "sigma"), ("epochs", "steps")):
         if (getattr(given, one) is None) == (getattr(given, other) is None):
             raise UserError(f"give one of {one} and {other}; --help lists the keys.")
@@ -37,7 +37,7 @@ def plan_of(given: Options) -> PrivacyPlan:
     if size is None or batch is None:
         raise UserError(f"{'batch' if size else 'n'} is missing; --help lists the keys.")
     if batch > size:
-        raise UserError(f"batch={batch:g} n={size} do not fit: give a batch of at most n.")
+        raise UserError(f"batch={batch:g} is more than n={size}; give a batch of at most n.")
     steps = round(given.epochs * size / batch) if given.steps is None else given.steps  # type: ignore[operator]
     return make_plan(
         dataset_size=size,
@@ -51,14 +51,14 @@ def plan_of(given: Options) -> PrivacyPlan:
 
 
 def table(plan: PrivacyPlan) -> list[str]:
-    """ε at each tenth of the training, as lines of a table."""
+    """Return ε at each tenth of the training, as lines of a table."""
     steps = sorted({max(1, round(plan.steps * tenth / 10)) for tenth in range(1, 11)})
     rows = [f"{step:>9,}  {step * plan.sample_rate:>8.1f}  {plan.spent_epsilon(step):>8.4f}" for step in steps]
     return [f"{'step':>9}  {'epoch':>8}  {'epsilon':>8}", *rows]
 
 
 def search(plan: PrivacyPlan, runs: float) -> str:
-    """A sentence with the ε of the best of a random number of such trainings."""
+    """Return a sentence with the ε of the best of a random number of such trainings."""
     epsilon = best_run_epsilon(plan.noise_multiplier, plan.sample_rate, plan.steps, plan.delta, runs)
     return folded(
         f"Search: epsilon = {epsilon:.4g} at delta = {plan.delta:g} for the best of K such trainings, if K is drawn "
@@ -68,7 +68,7 @@ def search(plan: PrivacyPlan, runs: float) -> str:
 
 
 def run(given: Options) -> None:
-    """Print the plan's statement and the table, and the cost of a search."""
+    """Print the plan's statement, the table, and the cost of a search if ``runs`` is given."""
     plan = plan_of(given)
     cost = [] if given.runs is None else [search(plan, given.runs)]
     print(plan.statement(), *table(plan), *cost, sep="\n")

@@ -17,7 +17,8 @@ from groupwise.errors import UserError
 class EpsilonBounds:
     """``lower <= ε(δ) <= upper`` for the exact mechanism; only ``upper`` is a guarantee.
 
-    ``estimate`` lies in between and is not a bound. ``note`` is empty unless another accountant was used instead.
+    ``estimate`` lies in between and is not a bound. ``note`` says which accountant was used if it is not the requested
+    one, and why; otherwise it is empty.
     """
 
     lower: float
@@ -27,9 +28,12 @@ class EpsilonBounds:
 
 
 def check_mechanism(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> None:
-    """Raise a :class:`UserError` that names an argument for which no ε is defined."""
-    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
-        raise UserError(f"noise_multiplier is {noise_multiplier}; give a finite number above 0 (0 means no guarantee).")
+    """Raise a :class:`UserError` for an argument outside its range."""
+    if not LEAST_NOISE <= noise_multiplier < math.inf:
+        raise UserError(
+            f"noise_multiplier is {noise_multiplier}; give a finite number of at least {LEAST_NOISE:g} (0 means no "
+            "guarantee)."
+        )
     check_release(sample_rate, steps, delta)
 
 
@@ -37,7 +41,7 @@ def check_release(sample_rate: float, steps: int, delta: float) -> None:
     """Raise a :class:`UserError` for a sample rate, a number of steps or a δ outside its range."""
     if not 0.0 < sample_rate <= 1.0:
         raise UserError(
-            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a sample is no larger than the data)."
+            f"sample_rate is {sample_rate}; give B/N, above 0 and at most 1 (a batch is at most the whole data set)."
         )
     if not is_whole(steps) or steps < 1:
         raise UserError(f"steps is {steps!r}; give the number of optimiser steps T, a whole number of at least 1.")
@@ -51,13 +55,13 @@ def is_whole(value: float) -> bool:
 
 
 COMPOSITION_FAILURES = (RuntimeError, ValueError, AssertionError, ArithmeticError, MemoryError)
-"""Errors that the accountants' libraries raise if a quadrature, a domain, a grid or a float fails."""
+"""Errors that the accountants' libraries raise if an integral, a grid or a floating-point operation fails."""
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
     """Return the exact ε of μ-Gaussian DP at ``delta`` (Balle & Wang 2018, Theorem 8).
 
-    ``mu`` is sensitivity / standard deviation; T releases without subsampling compose to μ = √T / σ.
+    ``mu`` is sensitivity / standard deviation. T releases without subsampling compose to μ = √T / σ.
     """
     from dp_accounting import get_epsilon_gaussian
 
@@ -85,8 +89,8 @@ ORDERS = (
 FEW_ORDERS = (1.5, *range(2, 17), *range(20, 65, 4), *range(96, 257, 32), 384, 512, 768, 1024)
 """For bounds that need not be tight, in a tenth of the time."""
 LEAST_NOISE, MOST_NOISE = 1e-12, 1e5
-"""Less noise counts as none. More is accounted for as MOST_NOISE, and the RDP of a step is at least that of MOST_NOISE
-without sampling, α/2σ²: smaller values are lost in the rounding of sums near 1."""
+"""The range of σ. A larger σ is accounted for as MOST_NOISE, and the RDP of a step is taken to be at least α/(2σ²) for
+σ = MOST_NOISE, as without sampling: smaller values would be lost to rounding in sums near 1."""
 
 
 def epsilon_rdp(
@@ -94,8 +98,8 @@ def epsilon_rdp(
 ) -> float:
     """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. Any finite set of ``orders`` is
-    valid; the default is `ORDERS`.
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. The bound is valid for any
+    ``orders`` above 1; the default is `ORDERS`.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     orders = orders or ORDERS
@@ -103,7 +107,7 @@ def epsilon_rdp(
 
 
 def curve_epsilon(rdp: NDArray[np.float64], delta: float, orders: tuple[float, ...] | None = None) -> float:
-    """Return ε at δ of RDP at ``orders``, or `ORDERS` (Canonne, Kamath & Steinke 2020, Proposition 12)."""
+    """Return ε at δ for RDP at ``orders``, by default `ORDERS` (Canonne, Kamath & Steinke 2020, Proposition 12)."""
     from dp_accounting.rdp import compute_epsilon
 
     return float(compute_epsilon(orders or ORDERS, rdp, delta)[0])
@@ -112,7 +116,7 @@ def curve_epsilon(rdp: NDArray[np.float64], delta: float, orders: tuple[float, .
 def rdp_of_steps(
     noise_multiplier: float, sample_rate: float, steps: int, orders: tuple[float, ...] | None = None
 ) -> NDArray[np.float64]:
-    """Return an upper bound on the RDP of T steps at ``orders``, or `ORDERS`; inf at orders that fail."""
+    """Return an upper bound on the RDP of T steps at ``orders``, by default `ORDERS`; inf at orders that fail."""
     orders = orders or ORDERS
     rdp = int(steps) * _rdp_of_a_step(min(noise_multiplier, MOST_NOISE), sample_rate, orders)
     return np.maximum(rdp, steps * np.array(orders) / (2.0 * MOST_NOISE**2))
@@ -129,7 +133,7 @@ def _rdp_of_event(event: Any, orders: tuple[float, ...]) -> NDArray[np.float64]:
 
     accountant, logger = RdpAccountant(orders=orders), logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of each order whose series diverges, and skips it, which is sound
+    logger.setLevel(logging.ERROR)  # it warns about each order whose series diverges; skipping the order is sound
     try:
         return accountant.compose(event).rdp
     finally:
@@ -144,11 +148,11 @@ def training_event(noise_multiplier: float, sample_rate: float) -> Any:
 
 
 MOST_RUNS = 1e5
-"""The largest expected number of runs."""
+"""The largest expected number of runs in a search."""
 
 
 def logseries_argument(runs: float) -> float:
-    """Return p of numpy's ``Generator.logseries(p)``, whose mean is ``runs``.
+    """Return the p for which numpy's ``Generator.logseries(p)`` has the mean ``runs``.
 
     Raises :class:`UserError` unless 1 < ``runs`` <= `MOST_RUNS`.
     """
@@ -160,13 +164,14 @@ def logseries_argument(runs: float) -> float:
 
 
 def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, runs: float) -> float:
-    """Return an upper bound on ε at ``delta`` of the best of K trainings, by Rényi DP (Papernot & Steinke
-    2022, Theorem 2, η = 0).
+    """Return an upper bound on ε at ``delta`` of the best of K trainings, by Rényi DP (Papernot & Steinke 2022,
+    Theorem 2, η = 0).
 
-    Formal guarantee: draw K once from numpy's ``logseries``, with mean ``runs``. Each of K trainings is T steps as in
-    :func:`~groupwise.privacy.accounting.epsilon_bounds`, under settings that are drawn uniformly and independently.
-    Then the settings and the model with the best score are (ε, ``delta``)-DP, if scores are computed on examples that
-    ε does not cover, and nothing else is released, not even K. Raises :class:`UserError` for arguments out of range.
+    Formal guarantee: draw K once from numpy's ``logseries``, with mean ``runs``. Each of the K trainings takes T steps
+    as in :func:`~groupwise.privacy.accounting.epsilon_bounds`, with settings drawn independently from one distribution
+    that does not depend on the data. Then the best model and its settings are (ε, ``delta``)-DP, if scores are computed
+    on examples that ε does not cover, and nothing else is released, not even K.
+    Raises :class:`UserError` for arguments out of range.
     """
     from dp_accounting import SelfComposedDpEvent
     from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -178,24 +183,24 @@ def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, de
 
 
 MESH, FINEST = 3e-3, 1e-2
-"""Losses of T steps are rounded to multiples of MESH·ε/√T, or of FINEST times the spread of one step's loss if that is
-more. Rounding to the two neighbouring multiples keeps the mean of the composed loss. It adds at most MESH²ε²/4, or
-FINEST²/4 of its variance, to the variance, which changes ε by a relative 1e-4 or less."""
+"""Each step's privacy loss is rounded to multiples of MESH·ε/√T, or of FINEST times the spread of one step's loss if
+that is larger. Rounding is split between the two neighbouring multiples, which keeps the mean of the composed loss. It
+increases the variance by at most MESH²ε²/4, or by a share FINEST²/4, which changes ε by a relative 1e-4 or less."""
 
 
 def epsilon_pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return an upper bound on ε at ``delta`` by privacy loss distributions, rounded pessimistically (Doroshenko et al.
-    2022).
+    """Return an upper bound on ε at ``delta`` by privacy loss distributions, with pessimistic rounding (Doroshenko et
+    al. 2022).
 
-    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. Adding and removing an example are
-    both composed, and the larger ε is returned.
+    The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. It is the larger ε of adding and of
+    removing an example.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
     return releases_epsilon([(noise_multiplier, sample_rate, steps)], delta)
 
 
 def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float) -> float:
-    """Return the bound of `epsilon_pld` for several mechanisms (σ, ρ, T) together, or that of RDP if it is less."""
+    """Return the bound of `epsilon_pld` for several mechanisms (σ, ρ, T) together, or their RDP bound if smaller."""
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
     releases = [(min(sigma, MOST_NOISE), rate, int(steps)) for sigma, rate, steps in releases]
@@ -203,7 +208,7 @@ def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float)
     finest = FINEST * min(min(central_limit_mu(sigma, rate, 1), 1.0 / sigma) for sigma, rate, _ in releases)
     rare = math.log(1e-4 * delta / total)  # less likely losses of a step count as infinite
     before, bound = math.inf, curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
-    while 0.0 < bound < 0.5 * before:  # refine the mesh while the bound it was chosen for was far too large
+    while 0.0 < bound < 0.5 * before:  # refine the mesh as long as it was chosen for a bound that was far too large
         before, mesh = bound, max(MESH * bound / math.sqrt(total), finest)
         composed = functools.reduce(
             lambda one, other: one.compose(other),

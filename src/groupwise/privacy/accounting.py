@@ -1,4 +1,4 @@
-"""Bounds ε of T Poisson-subsampled Gaussian releases with a chosen accountant; implements PRV (Gopi et al.)."""
+"""Bounds ε of T Poisson-subsampled Gaussian releases by a chosen accountant: PRV (Gopi et al. 2021), PLD or RDP."""
 
 import functools
 import math
@@ -11,7 +11,6 @@ from groupwise.errors import UserError
 from groupwise.privacy.accountants import (
     COMPOSITION_FAILURES,
     FEW_ORDERS,
-    LEAST_NOISE,
     MOST_NOISE,
     EpsilonBounds,
     central_limit_mu,
@@ -24,16 +23,16 @@ from groupwise.privacy.accountants import (
 
 ACCOUNTANTS = ("prv", "pld", "rdp")
 SMALLEST_DELTA, MOST_STEPS = 1e-12, 1e7
-"""Below this δ the rounding of Fourier transforms, about 1e-16, may affect PRV and PLD; above this many steps both are
-very slow. RDP is used instead, and also if PLD fails (an ε of a million overflows)."""
+"""Below this δ the rounding of Fourier transforms, about 1e-16, may affect PRV and PLD. Above this many steps both are
+very slow. RDP is then used instead, and also if PLD fails, as for an ε of a million."""
 SMALLEST, LARGEST, LARGEST_DELTA = 0.04, 50.0, 0.01
-"""The range of ε and δ for PRV; outside of it PLD is used, which is as tight."""
+"""The range of ε and δ for PRV. Outside this range PLD is used, which is as tight."""
 RELATIVE_ERROR, MAX_ERROR = 2e-3, 1e-2
-"""The half-width of PRV's bracket: this share of ε, at most MAX_ERROR, so that large ε are as tight as the published
-tables. It is wider if the grid would need more than MAX_GRID points."""
+"""The half-width of PRV's bracket is this share of ε, and at most MAX_ERROR, so that large ε are as tight as in the
+published tables. It is wider if the grid would need more than MAX_GRID points."""
 MAX_GRID = 2**21
 COARSE = 0.03
-"""The same share for a first estimate, which still has an error of only about 0.01 %."""
+"""The same share for a first estimate, whose error is still only about 0.01 %."""
 
 
 def epsilon_bounds(
@@ -42,21 +41,15 @@ def epsilon_bounds(
     """Bound ε at ``delta`` for ``steps`` compositions of the Poisson-subsampled Gaussian mechanism.
 
     Formal guarantee: let each of T steps draw every example independently with probability ρ (``sample_rate``),
-    sum vectors that one example moves by at most 1 in ℓ2, and add N(0, σ²I) with σ = ``noise_multiplier``.
+    sum vectors so that one example moves the sum by at most 1 in ℓ2, and add N(0, σ²I) with σ = ``noise_multiplier``.
     Then all T outputs together are (``upper``, ``delta``)-DP when one example is added or removed.
     Covered: choices in later steps that depend on earlier outputs. Not covered: shuffled or fixed-size batches,
-    replacing an example, and floating-point noise. Only PRV has a lower bound; the others return 0.
+    replacing an example, and floating-point attacks on the noise. Only PRV has a lower bound; the others return 0.
+    Raises :class:`UserError` for an unknown accountant or an argument outside its range.
     """
     check_accountant(accountant)
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    sigma = min(noise_multiplier, MOST_NOISE)
-    bounds = _composed(sigma, sample_rate, int(steps), delta, accountant) if sigma >= LEAST_NOISE else _upper(math.inf)
-    if not math.isfinite(bounds.upper):
-        raise UserError(
-            f"noise_multiplier is {noise_multiplier}; with so little noise no finite epsilon can be shown at delta "
-            f"{delta}: give more, or 0 for none."
-        )
-    return bounds
+    return _composed(min(noise_multiplier, MOST_NOISE), sample_rate, int(steps), delta, accountant)
 
 
 def check_accountant(accountant: str) -> None:
@@ -72,9 +65,9 @@ def _composed(noise_multiplier: float, sample_rate: float, steps: int, delta: fl
         return _upper(epsilon_rdp(*mechanism))
     name = accountant.upper()
     if delta < SMALLEST_DELTA:
-        reason = f"delta is below {SMALLEST_DELTA:g}, where the rounding of the {name} accountant would show"
+        reason = f"delta is below {SMALLEST_DELTA:g}, too small for the rounding errors of the {name} accountant"
     elif steps > MOST_STEPS:
-        reason = f"no grid of the {name} accountant is made for more than {MOST_STEPS:g} steps"
+        reason = f"the {name} accountant is too slow for more than {MOST_STEPS:g} steps"
     else:
         try:
             return epsilon_prv(*mechanism) if accountant == "prv" else _upper(epsilon_pld(*mechanism))
@@ -91,12 +84,11 @@ def epsilon_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: 
     """Bracket ε at ``delta`` with the PRV accountant; ``upper`` is the guarantee.
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. The half-width of the bracket is
-    0.2 % of ε, at most 0.01; the δ error is δ/1000. The composed losses are those of removing an example. That adding
-    one costs no more is proven for one step; for the paper's settings the PLD accountant, which composes both, confirms
-    it. If the PRV accountant fails its own checks, or ε or δ is out of its range, the PLD accountant is used, and
-    ``note`` says so.
+    0.2 % of ε, at most 0.01. The δ error is δ/1000. Only the losses of removing an example are composed. That adding an
+    example costs no more is proven for one step. For the paper's settings the PLD accountant, which composes both,
+    confirms it for all steps. If the PRV accountant fails its own checks, or ε or δ is outside its range, the PLD
+    accountant is used, and ``note`` says so.
     """
-    check_mechanism(noise_multiplier, sample_rate, steps, delta)
     mechanism = (noise_multiplier, sample_rate, int(steps), delta)
     reason = _out_of_reach(*mechanism)
     if not reason:
@@ -104,12 +96,12 @@ def epsilon_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: 
             share = RELATIVE_ERROR * max(_coarse(*mechanism).estimate, 1e-6)
             return _compose(*mechanism, min(MAX_ERROR, share))
         except COMPOSITION_FAILURES:  # little noise at a high rate: cifar at scale=smoke, sst2 at scale=demo
-            reason = "the PRV accountant finds no grid for these numbers that passes its own checks"
+            reason = "no grid of the PRV accountant passes its own checks for these numbers"
     return _upper(epsilon_pld(*mechanism), f"by the PLD accountant, since {reason}")
 
 
 def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return an estimate of ε, not a bound, from a coarse grid: within about 0.01 %, in some hundredths of a second."""
+    """Return an estimate of ε, not a bound, from a coarse grid; its error is about 0.01 %, and it takes about 50 ms."""
     mechanism = (noise_multiplier, sample_rate, int(steps), delta)
     if not _out_of_reach(*mechanism):
         try:
@@ -120,13 +112,13 @@ def estimate_prv(noise_multiplier: float, sample_rate: float, steps: int, delta:
 
 
 def _out_of_reach(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> str:
-    """Why ε or δ is out of PRV's range; empty if it is not."""
+    """Why ε or δ is outside PRV's range; empty if it is inside."""
     if delta > LARGEST_DELTA:
-        return f"the PRV accountant gives out for a delta above {LARGEST_DELTA:g}"
+        return f"the PRV accountant fails for a delta above {LARGEST_DELTA:g}"
     if gaussian_epsilon(delta, central_limit_mu(noise_multiplier, sample_rate, steps)) < SMALLEST:
-        return f"the PRV accountant is not as tight for an epsilon below {SMALLEST:g}"
+        return f"the PRV accountant is less tight for an epsilon below {SMALLEST:g}"
     if epsilon_rdp(noise_multiplier, sample_rate, steps, delta, FEW_ORDERS) > LARGEST:
-        return f"the PRV accountant gives out for an epsilon as large as {LARGEST:g}"
+        return f"the PRV accountant fails for an epsilon above {LARGEST:g}"
     return ""
 
 
@@ -142,10 +134,10 @@ def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: flo
 
     delta_error = delta / 1000.0
     half_width = _tail(noise_multiplier, sample_rate, steps, delta_error) + eps_error
-    per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))  # the error that a mesh of 1 would have
+    per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))  # the error of a mesh of width 1
     eps_error = _smooth_grid(half_width, max(eps_error, 2 * half_width * per_mesh / MAX_GRID), per_mesh)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a reminder that eps_max must be safe: it is
+        warnings.simplefilter("ignore")  # it warns that eps_max must be safe, which half_width is
         accountant = PRVAccountant(
             _loss(noise_multiplier, sample_rate),
             max_self_compositions=steps, eps_error=eps_error, delta_error=delta_error, eps_max=half_width,
@@ -160,10 +152,11 @@ def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: flo
 def _tail(noise_multiplier: float, sample_rate: float, steps: int, delta_error: float) -> float:
     """Return L such that |loss| > L with probability at most δ_err/3 for all steps together, and δ_err/6T for one step.
 
-    Theorem 5.5 of Gopi et al. needs this. Truncating the T losses to [-L, L] matters with probability δ_err/6. Their
-    sum, without rounding errors, leaves [-L, L] with probability δ_err/3. The rounding error is more than ``eps_error``
-    with probability δ_err/6 (Hoeffding). Their own L, from δ(ε), is larger by 2. Here L follows from RDP: Pr[loss ≥ t]
-    ≤ exp((α-1)(D_α - t)), and Pr[loss ≤ -t] is no larger, since D_α bounds both directions.
+    Theorem 5.5 of Gopi et al. needs this. Truncating any of the T losses to [-L, L] has an effect with probability at
+    most δ_err/6. Their sum, without rounding errors, is outside [-L, L] with probability at most δ_err/3. The rounding
+    error is above ``eps_error`` with probability at most δ_err/6 (Hoeffding). The library's own L, from δ(ε), is larger
+    by 2. Here L follows from RDP: Pr[loss ≥ t] ≤ exp((α-1)(D_α - t)), and Pr[loss ≤ -t] is no larger, since D_α bounds
+    both directions.
     """
     curve, orders = rdp_of_steps(noise_multiplier, sample_rate, 1, FEW_ORDERS), np.array(FEW_ORDERS)
     events = ((steps, delta_error / 3), (1, delta_error / (6 * steps)))
@@ -172,7 +165,7 @@ def _tail(noise_multiplier: float, sample_rate: float, steps: int, delta_error: 
 
 @functools.lru_cache(maxsize=8)
 def _loss(noise_multiplier: float, sample_rate: float) -> Any:
-    """Return the library's privacy loss of one step, with a CDF that is five times as fast.
+    """Return the library's privacy loss of one step, with a CDF that takes a fifth of the time.
 
     Pr[loss ≤ t] = ρΦ(σz - 1/2σ) + (1-ρ)Φ(σz + 1/2σ) with z = log(1 + (exp(t) - 1)/ρ). For an output x of variance σ²
     and mean 0 or 1, z = (2x - 1)/2σ² is the loss without sampling.
@@ -182,7 +175,7 @@ def _loss(noise_multiplier: float, sample_rate: float) -> Any:
 
     class Loss(PoissonSubsampledGaussianMechanism):
         def cdf(self, t: Any) -> Any:
-            """Pr[loss ≤ t], by its complement and in long double, which is accurate in the upper tail."""
+            """Pr[loss ≤ t], from its complement in long double, for accuracy in the upper tail."""
             with np.errstate(all="ignore"):
                 z = np.log1p(np.expm1(np.asarray(t, dtype=np.float64)) / sample_rate)  # NaN below the smallest loss
             drawn, not_drawn = (erfc((noise_multiplier * z + shift) / math.sqrt(2.0)) for shift in (-half, half))
@@ -198,7 +191,9 @@ def _loss(noise_multiplier: float, sample_rate: float) -> Any:
 
 
 def _smooth_grid(half_width: float, eps_error: float, per_mesh: float) -> float:
-    """Reduce ``eps_error`` until the grid's length has only small prime factors, for an FFT 10 to 20 times as fast."""
+    """Reduce ``eps_error`` until the grid's length has only small prime factors, for an FFT that is 10 to 20 times
+    faster.
+    """
     from scipy.fft import next_fast_len
 
     # The accountant's grid has 2·ceil(half_width / mesh) + 2 points.

@@ -25,14 +25,14 @@ from groupwise.privacy.accounting import (
 
 TOLERANCE = 1e-3
 LEAST, MOST = 1e-9, 1e12
-"""The range in which σ is searched."""
+"""The range in which σ is searched for."""
 PATIENCE, CLOSEST = 10, 1e-6
-"""After PATIENCE tries the search bisects, until the bracket is narrower than a relative CLOSEST."""
+"""After PATIENCE evaluations the search bisects, until the bracket is narrower than a relative CLOSEST."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A noise multiplier σ with its upper bound on ε; ``note`` says if another accountant was used instead."""
+    """A noise multiplier σ with its upper bound on ε; ``note`` is that of `EpsilonBounds`."""
 
     noise_multiplier: float
     epsilon_upper: float
@@ -40,20 +40,20 @@ class Calibration:
 
 
 def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv") -> Calibration:
-    """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP, add/remove adjacency, Poisson samples.
+    """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP: add/remove adjacency, Poisson sampling.
 
-    Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is never above ``epsilon``. It is at least 0.999
-    ``epsilon``, unless ε jumps there (to 0, for a δ that covers everything). Takes 1 to 4 evaluations.
+    Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is at most ``epsilon``. It is at least 0.999 of
+    ``epsilon``, unless ε(σ) jumps over that range (to 0, once δ alone suffices). Takes about a second.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     check_accountant(accountant)
     check_release(sample_rate, steps, delta)
     if not (math.isfinite(epsilon) and epsilon > 0):
-        raise UserError(f"epsilon is {epsilon}; give a finite target above 0 (infinity needs no calibration).")
+        raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
     if sample_rate < 1.0 and delta >= -math.expm1(steps * math.log1p(-sample_rate)):
         raise UserError(
-            f"delta is {delta}, at least the chance that an example is ever drawn in {steps} steps at rate "
-            f"{sample_rate}; publishing the drawn examples would satisfy it: give a delta far below 1/N."
+            f"delta is {delta}, at least the probability that an example is drawn in {steps} steps at rate "
+            f"{sample_rate}. Publishing the drawn examples would satisfy it; give a delta far below 1/N."
         )
     return _search(epsilon, delta, sample_rate, int(steps), accountant)
 
@@ -64,9 +64,9 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
     guess, most = _central_limit(epsilon, delta, sample_rate, steps), MOST
     usual = SMALLEST <= epsilon <= LARGEST and SMALLEST_DELTA <= delta <= LARGEST_DELTA and steps <= MOST_STEPS
     if accountant == "prv" and usual:
-        with contextlib.suppress(UserError):  # an upper bound on σ: RDP needs the most noise of all accountants
+        with contextlib.suppress(UserError):  # an upper bound on σ, since RDP is the loosest accountant
             most, _ = solve(lambda sigma: epsilon_rdp(sigma, *mechanism, FEW_ORDERS), epsilon, guess)
-        # An estimate takes a tenth of the time of a bound: search with it, aiming lower by the bound's width.
+        # An estimate takes a tenth of the time of a bound. So search with it, and aim lower by the bound's half-width.
         aim = epsilon - min(MAX_ERROR, RELATIVE_ERROR * epsilon)
         guess, _ = solve(lambda sigma: estimate_prv(sigma, *mechanism), aim, min(guess, most), most)
 
@@ -94,7 +94,8 @@ def solve(
     most: float = math.inf,
     tolerance: float = TOLERANCE,
 ) -> tuple[float, float]:
-    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target]; if the curve jumps over that, just below the jump.
+    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target]. If the curve jumps over that range, return the x
+    just after the jump.
 
     The curve must be decreasing, and below the target beyond ``most``. This is the secant method on log-log axes, kept
     inside the bracket of earlier values. Raises :class:`UserError` if there is no such x from `LEAST` to `MOST`.
@@ -110,7 +111,7 @@ def solve(
             low = x
         else:
             high, found = x, value
-        if high - low <= CLOSEST and not math.isnan(found):  # a jump, as for a δ that covers everything
+        if high - low <= CLOSEST and not math.isnan(found):  # a jump, as to 0 once δ alone suffices
             return math.exp(high), found
         y = math.log(max(value, 1e-12))
         if last is not None and x != last[0]:
@@ -133,7 +134,7 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
     """Return (σ_b, σ_new) = (σ√(K/(4r)), σ/√(1-r)), and (0, σ) when r = 0.
 
     Formal guarantee: counts of sensitivity ½√K with noise σ_b, and gradients of sensitivity S with noise Sσ_new,
-    released from one batch, cost the same as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts take a
+    released from one batch, cost the same as one Gaussian release at σ: K/(4σ_b²) + 1/σ_new² = 1/σ². The counts use a
     share r of 1/σ².
     Raises :class:`UserError` unless K >= 1 and 0 <= r < 1.
     """
@@ -141,14 +142,9 @@ def split_noise(noise_multiplier: float, num_groups: int, quantile_budget: float
         raise UserError(f"num_groups is {num_groups}; give the number of clipping groups K, at least 1.")
     if not 0.0 <= quantile_budget < 1.0:
         raise UserError(
-            f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (at r = 1 sigma_b is too small: "
-            "sigma_b = sigma*sqrt(K)/2 spends the whole budget on the counts and leaves none for the gradients)."
+            f"quantile_budget is {quantile_budget}; give 0 <= r < 1 (r = 1 would leave no budget for the gradients)."
         )
     if quantile_budget == 0.0:
         return 0.0, noise_multiplier
     count = noise_multiplier * math.sqrt(num_groups / (4.0 * quantile_budget))
-    if not math.isfinite(count):
-        raise UserError(
-            f"quantile_budget is {quantile_budget}; with so small a share the counts' noise is infinite: give more."
-        )
     return count, noise_multiplier / math.sqrt(1.0 - quantile_budget)

@@ -1,15 +1,15 @@
 """Draws standard normals on a CPU: Box-Muller pairs in float32, numpy's normals in float64.
 
-Both take their bits from SFC64, which is seeded with 128 bits of a hash. A pair is ±r·sin a and ±r·cos a for an angle a
-in (0, π/2) of 30 bits, with r² = -2 ln u. u has 63 bits and is computed in float64. So r is never 0, and at most 9.4
-standard deviations, which a Gaussian exceeds once in 10²⁰ draws. Both sin a and cos a are computed as sines of an angle
-from an integer, so small values are accurate too: no draw is 0, and no number is more frequent than the spacing of
-float32 requires.
+Both take their bits from SFC64, which a SHA-256 hash seeds through numpy's SeedSequence (128 bits). A pair is ±r·sin a
+and ±r·cos a, where r² = -2 ln u and the angle a in (0, π/2) has 30 bits. u has 63 bits and is computed in float64. So r
+is never 0 and at most 9.4 standard deviations, which a Gaussian exceeds once in 10²⁰ draws. Both sin a and cos a are
+computed as the sine of an angle from an integer, so that small values are accurate too: no draw is 0, and no number is
+more frequent than the spacing of float32 requires.
 
-numpy's vectorised functions may differ in their last bit between processors, and so may the draws. If the package was
-installed with a C compiler, `normals.c` draws pairs four times as fast, with the same bits on every processor; only the
-last two may differ from numpy's. Noise from a published key always uses numpy, so that a training can be repeated bit
-for bit without a compiler.
+numpy's vectorised functions may differ in the last bit between processors, and so may the draws. If the package was
+installed with a C compiler, `normals.c` draws pairs four times as fast, with the same bits on every processor. They may
+differ from numpy's in the last two bits. Noise from a published key always uses numpy, so that a training can be
+repeated bit for bit without a compiler.
 """
 
 import ctypes
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
-"""Draws per seed, at 14 bytes of memory each. With fewer, threads would wait for Python's lock."""
+"""Draws per seed, at 14 bytes of memory each. With smaller chunks, threads would wait for Python's lock."""
 MAGNITUDE, SIGN = np.int32(2**30 - 1), np.int32(-(2**31))
-"""The lower 30 bits of a word are an angle, its two highest bits are signs."""
+"""The lower 30 bits of a word are an angle, and its two highest bits are signs."""
 
 
 def bits_of(digest: bytes) -> np.random.SFC64:
-    """The random bit stream that is seeded with a hash."""
+    """Return the bit generator seeded with a hash."""
     return np.random.SFC64(int.from_bytes(digest, "big"))
 
 
 def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled: bool = False) -> Tensor:
-    """The first `count` draws of N(0, 1), float32 or float64, of chunk number `chunk` of a release.
+    """Return the first `count` draws of N(0, 1), float32 or float64 (count,), of chunk number `chunk` of a release.
 
     `compiled` uses `COMPILED` if it is available.
     """
@@ -51,7 +51,7 @@ def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled:
 
 
 def add_scaled(sums: np.ndarray, drawn: np.ndarray, std: float, divisor: float, compiled: bool = False) -> None:
-    """``(sums + std · drawn) / divisor`` in place, of 1-dimensional float32 or float64; overwrites `drawn`."""
+    """Set `sums` to ``(sums + std · drawn) / divisor``, both (n,) float32 or float64. Overwrites `drawn`."""
     if compiled and COMPILED is not None and sums.dtype == np.float32 and sums.flags.c_contiguous:
         COMPILED.add_scaled(sums.ctypes.data, drawn.ctypes.data, std, divisor, len(sums))
         return

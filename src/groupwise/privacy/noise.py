@@ -1,4 +1,4 @@
-"""Draws Gaussian noise as a pure function of (key, step, stream), so that a resumed run can repeat it."""
+"""Draws Gaussian noise as a pure function of (key, step, stream), so that a resumed run repeats it."""
 
 import hashlib
 import math
@@ -17,31 +17,34 @@ from groupwise.errors import UserError
 from groupwise.privacy import cpu_noise, philox_noise, secure_noise
 
 COUNT_STREAM = -1
-"""Stream of the noise on the clip counts; gradients use stream 0."""
+"""The stream of the noise on the clip counts; gradients use stream 0."""
 GENERATORS = ("SFC64", "Philox")
-"""The generators of noise that is not secure; see `NoiseSource`."""
+"""The generators of noise without ``secure``; see `NoiseSource`."""
 ALONE = 1 << 18
-"""Entries of a release up to which one thread is faster than several."""
+"""Up to this many entries in a release, one thread is faster than several."""
 
 
 class NoiseSource:
-    """A secret key, and the noise that follows from it.
+    """A secret key, and the noise that is derived from it.
 
-    Create one with :meth:`fresh` (OS entropy), from a saved key and its other attributes, or with :meth:`from_seed`
-    (debugging: the noise is predictable, ``is_secret`` is False and the run is not private). Processes with the same
-    key draw the same noise, so replicas stay equal and noise is added once. Processes with different shards use one
+    Create one with :meth:`fresh` (OS entropy), with :meth:`from_state` (a checkpoint), or with :meth:`from_seed` for
+    debugging: that noise is predictable, so ``is_secret`` is False and the run is not private. Processes with the same
+    key draw the same noise, so replicas stay equal and the noise counts once. Processes with different shards need one
     :meth:`child` each.
 
     ``secure`` draws from a cipher and adds on a lattice (`groupwise.privacy.secure_noise`), on the CPU. Otherwise
     ``generator`` is one of `GENERATORS`. "SFC64" draws on the CPU (`groupwise.privacy.cpu_noise`). "Philox" draws on
     the tensor's device, with the same result on every device (`groupwise.privacy.philox_noise`). None means "SFC64" for
-    CPU tensors and "Philox" for others. A run fixes the generator when it begins (:meth:`settled`), and checkpoints
-    keep it, so that replayed steps repeat their noise on another device too.
+    CPU tensors and "Philox" for others. A run fixes the generator when it starts (:meth:`settled`) and saves it in its
+    checkpoints, so that it repeats the same noise when it resumes on another device.
+
+    Raises:
+        UserError: a key of fewer than 16 bytes, or an unknown generator.
     """
 
     def __init__(self, key: bytes, is_secret: bool = True, secure: bool = False, generator: str | None = None) -> None:
         if not isinstance(key, bytes) or len(key) < 16:
-            raise UserError("the noise key is shorter than 16 bytes; make one with NoiseSource.fresh().")
+            raise UserError("the noise key must be at least 16 bytes; make one with NoiseSource.fresh().")
         if generator not in (None, *GENERATORS):
             raise UserError(f"generator is {generator!r}; give one of {', '.join(GENERATORS)}, or None.")
         self.key = key
@@ -59,11 +62,11 @@ class NoiseSource:
         """Return the source that :meth:`state_dict` describes.
 
         Raises:
-            UserError: it is not such a state, or one of an earlier version, whose noise cannot be repeated.
+            UserError: it is not such a state, or it is of an earlier version, whose noise cannot be repeated.
         """
         names = ("key", "is_secret", "secure", "generator")
         if not all(f"noise_{name}" in state for name in names):
-            raise UserError("The state holds no noise key that this version can use: start a new training.")
+            raise UserError("The state has no noise key that this version can use: start a new training.")
         return cls(*(state[f"noise_{name}"] for name in names))
 
     @classmethod
@@ -72,7 +75,7 @@ class NoiseSource:
         return cls(hashlib.sha256(b"groupwise debug seed %d" % seed).digest(), False, secure)
 
     def __repr__(self) -> str:
-        """Does not show the key, as it may end up in a log or a traceback."""
+        """Return a text without the key, since it may end up in a log or a traceback."""
         return f"NoiseSource(is_secret={self.is_secret}, secure={self.secure})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,15 +87,15 @@ class NoiseSource:
         return type(self)(self.derive(purpose), self.is_secret, self.secure, self.generator)
 
     def settled(self, device: torch.device) -> Self:
-        """Return this source with ``generator`` fixed: if it is None, to that of the device on which a run begins."""
+        """Return this source with ``generator`` fixed. If it is None, it becomes the one for ``device``."""
         return type(self)(self.key, self.is_secret, self.secure, self.generator or _generator_for(device))
 
     def derive(self, purpose: str) -> bytes:
-        """Return a 32-byte key for another secret draw, such as the Poisson sampler's. It does not reveal this key."""
+        """Return a 32-byte key for other secret draws, such as the Poisson sampler's. It does not reveal this key."""
         return hashlib.sha256(b"groupwise derived\0" + purpose.encode() + b"\0" + self.key).digest()
 
     def add_gaussian_(self, tensor: Tensor, std: float, step: int, stream: int) -> Tensor:
-        """:meth:`add_gaussians_` for one tensor, which is returned."""
+        """Call :meth:`add_gaussians_` for one tensor, and return it."""
         self.add_gaussians_([tensor], [std], step, stream=stream)
         return tensor
 
@@ -102,10 +105,10 @@ class NoiseSource:
     ) -> None:
         """Add N(0, ``stds[j]``²) to every entry of tensor j in place, and divide by ``divisor``: one release.
 
-        Noise has the tensor's dtype (float64 or float32), and is independent between entries, steps and streams.
+        The noise has the tensor's dtype (float64 or float32), and is independent between entries, steps and streams.
         Entries are numbered through all tensors of a dtype in row-major order, so the noise does not depend on memory
-        layout or threads. Use a (step, stream) for one release only: a second one would get the same noise, and the
-        guarantee would be lost.
+        layout or the number of threads. Use each (step, stream) for one release only: a second release would get the
+        same noise, and the guarantee would be lost.
 
         Raises:
             UserError: a narrower dtype (its rounding would distort the noise), a distributed tensor, or a std that is
@@ -119,7 +122,7 @@ class NoiseSource:
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         if threads > 1 and on_cpu and sum(map(len, flat)) >= ALONE:
             with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(call, jobs))  # raises what a thread raised
+                list(pool.map(call, jobs))  # list() raises the exceptions of the threads
         else:
             for job in jobs:
                 job()
@@ -130,7 +133,7 @@ class NoiseSource:
     def _jobs(
         self, flat: Sequence[Tensor], stds: Sequence[float], step: int, stream: int, divisor: float
     ) -> Iterator[Callable[[], object]]:
-        """The work of a release in numbered chunks, which may run in any order."""
+        """Yield the work of a release in numbered chunks, which may run in any order."""
         digest, chunk, first = self._digest(step, stream), 0, 0
         for dtype in (torch.float32, torch.float64):
             of_dtype = [(tensor, std) for tensor, std in zip(flat, stds, strict=True) if tensor.dtype == dtype]
@@ -148,7 +151,7 @@ class NoiseSource:
                 chunk += 1
 
     def _add(self, digest: bytes, chunk: int, parts: list[Tensor], stds: list[float], divisor: float) -> None:
-        """Add noise that is drawn on the CPU to the parts of one chunk."""
+        """Draw noise on the CPU and add it to the parts of one chunk."""
         if self.secure:
             secure_noise.add_on_lattice(digest, chunk, parts, stds)
             for part in parts:
@@ -157,14 +160,14 @@ class NoiseSource:
         sizes = [len(part) for part in parts]
         noises = cpu_noise.normals(digest, chunk, sum(sizes), parts[0].dtype, compiled=self.is_secret).split(sizes)
         for part, noise, std in zip(parts, noises, stds, strict=True):
-            if part.device.type == "cpu":  # torch would take several threads for it
+            if part.device.type == "cpu":  # torch would use several threads
                 cpu_noise.add_scaled(part.numpy(), noise.numpy(), std, divisor, compiled=self.is_secret)
             else:
                 part.add_(noise.mul_(std).to(part.device)).div_(divisor)
 
     @staticmethod
     def _check(tensor: Tensor, std: float) -> None:
-        """Raise a `UserError` for a tensor or std that noise cannot be added with."""
+        """Raise a `UserError` for a tensor or std that is not supported."""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise UserError(f"noise cannot be added to a {type(tensor).__name__}; give this rank's local torch.Tensor.")
         if tensor.dtype not in (torch.float32, torch.float64):
@@ -182,7 +185,7 @@ def _generator_for(device: torch.device) -> str:
 
 
 def _chunks(tensors: Sequence[tuple[Tensor, float]], size: int) -> Iterator[tuple[list[Tensor], list[float]]]:
-    """Split the entries of flat tensors, in order, into chunks of ``size``: a chunk's parts, and the std of each."""
+    """Split flat tensors, in order, into chunks of ``size`` entries. Yields a chunk's parts and the std of each."""
     parts, stds, room = list[Tensor](), list[float](), size
     for tensor, std in tensors:
         rest = tensor

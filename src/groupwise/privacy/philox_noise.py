@@ -1,16 +1,16 @@
 """Draws standard normals on a GPU with a counter-based generator: each draw is a function of the key and its index.
 
-torch's own GPU generator distributes its numbers over the device's threads, so another GPU model draws other noise from
-the same seed. Here the random words come from Philox4x32-10 (Salmon et al., 2011), a keyed permutation of a 128-bit
-counter, in torch's integer operations: the same bits on every device. Draws 2j and 2j + 1 of a release are the
-Box-Muller pair of the counter (j, c2, c3) of 64, 32 and 32 bits. c2, c3 and Philox's 64-bit key are 128 secret bits of
-the release. Radius and angle use 64 bits each, in float64, whose last bits may differ between devices: draws agree to
-about 1e-15, and in float32 all but one in ten million are equal. The radius is never 0, and at most 9.5 standard
-deviations, which a Gaussian exceeds with probability 2e-21.
+torch's own GPU generator distributes its numbers over the device's threads, so that two GPU models draw different noise
+from the same seed. Here the random words come from Philox4x32-10 (Salmon et al., 2011), a keyed permutation of a
+128-bit counter, in torch's integer operations. They are the same bits on every device. Draws 2j and 2j + 1 of a release
+are the Box-Muller pair of the counter (j, c2, c3) of 64, 32 and 32 bits. c2, c3 and Philox's 64-bit key are 128 secret
+bits of the release. Radius and angle use 64 bits each, in float64, whose last bits may differ between devices. So draws
+agree to about 1e-15, and in float32 all but one in ten million are equal. The radius is never 0 and at most 9.5
+standard deviations, which a Gaussian exceeds with probability 2e-21.
 
-Plain operations read and write memory a hundred times. torch.compile (Triton) fuses them into one kernel, on a GPU that
-it supports; `COMPILED` switches that off. Launching a kernel for each tensor takes the host longer than the GPU needs
-to run it, so a release whose tensors stay in the same memory is captured as a CUDA graph.
+Uncompiled operations read and write memory a hundred times. torch.compile (Triton) fuses them into one kernel, on a GPU
+that it supports; `COMPILED` switches this off. Launching a kernel for each tensor takes the host longer than the GPU
+needs to run it. So a release whose tensors stay in the same memory is captured as a CUDA graph.
 """
 
 import math
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 CHUNKS = {"cpu": 1 << 17, "cuda": 1 << 20}
-"""Entries that plain operations process at a time, by device type: about 150 bytes each. Other devices may lack int64
-or float64, so their noise is drawn on the CPU."""
+"""Entries that uncompiled operations process at a time, by device type, at about 150 bytes each. Other devices may lack
+int64 or float64, so their noise is drawn on the CPU."""
 FEW = 1 << 16
-"""Tensors of up to this many entries are processed together, which is faster than one kernel each."""
+"""Tensors of up to this many entries are processed together, which is faster than one kernel for each."""
 COMPILED = True
 """Whether the operations are compiled for a GPU."""
 STEADY, MAX_GRAPHS, MAX_SEEN = 3, 8, 64
-"""Releases from the same memory before a graph is captured; the most graphs; the most addresses that are counted."""
+"""Releases from the same memory before a graph is captured; the most graphs; the most sets of addresses to count."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -99,7 +99,7 @@ _graphs: dict[Sums, tuple["torch.cuda.CUDAGraph", Tensor]] = {}
 
 
 def _repeated(work: Callable[[Tensor], None], rows: list[list[float]], where: torch.device, sums: Sums) -> None:
-    """Do the work on a table of these rows; by a CUDA graph, once the sums have had the same addresses a few times."""
+    """Do the work on a table of these rows, by a CUDA graph once the sums have had the same addresses a few times."""
     if (known := _graphs.get(sums)) is not None:
         known[1].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
         known[0].replay()
@@ -141,7 +141,7 @@ def noise_(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
 
 
 def draws(numbers: Tensor, secret: Tensor) -> Tensor:
-    """The draws of N(0, 1) with these indices, int64 (n,), under four secret words, int64 (4,): float64 (n,)."""
+    """Return the draws of N(0, 1) with these indices, int64 (n,), under four secret words, int64 (4,): float64 (n,)."""
     block = numbers >> 1
     counter = (block & WORD, block >> 32, secret[2], secret[3])
     first, second, third, fourth = philox(counter, (secret[0], secret[1]))
@@ -152,10 +152,10 @@ def draws(numbers: Tensor, secret: Tensor) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of counters of four words, int64 in [0, 2³²), which broadcast; returns four words.
+    """Return Philox4x32-10 of counters of four words, int64 in [0, 2³²), which broadcast, as four words.
 
-    A product of two words wraps around in int64: its 64 bits are correct, and ``>>`` extends the sign. Its lower word
-    is masked to 32 bits when it is used.
+    A product of two words wraps around in int64. Its 64 bits are correct, but ``>>`` extends the sign, so each word is
+    masked to 32 bits before it is used.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -169,14 +169,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 @lru_cache
 @torch.no_grad()
 def kernel_on(device: torch.device) -> Kernel:
-    """:func:`noise_` for a device, compiled if that works and gives the same results."""
+    """Return :func:`noise_` for a device, compiled if compilation works and gives the same results."""
     if not (COMPILED and device.type == "cuda" and torch.cuda.is_available()):
         return noise_
     compiled = torch.compile(noise_, dynamic=True)
     try:
         if all(_agree(compiled, device, dtype, count) for dtype in (torch.float32, torch.float64) for count in (1, 99)):
             return compiled
-        reason = "its draws differ from those of plain operations"
+        reason = "its draws differ from those of uncompiled operations"
     except Exception as error:  # whatever a compiler raises
         reason = str(error).splitlines()[0]
     warnings.warn(f"The noise is not compiled, so it takes longer to draw: {reason}.", stacklevel=2)
@@ -184,7 +184,7 @@ def kernel_on(device: torch.device) -> Kernel:
 
 
 def _agree(compiled: Callable[..., object], device: torch.device, dtype: torch.dtype, count: int) -> bool:
-    """Whether both give the same sums, for a table of `count` rows."""
+    """Whether compiled and uncompiled operations give the same sums, for a table of `count` rows."""
     rows = torch.tensor([[2.0**34 - 50, 1.5, 7.0, 0.0]], dtype=torch.float64, device=device).repeat(count, 1)
     secret = torch.arange(1.0, 5.0, dtype=torch.float64, device=device)[None]
     ours, theirs = (torch.arange(99, dtype=dtype, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Makes, prints and saves the privacy plan, which is the only source of noise scales."""
+"""The privacy plan: the only source of noise scales, and a statement of the guarantee."""
 
 import math
 import textwrap
@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from groupwise.errors import UserError, warn
-from groupwise.privacy.accountants import EpsilonBounds, check_release, epsilon_rdp, is_whole, releases_epsilon
+from groupwise.privacy.accountants import EpsilonBounds, check_release, is_whole, releases_epsilon
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
@@ -21,9 +21,9 @@ PARTS = 20
 class EpsilonReport:
     """The cost of ``executed_steps`` releases at ``delta``; ``epsilon`` is the upper bound of the plan's accountant.
 
-    ``prv`` brackets ε (its ``note`` says if another accountant replaced it); ``rdp`` and ``pld`` are upper bounds
-    (``pld`` is None unless it is the plan's accountant). Without noise ε is infinite, without steps it is 0.
-    ``guaranteed`` is False for infinite ε, and for shuffled batches, for which ε is that of Poisson samples.
+    ``prv`` brackets ε, and its ``note`` says if another accountant replaced PRV. ``rdp`` and ``pld`` are upper bounds;
+    ``pld`` is None unless it is the plan's accountant. ε is infinite without noise, and 0 without steps.
+    ``guaranteed`` is False for infinite ε, and for shuffled batches, whose ε is that of Poisson samples.
     """
 
     executed_steps: int
@@ -36,7 +36,7 @@ class EpsilonReport:
 
     @property
     def epsilon(self) -> float:
-        """The ε to quote."""
+        """The ε to report."""
         if self.accountant == "pld" and self.pld is not None:
             return self.pld
         return self.rdp if self.accountant == "rdp" else self.prv.upper
@@ -47,14 +47,14 @@ class EpsilonReport:
 
 
 def finite_json(value: Any) -> Any:
-    """Return ``value`` with infinite floats as "inf", since JSON has no infinity."""
+    """Return ``value`` with infinite floats replaced by "inf", since JSON has no infinity."""
     if isinstance(value, dict):
         return {key: finite_json(item) for key, item in value.items()}
     return "inf" if isinstance(value, float) and math.isinf(value) else value
 
 
 WIDTH = 80
-"""Columns of a terminal."""
+"""Width of a statement in columns."""
 _LIMITS = (
     "  Public: the number of examples and all settings. Not covered: choosing settings by their results, anything "
     "logged under nonprivate/, checkpoints (they hold the noise key), floating-point attacks."
@@ -62,17 +62,15 @@ _LIMITS = (
 
 
 def folded(text: str, indent: str = "  ") -> str:
-    """Wrap the text to lines of at most `WIDTH` columns; "name = value" is never broken."""
+    """Wrap the text to lines of at most `WIDTH` columns, without a break inside "name = value"."""
     whole = text.replace(" = ", "\xa0=\xa0")
     lines = textwrap.fill(whole, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\xa0", " ")
 
 
 def _headline(plan: "PrivacyPlan") -> str:
-    accountant = plan.accountant.upper()
-    if plan.note:  # it names the accountant that replaced the plan's
-        accountant = next((name for name in ("PLD", "RDP") if f"by the {name} " in plan.note), "closed form")
-    figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}, upper bound)"
+    accountant = "" if plan.note else f"{plan.accountant.upper()}, "  # the note names the accountant that was used
+    figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}upper bound)"
     if plan.sampling == "shuffle":
         return (
             f"Privacy: {figure} as published, not a guarantee: batches are shuffled, but accounted as Poisson samples."
@@ -93,13 +91,11 @@ def _noise(plan: "PrivacyPlan") -> str:
     if plan.quantile_budget == 0.0:
         return f"{sigma}, all of it on gradients."
     return (
-        f"{sigma}, of which counts take r = {plan.quantile_budget:g}: sigma_b = {plan.count_noise_multiplier:.4g} on "
+        f"{sigma}; counts use a share r = {plan.quantile_budget:g}: sigma_b = {plan.count_noise_multiplier:.4g} on "
         f"counts, sigma_new = {plan.gradient_noise_multiplier:.4f} on gradients."
     )
 
 
-LARGE_DELTA = 5e-3
-"""There is a warning for a δ above this, even if it is below 1/N: the default N^-1.1 is for fewer than 124 examples."""
 SAMPLINGS = ("poisson", "shuffle")
 
 
@@ -108,18 +104,19 @@ class PrivacyPlan:
     """T releases of clipped gradients and clip counts, and the noise that makes them (ε, δ)-DP; see :func:`make_plan`.
 
     Formal guarantee (``is_private``): the parameters and thresholds of all T steps together are (``epsilon``,
-    ``delta``)-DP when one training example is added to or removed from the data, N being public, if every step draws a
-    Poisson sample at rate ρ, noises the gradient sums with :func:`~groupwise.privacy.mechanism.release_gradients` at
-    σ_new and the centred counts at σ_b, from a secret :class:`~groupwise.privacy.noise.NoiseSource`. One batch's
-    gradients (sensitivity S, noise Sσ_new) and counts (sensitivity ½√K, noise σ_b) are one Gaussian release:
-    1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). The constructor raises an error if σ_b and σ_new do not follow
-    from σ. It does not check that ε follows from σ: :func:`make_plan` sees to that, and :meth:`spent` recomputes ε.
+    ``delta``)-DP when one training example is added to or removed from the data. N is public. Every step must draw a
+    Poisson sample at rate ρ, add noise at σ_new to the gradient sums with
+    :func:`~groupwise.privacy.mechanism.release_gradients`, and add noise at σ_b to the centred counts, both from a
+    secret :class:`~groupwise.privacy.noise.NoiseSource`. One batch's gradients (sensitivity S, noise Sσ_new) and counts
+    (sensitivity ½√K, noise σ_b) are one Gaussian release: 1/σ_new² + K/(4σ_b²) = 1/σ² (proposition on σ_new). The
+    constructor raises :class:`UserError` if σ_b and σ_new do not follow from σ. It does not check that ε follows from
+    σ: :func:`make_plan` computes one from the other, and :meth:`spent` recomputes ε.
 
     Attributes:
         dataset_size: N. expected_batch_size: B. steps: T. num_groups: K. quantile_budget: r, 0 for fixed thresholds.
         noise_multiplier: σ, of the whole release. count_noise_multiplier: σ_b = σ√(K/(4r)), 0 when r = 0.
         gradient_noise_multiplier: σ_new = σ/√(1-r).
-        epsilon: infinity means no noise and no guarantee. note: set if another accountant replaced the requested one.
+        epsilon: infinity means no noise and no guarantee. note: which accountant replaced the requested one, and why.
     """
 
     dataset_size: int
@@ -160,8 +157,8 @@ class PrivacyPlan:
         given = (self.count_noise_multiplier, self.gradient_noise_multiplier)
         if not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(given, expected, strict=True)):
             raise UserError(
-                f"the plan's noise scales (sigma_b, sigma_new) = {given} do not follow from sigma {sigma}, which gives "
-                f"{expected}; make the plan with make_plan and change nothing in it."
+                f"the plan's noise scales (sigma_b, sigma_new) are {given}, but sigma = {sigma} gives {expected}; make "
+                "the plan with make_plan, and do not change it."
             )
 
     @property
@@ -171,45 +168,41 @@ class PrivacyPlan:
 
     @property
     def is_private(self) -> bool:
-        """Whether (``epsilon``, ``delta``) is a guarantee: Poisson samples, finite ε, noise."""
+        """Whether (``epsilon``, ``delta``) is a guarantee: Poisson sampling, finite ε, and noise."""
         return self.sampling == "poisson" and math.isfinite(self.epsilon) and self.noise_multiplier > 0.0
 
     def statement(self) -> str:
-        """Return the plan as text: guarantee, mechanism, figures, and what is not covered."""
+        """Return the plan as text: the guarantee, the mechanism, its numbers, and what is not covered."""
         if self.noise_multiplier == 0.0:
             lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(self)]
         else:
-            note = [f"  Note: epsilon was found {self.note}; it is an upper bound all the same."] if self.note else []
+            note = [f"  Note: epsilon was computed {self.note}. It is still an upper bound."] if self.note else []
             lines = [_headline(self), _sampling(self), _noise(self), *note, _LIMITS]
         return "\n".join(map(folded, lines))
 
     def progress(self, step: int) -> float:
         """Return an upper bound on the ε spent after ``step`` steps, for a progress bar.
 
-        It is the plan's accountant's ε at the end of the current twentieth of the plan, since ε only grows. Past the
-        plan's end it is by Rényi DP.
+        It is the ε at the end of the current twentieth of the plan, so that few values are computed. After the plan's
+        last step it is computed by Rényi DP.
         """
-        if step <= 0:
-            return 0.0
-        if self.noise_multiplier == 0.0:
-            return math.inf
         if step > self.steps:
-            return epsilon_rdp(self.noise_multiplier, self.sample_rate, step, self.delta)
+            return self._bounds(step, "rdp").upper
         end = math.ceil(math.ceil(step * PARTS / self.steps) * self.steps / PARTS)
         return min(self.epsilon, self._bounds(end, self.accountant).upper)
 
     def spent(self, executed_steps: int) -> EpsilonReport:
-        """Recompute ε for the executed steps (count replays with fresh noise too), without the cache on disk.
+        """Recompute ε for the executed steps. Steps that were repeated with new noise count as well.
 
-        Takes up to two seconds, and no time if this process has composed as many steps before. Raises
-        :class:`UserError` for a negative number of steps.
+        Takes up to two seconds; results are kept for the rest of the process. Raises :class:`UserError` for a negative
+        number of steps.
         """
         prv, rdp = self._bounds(executed_steps, "prv"), self._bounds(executed_steps, "rdp").upper
         pld = self._bounds(executed_steps, "pld").upper if self.accountant == "pld" else None
         return EpsilonReport(int(executed_steps), self.delta, self.accountant, prv, rdp, pld, self.is_private)
 
     def spent_epsilon(self, executed_steps: int) -> float:
-        """The ``epsilon`` of :meth:`spent`, without the other accountants: fast enough for each line of a log.
+        """Return the ``epsilon`` of :meth:`spent`, without the other accountants.
 
         Raises :class:`UserError` for a negative number of steps.
         """
@@ -221,16 +214,16 @@ class PrivacyPlan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild a plan from :meth:`to_dict`; raises :class:`UserError` for missing, unknown or odd values."""
+        """Rebuild a plan from :meth:`to_dict`. Raises :class:`UserError` for missing, unknown or invalid values."""
         names = {field.name for field in fields(cls)}
         if set(values) != names:
             odd = ", ".join(sorted(set(values) ^ names))
-            raise UserError(f"the saved plan and this version's differ in: {odd}; make a new plan with make_plan.")
+            raise UserError(f"the saved plan is of another version: {odd} differ; make a new plan with make_plan.")
         return cls(**{**values, "epsilon": float(values["epsilon"])})
 
     def _bounds(self, executed: int, accountant: str) -> EpsilonBounds:
         if not is_whole(executed) or executed < 0:
-            raise UserError(f"executed_steps is {executed}; give how many steps were released, 0 or more.")
+            raise UserError(f"executed_steps is {executed}; give the number of released steps, 0 or more.")
         if executed == 0 or self.noise_multiplier == 0.0:
             cost = math.inf if executed else 0.0
             return EpsilonBounds(cost, cost, cost)
@@ -253,13 +246,16 @@ def make_plan(
     """Make a plan from exactly one of ε (σ is calibrated) and σ = ``noise_multiplier`` (ε is computed).
 
     ``epsilon=inf`` or ``noise_multiplier=0`` plans a run without noise and without a guarantee. With
-    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is no guarantee. Numpy scalars
-    are converted to Python numbers, so that the plan can be saved. Warns if δ ≥ 1/N or δ > `LARGE_DELTA`.
-    Raises :class:`UserError` for anything out of range.
+    ``sampling="shuffle"`` σ is that of Poisson samples, and the plan says that its ε is not a guarantee. Numpy scalars
+    are converted to Python numbers, so that the plan can be saved. Warns if δ ≥ 1/N.
+    Raises :class:`UserError` for a value out of range.
+
+    The arguments are the attributes of :class:`PrivacyPlan`: ``dataset_size`` is N, ``expected_batch_size`` B,
+    ``steps`` T, ``num_groups`` K and ``quantile_budget`` r.
     """
     if (epsilon is None) == (noise_multiplier is None):
         raise UserError("give exactly one of epsilon and noise_multiplier; the plan computes the other.")
-    noiseless = PrivacyPlan(  # checks the settings before σ is calibrated
+    noiseless = PrivacyPlan(  # its constructor checks the settings before σ is calibrated
         dataset_size=_python(dataset_size),
         expected_batch_size=_python(expected_batch_size),
         steps=_python(steps),
@@ -279,21 +275,14 @@ def make_plan(
         sigma = _python(noise_multiplier)
         bounds = epsilon_bounds(sigma, noiseless.sample_rate, noiseless.steps, noiseless.delta, accountant)
         shown, note = bounds.upper, bounds.note
-    elif epsilon > 0.0:
+    else:
         shown = _python(epsilon)
         found = calibrate(shown, noiseless.delta, noiseless.sample_rate, noiseless.steps, accountant)
         sigma, note = found.noise_multiplier, found.note
-    else:
-        raise UserError(f"epsilon is {epsilon}; give a target above 0, or inf for a run without noise.")
     if delta >= 1.0 / dataset_size:
         warn(
-            f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}: such a delta allows publishing an example "
+            f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}. Such a delta allows publishing an example "
             "outright; give a smaller one."
-        )
-    elif delta > LARGE_DELTA:
-        warn(
-            f"delta = {delta:.3g} is below 1/N, but large for a probability with which the guarantee may fail: with so "
-            f"few examples ({dataset_size}) give a smaller one, such as delta=1e-5."
         )
     counts, gradients = split_noise(sigma, noiseless.num_groups, noiseless.quantile_budget)
     return replace(
@@ -309,10 +298,9 @@ def make_plan(
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     """Return the joint ε at ``delta`` of several trainings on the same data, one plan each, by PLD.
 
-    Formal guarantee: everything that the plans release is (ε, δ)-DP together, even if a training starts from the
-    weights of an earlier one, as long as no plan depends on data or results. This ε is below the sum of the plans' ε,
-    which holds at the sum of their δ. It is infinite if a plan is not ``is_private``. Raises :class:`UserError` for a δ
-    outside (0, 1).
+    Formal guarantee: all releases of the plans together are (ε, δ)-DP, even if a training starts from the weights of an
+    earlier one. No plan may depend on the data or on the results of other trainings. ε is infinite if a plan is not
+    ``is_private``. Raises :class:`UserError` for a δ outside (0, 1).
     """
     if not 0.0 < delta < 1.0:
         raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")

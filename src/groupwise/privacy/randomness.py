@@ -1,26 +1,27 @@
 """Draws all randomness of a private step from the run's secret key: dropout, stochastic depth, augmentation.
 
-Sensitivity compares two runs in which the examples that both have see the same masks. Masks from a public seed are
-dealt in the order of the batch, so one more example moves everybody else's, and the sums differ by far more than one
-clipped gradient. Masks that nobody can predict, each example's of one law whatever its place, can be paired one by one
-between the two runs. What this asks of a model is in ``docs/privacy.md``; it suffices:
+Sensitivity compares two runs in which the common examples have the same masks. Masks from a public seed are assigned in
+the order of the batch, so one more example changes the masks of the others, and the sums differ by far more than one
+clipped gradient. Secret masks, whose distribution does not depend on an example's position, can be paired one by one
+between the two runs. ``docs/privacy.md`` says what this requires of a model. Here is the proof that it suffices.
 
-Fix a step and all that was released before it. Let S be the examples drawn besides x, m_i the mask of example i,
-g̃_i(m_i) its clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) + noise, a mixture of Gaussians over the masks
-(m_i)_{i∈S}; with x drawn it is Σ_{i∈S} g̃_i(m_i) + g̃_x(m_x) + noise, a mixture over (m_i)_{i∈S} and m_x.
+Fix a step and all earlier releases. Let S be the drawn examples except x, m_i the mask of example i, and g̃_i(m_i) its
+clipped gradient. Without x the release is Σ_{i∈S} g̃_i(m_i) + noise, a mixture of Gaussians over the masks (m_i)_{i∈S}.
+With x it is Σ_{i∈S} g̃_i(m_i) + g̃_x(m_x) + noise, a mixture over (m_i)_{i∈S} and m_x.
 
-1. The masks of S have the same joint law in both: take the same ones. Given these and m_x, the two are Gaussians whose
-   means are apart by g̃_x(m_x), at most C_k in group k, whatever the masks. Counts go the same way, each by ½.
+1. The masks of S have the same joint distribution in both runs, so pair equal ones. Given these and m_x, the releases
+   are two Gaussians whose means differ by g̃_x(m_x), at most C_k in group k for any masks. Each centred count differs by
+   ½ in the same way.
 2. E_α(P‖Q) = sup_Y P(Y) - αQ(Y) is jointly convex, hence jointly quasi-convex: a pair of mixtures with the same weights
-   is no easier to distinguish than the worst pair of components. So the pair of step 1 is dominated by one Gaussian
-   release at σ, in both directions, as without masks.
-3. Poisson sampling draws x independently of S and of all masks, so the mixture over "x is drawn" is the one that is
-   accounted.
-4. Masks of a step are independent of those of all others and of the noise, so the steps compose as they do without.
+   is no easier to distinguish than the worst pair of components. So one Gaussian release at σ dominates the pair of
+   step 1 in both directions, as without masks.
+3. Poisson sampling draws x independently of S and of all masks, so the mixture over "x is drawn" is the one that the
+   accountant assumes.
+4. The masks of a step are independent of all other steps' masks and of the noise, so steps compose as without masks.
 
-The generators are statistical, not cryptographic, also where ``NoiseSource.secure`` holds. Torch's CPU generator keeps
-32 bits of a seed, few enough to try them all, so it gets a whole state (624 words of SHAKE-256 of the key). Python's
-and numpy's take 256 bits, CUDA's 64.
+The generators are statistical, not cryptographic, even with ``NoiseSource.secure``. Torch's CPU generator keeps only 32
+bits of a seed, few enough to try all of them. So its whole state is set (624 words of SHAKE-256 of the key). Python's
+and numpy's generators take 256 bits, and CUDA's 64.
 """
 
 import hashlib
@@ -39,34 +40,35 @@ from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 WORDS = 624
-"""Of 32 bits each, in the state of the Mersenne twister (MT19937), which torch has on a CPU."""
+"""The state of torch's CPU generator, the Mersenne twister MT19937, in words of 32 bits."""
 _TORCH_STATE_BYTES = 5056
 _seeds: list[tuple[Callable[[], int], int]] = []
-"""Of torch's default generators, inside: how to ask for the seed, and what is answered as long as nobody sets one."""
+"""Inside `secret_randomness`: for each default generator of torch, a function that returns its seed, and the seed."""
 _twisters: list[np.random.MT19937] = []
-"""For numpy inside, where no other thread or context uses them: to exchange one is cheaper than to copy its state."""
+"""numpy's generators for use inside `secret_randomness`; to replace the generator is faster than to copy its state."""
 
 
 @contextmanager
 def secret_randomness(
     noise: NoiseSource, step: int, start: int = 0, *, process: int = 0, device: torch.device | str = "cpu"
 ) -> Iterator[Callable[[], None]]:
-    """Inside, the default generators of torch (CPU and ``device``), Python and numpy follow from the run's key.
+    """Inside, seed the default generators of torch (CPU and ``device``), Python and numpy from the run's key.
 
-    Yields what puts them back to where they began.
+    Yields a function that sets them back to their state at the beginning.
 
-    They are a pure function of (key, step, process, start), independent between any two of these, and of the noise and
-    the batches. So a step that is replayed repeats its masks, and so does a second pass over the same microbatch.
-    Afterwards, and after an error, the generators are where they were: nothing that is drawn later, such as a text that
-    is shown, tells where they stood inside.
+    Their states are a pure function of (key, step, process, start). They are independent between any two of these, and
+    of the noise and the batches. So a repeated step repeats its masks, as does a second pass over the same microbatch.
+    On exit, also after an error, the generators have the same states as before. So nothing that is drawn later, such as
+    a generated text, depends on their states inside.
 
-    A backward pass that runs layers again (rematerialisation) belongs inside too: torch then restores the masks, and
-    draws them the way that they were drawn here.
+    A backward pass that runs layers again (rematerialisation) belongs inside as well, so that it draws the same masks.
 
     Args:
-        noise: of the run, the same in all its processes. Masks of a predictable source are predictable.
-        step: of the run. start: of this microbatch, its first example's place in the process's share of the batch.
-        process: of the run, by number. device: of the model.
+        noise: the run's source, the same in all its processes. If it is predictable, so are the masks.
+        step: the number of the step.
+        start: the position of the microbatch's first example in the process's share of the batch.
+        process: the number of the process.
+        device: the model's device.
     """
     place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
     digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(4 * WORDS + 80)
@@ -97,45 +99,45 @@ def secret_randomness(
             _seeds[:] = outside
             random.setstate(of_python)
             exchange.set_bit_generator(numpys)
-            if of_numpy["has_gauss"]:  # the second of a pair of normals, which the exchange has lost
+            if of_numpy["has_gauss"]:  # replacing the generator dropped the second of a pair of normals
                 np.random.set_state(of_numpy)
             _twisters.append(twister)
 
 
 def refuse_another_seed() -> None:
-    """Refuse losses whose masks are not the key's, as torch's default generators were seeded since it set them.
+    """Check that torch was not seeded inside `secret_randomness`, since masks would then not follow from the key.
 
     Raises:
-        UserError: they were, inside of `secret_randomness`; elsewhere never.
+        UserError: torch's default generators were seeded inside `secret_randomness`.
     """
     if any(ask() != seed for ask, seed in _seeds):
         raise UserError(
-            "torch was seeded (torch.manual_seed, set_seed) while the losses of a microbatch were made, so their "
-            "dropout follows from that seed and not from the secret key: seed before the training or after it, or give "
-            "what needs a seed a torch.Generator of its own."
+            "torch was seeded (torch.manual_seed, set_seed) while the losses of a microbatch were computed, so their "
+            "dropout follows from that seed and not from the secret key: seed before or after the training, or use a "
+            "separate torch.Generator."
         )
 
 
 def _torch_state(words: NDArray[np.uint32], seed: int) -> torch.Tensor:
-    """A state for ``torch.set_rng_state`` from a twister's words (624,), none of them used yet.
+    """Return a state for ``torch.set_rng_state`` from the words (624,) of a twister, none of them used yet.
 
-    `seed` is what the generator answers when it is asked for its own, and decides on nothing.
-    Layout, in machine order: seed u64, words left i32, seeded i32, next u64, 624 words as u64, caches of normals.
+    `seed` is what ``torch.initial_seed`` then returns; it does not affect any draw.
+    Layout, in native byte order: seed u64, words left i32, seeded i32, next u64, 624 words as u64, cached normals.
     """
     state = np.zeros(_TORCH_STATE_BYTES, np.uint8)
     state[:8].view(np.uint64)[:] = seed
-    state[8:16].view(np.int32)[:] = 1  # one word "left" has torch make 624 new ones first, as any twister does
+    state[8:16].view(np.int32)[:] = 1  # with one word left, torch first generates 624 new ones, as any twister does
     state[24 : 24 + 8 * WORDS].view(np.uint64)[:] = words
     return torch.from_numpy(state)
 
 
 @contextmanager
 def _whole_masks() -> Iterator[None]:
-    """Inside, dropout on the CPU takes a word of the generator for every entry, on every make of CPU.
+    """Inside, dropout on the CPU uses one word of the generator for each entry, on every CPU.
 
-    On Intel's, torch hands a whole mask to MKL's MCG31 with a seed of 31 bits, which are again few enough to try.
+    On Intel CPUs torch would draw a whole mask by MKL's MCG31 from a seed of 31 bits, again few enough to try all.
     """
-    if _in_force:  # torch before 2.13 refuses a second replacement
+    if _in_force:  # torch before 2.13 raises an error for a second replacement
         yield
         return
     _hush()
@@ -147,18 +149,18 @@ def _whole_masks() -> Iterator[None]:
 
 
 _in_force: list[torch.library.Library] = []
-"""The replacement that is made now, at most one in a process."""
+"""The active replacement, at most one in a process."""
 
 
 def _library() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    library.impl("bernoulli_.float", torch.compiler.disable(_bernoulli), "CPU")  # else dynamo compiles it as a frame
+    library.impl("bernoulli_.float", torch.compiler.disable(_bernoulli), "CPU")  # keeps dynamo from compiling it
     return library
 
 
 @cache
 def _hush() -> None:
-    """Torch says once in a process that a kernel is replaced: hear it here, where that is what is wanted."""
+    """Trigger and suppress torch's warning, once in a process, that a kernel is replaced."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _library()._destroy()

@@ -1,4 +1,4 @@
-"""Samples the batch of a step: Poisson (accounted as such), or shuffled (no guarantee)."""
+"""Samples the batch of a step: by Poisson sampling, which the accounting assumes, or shuffled, without a guarantee."""
 
 import hashlib
 
@@ -10,10 +10,11 @@ from groupwise.privacy.cpu_noise import bits_of
 class PoissonSampler:
     """Draws every example independently with probability ρ (``sample_rate``) in each step.
 
-    Formal guarantee: the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The size of a
-    batch is random, Binomial(N, ρ): it may be 0 (still a step), and is private (divide by the configured B).
-    Amplification by sampling requires that the draw is secret: pass ``NoiseSource.derive("sampling")`` as ``seed``. An
-    int makes the draw reproducible; do not publish it with the model.
+    Formal guarantee: this is the sampling that :func:`~groupwise.privacy.accounting.epsilon_bounds` accounts for. The
+    size of a batch is random, Binomial(N, ρ). It may be 0, which is still a step. It is private, so divide by the
+    configured B instead. Amplification by sampling requires that the draw is secret: pass
+    ``NoiseSource.derive("sampling")`` as ``seed``. An int makes the draw reproducible; do not publish it with the
+    model.
     """
 
     def __init__(self, dataset_size: int, sample_rate: float, seed: int | bytes) -> None:
@@ -22,7 +23,7 @@ class PoissonSampler:
         self._seed = seed
 
     def indices(self, step: int) -> np.ndarray:
-        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (seed, step)."""
+        """Return the examples of step ``step``, int64 (n,), sorted; n may be 0. A pure function of (seed, step)."""
         uniform = _generator(self._seed, "poisson", step).random(self.dataset_size)
         return np.flatnonzero(uniform < self.sample_rate).astype(np.int64, copy=False)
 
@@ -30,8 +31,8 @@ class PoissonSampler:
 class ShuffleSampler:
     """Splits a new permutation of the data into batches of ``batch_size`` in each epoch; the last may be smaller.
 
-    No guarantee: such batches are often accounted for as Poisson samples, and can leak several times the claimed ε
-    (Chua et al. 2024; Annamalai et al. 2024). This is for reproducing published runs, whose ε is then "as published".
+    No guarantee: such batches are often accounted for as Poisson samples, but can leak several times the claimed ε
+    (Chua et al. 2024; Annamalai et al. 2024). Use this only to reproduce published runs; ε is then "as published".
     """
 
     def __init__(self, dataset_size: int, batch_size: int, seed: int | bytes) -> None:
@@ -43,7 +44,7 @@ class ShuffleSampler:
         self._order = np.empty(0, dtype=np.int64)
 
     def indices(self, step: int) -> np.ndarray:
-        """Return step ``step``'s examples, int64, sorted: a pure function of (seed, step)."""
+        """Return the examples of step ``step``, int64 (n,), sorted. A pure function of (seed, step)."""
         epoch, place = divmod(int(step), self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)

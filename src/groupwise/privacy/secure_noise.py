@@ -1,4 +1,4 @@
-"""Cryptographically secure noise, added on a lattice, so that a sum's lowest bits reveal nothing (`noise.secure`)."""
+"""Cryptographically secure noise, added on a lattice so that a sum's lowest bits reveal nothing (`noise.secure`)."""
 
 import hashlib
 import math
@@ -12,20 +12,19 @@ from groupwise.errors import UserError
 from groupwise.privacy.sampling import PoissonSampler
 
 CHUNK = 1 << 15
-"""Entries per chunk, which has its own key: as many as torch adds in one thread."""
+"""Entries per chunk. Each chunk has its own key. torch adds so few entries in one thread."""
 LATTICE_BITS = 40
-SMALLEST = 1e-200
 
 
 class Keystream:
-    """The output of ChaCha20 under a key of 32 bytes, from the start; use each key for one purpose only."""
+    """The output of ChaCha20 under a key of 32 bytes, from its start. Use each key for one purpose only."""
 
     def __init__(self, key: bytes) -> None:
         try:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
         except ImportError as error:
             raise UserError(
-                "noise.secure=true needs the package cryptography: pip install cryptography, or leave it out."
+                "noise.secure=true needs the package cryptography: run pip install cryptography."
             ) from error
         self._encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
 
@@ -45,19 +44,14 @@ class Keystream:
 def add_on_lattice(digest: bytes, chunk: int, parts: Sequence[Tensor], stds: Sequence[float]) -> None:
     """Add N(0, std²) in place to chunk number ``chunk`` of a release, each part on the lattice of its std.
 
-    The sum is rounded to a multiple of the spacing g, and so is the noise. The output is a function of their exact sum
-    (it is rounded to the tensor's dtype last). Rounding a Gaussian to multiples of g commutes with adding a multiple
-    of g. So the release is a post-processing of the real-valued mechanism on rounded sums: every multiple of g is
-    possible, whatever the sum. Rounding may move two neighbouring sums apart by g in each of D coordinates, so the
-    noise multiplier is smaller by a factor of at most 1 + σ√D·2⁻⁴⁰.
-
-    Raises:
-        UserError: a std below 1e-200, for which the lattice is too fine for float64.
+    The sum and the noise are each rounded to a multiple of the spacing g and then added exactly; the result is rounded
+    to the tensor's dtype last. Rounding a Gaussian to multiples of g commutes with adding a multiple of g. So the
+    release is a post-processing of the real-valued mechanism on rounded sums, and every multiple of g is possible
+    whatever the sum. Rounding may move two neighbouring sums apart by g in each of D coordinates, so the noise
+    multiplier is smaller by a factor of at most 1 + σ√D·2⁻⁴⁰.
     """
     stream = Keystream(hashlib.sha256(digest + chunk.to_bytes(8, "big")).digest())
     for part, std in zip(parts, stds, strict=True):
-        if std < SMALLEST:
-            raise UserError(f"noise.secure=true cannot add noise of std {std}; give at least {SMALLEST:g}.")
         spacing = lattice_spacing(std)
         draws = stream.normals(2 * part.numel())
         steps = np.rint((draws[::2] + draws[1::2]) * (std / math.sqrt(2.0) / spacing))
@@ -78,7 +72,7 @@ class SecurePoissonSampler(PoissonSampler):
         self._key = key
 
     def indices(self, step: int) -> np.ndarray:
-        """Return step ``step``'s examples, int64, sorted, possibly none: a pure function of (key, step)."""
+        """Return the examples of step ``step``, int64 (n,), sorted; n may be 0. A pure function of (key, step)."""
         place = b"groupwise secure poisson\0" + int(step).to_bytes(8, "big")
         words = Keystream(hashlib.sha256(place + self._key).digest()).words(self.dataset_size)
         bound = int(self.sample_rate * 2.0**64)  # exact: ρ has 53 bits
