@@ -174,7 +174,7 @@ def test_a_chosen_optimiser_or_model_wins_over_recipe_and_scale() -> None:
 
 
 def test_a_given_noise_multiplier_takes_the_place_of_the_usual_epsilon_alone() -> None:
-    with pytest.raises(UserError, match="are both given: give one, as"):
+    with pytest.raises(UserError, match="are both given: give one"):
         run("privacy.noise_multiplier=2.5", "privacy.epsilon=3")
     privacy = run("privacy.noise_multiplier=2.5").privacy
     assert (privacy.epsilon, privacy.noise_multiplier) == (None, 2.5)
@@ -203,7 +203,7 @@ def test_every_recipe_has_the_scales_that_all_have() -> None:
 def test_the_first_pattern_that_matches_gives_the_value() -> None:
     table = {"adaptive_flat": 1, "adaptive_*": 2, "*": 3}
     assert [by(name, table) for name in ("adaptive_flat", "adaptive_layer", "flat", 7)] == [1, 2, 3, 3]
-    with pytest.raises(UserError, match="flat is not one of none: give the value"):
+    with pytest.raises(UserError, match="flat is not one of none: set the key"):
         by("flat", {"none": 1})
 
 
@@ -214,25 +214,25 @@ REFUSED = [
     ("privacy.epsilon=-1", "greater than zero"),
     ("privacy.epsilon=nan", "greater than zero"),
     ("privacy.epsilon=null", "both null"),
-    ("privacy.delta=0", "between 0 and 1"),
-    ("privacy.delta=1", "between 0 and 1"),
+    ("privacy.delta=0", "in (0, 1)"),
+    ("privacy.delta=1", "in (0, 1)"),
     ("privacy.noise_multiplier=-1", "zero or more"),
-    ("clip.quantile_budget=0", "strictly between 0 and 1"),
-    ("clip.quantile_budget=1", "strictly between 0 and 1"),
-    ("clip.target_quantile=1.5", "between 0 and 1"),
+    ("clip.quantile_budget=0", "in (0, 1)"),
+    ("clip.quantile_budget=1", "in (0, 1)"),
+    ("clip.target_quantile=1.5", "in (0, 1)"),
     ("train.batch_size=0", "greater than zero"),
     ("train.sample_rate=0.1", "both given"),
     ("train.batch_size=null", "both null"),
-    ("train.batch_size=null train.sample_rate=2", "is more than 1"),
+    ("train.batch_size=null train.sample_rate=2", "at most 1"),
     ("eval.shots=4", "nothing to clip"),
     ("eval.shots=-1 clip=none", "zero or more"),
-    ("eval.prompt_set=3", "is more than 2"),
+    ("eval.prompt_set=3", "at most 2"),
     ("model.trains=heads", "attention, bias, lora"),
     ("model.lora.rank=0", "greater than zero"),
     ("model.dropout=1", "[0, 1)"),
     ("data.holdout=1.2", "[0, 1)"),
     ("train.token_loss=max", "mean, sum"),
-    ("model.rematerialize=true", "model.rematerialize=true is not for model.name=wide_resnet"),
+    ("model.rematerialize=true", "model.rematerialize=true cannot be combined with model.name=wide_resnet"),
     ("model.frozen_dtype=bfloat16", "needs train.precision=bfloat16"),
     ("train.microbatch=0", "greater than zero"),
     ("train.steps=-3", "greater than zero"),
@@ -242,44 +242,49 @@ REFUSED = [
     ("optim.momentum=1", "[0, 1)"),
     ("optim.warmup=-0.1", "[0, 1)"),
     ("seed=-1", "zero or more"),
-    ("clip.minimum=2 clip.maximum=1", "above"),
     ("clip.norms=ghost", "clip.grouping must be flat"),
     ("clip=ghost clip.grouping=layer", "clip.grouping must be flat"),
-    ("clip=adaptive_flat clip.rescale=true", "pins the one threshold"),
+    ("clip=adaptive_flat clip.rescale=true", "rescales the only threshold"),
     ("clip=flat clip.grouping=custom", "needs clip.mapping"),
-    ("clip=flat +clip.mapping={a:b}", "only with clip.grouping=custom"),
-    ("clip=flat clip.rule=automatic clip.gamma=0", "zero norm"),
+    ("clip=flat +clip.mapping={a:b}", "no effect with clip.grouping=flat"),
+    ("clip=flat clip.rule=automatic clip.gamma=0", "if a norm is 0"),
     ("clip=flat clip.threshold=inf", "must be finite"),
     ("clip=none clip.policy=adaptive", "no threshold to adapt"),
-    ("clip=none privacy.noise_multiplier=1", "unbounded sensitivity"),
-    ("clip=none privacy.epsilon=3", "cannot be kept"),
+    ("clip=none privacy.noise_multiplier=1", "sensitivity is unbounded"),
+    ("clip=none privacy.epsilon=3", "cannot be guaranteed"),
     ("clip.rule=automatc", "did you mean automatic?"),
     ("noise.allocation=gloabl", "did you mean global?"),
     ("train.precision=float16", "not one of float32, tf32, bfloat16"),
-    ("resume=somewhere overwrite=true", "throw away"),
+    ("resume=somewhere overwrite=true", "would delete the run"),
     ("pipeline.stages=0", "greater than zero"),
     ("parallel.ranks=0", "greater than zero"),
     ("clip=flat pipeline.stages=2 pipeline.blocks=[3]", "each of the 2 stages"),
     ("clip=flat pipeline.stages=2 pipeline.blocks=[3,0]", "each of the 2 stages"),
-    ("task=sst2 clip=flat pipeline.stages=2", "not for task=sst2"),
-    ("task=samsum_pipeline clip=ghost pipeline.stages=2", "clip=flat does the same"),
+    ("task=sst2 clip=flat pipeline.stages=2", "does not support task=sst2"),
+    ("task=samsum_pipeline clip=ghost pipeline.stages=2", "use clip=flat"),
     ("task=samsum_pipeline clip=per_device noise=global pipeline.stages=2", "use noise=equal_budget"),
     ("task=samsum_pipeline clip=fixed_layer noise=weighted pipeline.stages=2", "use noise=equal_budget"),
     ("task=samsum_pipeline clip=adaptive_layer clip.rescale=true pipeline.stages=2", "use clip.rescale=false"),
     ("task=samsum_pipeline clip=adaptive_device clip.rescale=true pipeline.stages=2", "use clip.rescale=false"),
-    ("clip=adaptive_device clip.rescale=true", "pins the one threshold"),
+    ("clip=adaptive_device clip.rescale=true", "rescales the only threshold"),
     (
         "task=samsum_pipeline clip=flat clip.grouping=custom +clip.mapping={a:b} pipeline.stages=2",
-        "cannot tell the stages",
+        "is not supported with pipeline.stages=2",
     ),
-    ("task=samsum_pipeline clip=flat pipeline.stages=2 parallel.kind=fsdp", "shards already"),
+    ("task=samsum_pipeline clip=flat pipeline.stages=2 parallel.kind=fsdp", "with pipeline stages"),
     (
         "task=samsum_pipeline clip=flat pipeline.stages=2 train.compile=true",
-        "train.compile=true is not for pipeline.stages=2",
+        "train.compile=true cannot be combined with pipeline.stages=2",
     ),
-    ("task=samsum_pipeline clip=flat pipeline.stages=2 explain=true", "explain=true is not for pipeline.stages=2"),
-    ("task=samsum_pipeline pipeline.stages=2 model.rematerialize=true", "=true is not for pipeline.stages=2"),
-    ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "layer by layer"),
+    (
+        "task=samsum_pipeline clip=flat pipeline.stages=2 explain=true",
+        "explain=true cannot be combined with pipeline.stages=2",
+    ),
+    (
+        "task=samsum_pipeline pipeline.stages=2 model.rematerialize=true",
+        "=true cannot be combined with pipeline.stages=2",
+    ),
+    ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "one layer's parameters at a time"),
 ]
 
 
@@ -322,26 +327,16 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("paths.data=''", "paths.data is empty"),
-        (f"paths.data={'a' * 300}", "can be no path (*File name too long"),
-        ("paths.data='~no_such_user_at_all/x'", "can be no path"),
         ("paths.results=/dev/null", "/dev/null is no folder"),
         ("export=/dev/null/deeper", "/dev/null is no folder"),
-        ("data.train_file=../../secret.tsv", "leaves the folder of the data set"),
-        ("data.train_file=/etc/passwd", "leaves the folder of the data set"),
-        ("data.train_file=a/../../b", "leaves the folder of the data set"),
-        ("model.name='\x1b[31mred'", "has control characters"),
-        (f"seed={2**63}", "is too large"),
-        ("train.threads=123456789012", "is more than 1000"),
+        ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
+        ("data.train_file=/etc/passwd", "is outside the data set's folder"),
+        ("data.train_file=a/../../b", "is outside the data set's folder"),
+        ("train.threads=123456789012", "must be at most 1000"),
         ("debug.noise_seed=-1", "zero or more"),
-        ("train.keep=${oc.env:NOT_SET_ANYWHERE,0.5}", "train.keep=0.5 does not fit"),
-        ("model.name='\\${seed}'", "would be read as a reference"),
-        ("optim.weight_decay=1e30", "is too large"),
-        ("eval.generate.length_penalty=1e6", "must lie in [-100, 100]"),
-        ("eval.generate.length_penalty=nan", "must lie in [-100, 100]"),
     ],
 )
-def test_places_texts_and_numbers_that_cannot_be_meant(override: str, words: str) -> None:
+def test_places_and_numbers_that_cannot_be_meant(override: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         compose_run(["task=e2e", "scale=smoke", override], CONF)
     assert "\n" not in str(caught.value)

@@ -97,7 +97,7 @@ def test_the_command_prints_a_plan(folder, estimate, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert re.search(r"bubble 20\.0%", said)  # 1/(4 + 1)
     assert "per-device clipping" in said and "flat clipping in two passes" in said
-    assert "Do: devices=2, microbatch=1" in said.splitlines()[-1]
+    assert "Recommended: devices=2, microbatch=1" in said.splitlines()[-1]
 
 
 def test_a_model_that_trains_wholly_has_no_frozen_weights(folder):

@@ -120,7 +120,7 @@ def test_a_mistake_is_one_sentence(
     [
         ("own_task._target_=nowhere.make", "cannot be imported"),
         ("~own_task._target_", "own_task has no _target_"),
-        ("pipeline.stages=2", "pipeline.stages=2 is not for task=mine"),
+        ("pipeline.stages=2", "pipeline.stages=2 does not support task=mine"),
     ],
 )
 def test_a_mistake_on_the_command_line_writes_nothing(folder: Path, arguments: str, words: str) -> None:

@@ -5,16 +5,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 
-from groupwise.config.checks import PLACES
 from groupwise.config.keys import CHOICES, groups, key_types
 from trust.bad_input.attempt import ROOT, Attempt
 
 VALUES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
 SENSIBLE: dict[str, list[str]] = VALUES["sensible"]
+PLACES = (
+    "paths.data", "paths.results", "resume", "export", "data.hub", "data.train_file",
+    "model.source", "model.tokenizer", "model.weights",
+)  # fmt: skip
 LONG = ("x" * 300, "x" * 5000, "é" * 200, "a/" * 2000, "9" * 5000, "1" + "0" * 400)
 CLIPS = (
     "none", "flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block", "adaptive_flat",
@@ -40,6 +43,7 @@ def _of(kind: Any, *wanted: type) -> bool:
 
 
 NUMBERS = [key for key, kind in LEAVES.items() if _of(kind, int, float) and not _of(kind, list)]
+SCALARS = [key for key, kind in LEAVES.items() if not _of(kind, list, dict) and get_origin(kind) not in (list, dict)]
 WORDS = [key for key, kind in LEAVES.items() if _of(kind, str) and key not in CHOICES]
 Maker = Callable[[random.Random], list[str]]
 
@@ -131,7 +135,7 @@ KINDS: dict[str, Maker] = {
     "null": null,
     "empty": partial(phrase, "empty"),
     "unicode": partial(odd, (*WORDS, *WORDS, *LEAVES), (*VALUES["unicode"], *LONG[:3]), 0.7),
-    "injection": partial(odd, (*WORDS, *LEAVES, "clip", "task"), VALUES["injection"], 0.5),
+    "injection": partial(odd, (*WORDS, *SCALARS, "clip", "task"), VALUES["injection"], 0.5),
     "path": partial(odd, (*PLACES, *PLACES, *GROUPS), (*VALUES["path"], *LONG[:4]), 1.0),
     "grammar": partial(phrase, "grammar"),
     "two valid keys": partial(several, 2, 2, True),

@@ -1,6 +1,6 @@
 """Audits a clipping mode with canaries:  python -m groupwise.audit clip=adaptive_layer privacy.epsilon=3
 
-`--help` lists the options. Exit codes: 0, 1 for a bound above its claim, 2 for a mistake.
+`--help` lists the options. Exit codes: 0; 1 for a bound above the claim; 2 for a mistake on the command line.
 """
 
 import argparse
@@ -31,8 +31,8 @@ class Finding:
     """The result of an audit.
 
     Args:
-        guesses, correct: of the one-run game; for two worlds the number of plays, and None.
-        bound: the lower bound on ε, at ``Setting.confidence``.
+        guesses, correct: guesses and right guesses in the one-run game. For two worlds, the number of plays and None.
+        bound: the lower bound on ε, with confidence ``Setting.confidence``.
     """
 
     setting: Setting
@@ -42,24 +42,24 @@ class Finding:
     bound: float
     seconds: float
     share: float | None = None
-    """For two worlds: the norm of the example's mean gradient, as a share of the sensitivity."""
+    """For two worlds: the norm of the example's mean gradient divided by the sensitivity."""
 
     @property
     def claimed(self) -> float:
-        """ε of the plan."""
+        """The plan's ε."""
         return self.plan.epsilon
 
     @property
     def kept(self) -> bool:
-        """Whether the bound does not exceed the claim."""
+        """Whether the bound is at most the claim."""
         return self.bound <= self.claimed
 
 
 def audit_mode(setting: Setting) -> Finding:
-    """Audit one mode.
+    """Audit a clipping mode.
 
     Raises:
-        UserError: a mode that cannot be audited.
+        UserError: a setting that cannot be audited.
     """
     began = time.monotonic()
     if DESIGNS[setting.design].real:
@@ -89,25 +89,25 @@ exit codes: 0 no bound above its claim, 1 a bound above its claim, 2 a mistake o
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Audit, and print a table; returns the exit code."""
+    """Audit, print the result, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m groupwise.audit",
         description=(
-            "Attack a clipping mode with canaries in one real run, and print a lower bound on epsilon. A bound below "
-            "the claim does not prove the claim; a bound above it disproves it."
+            "Attack a clipping mode with canaries in a real run, and print a lower bound on epsilon. A bound below the "
+            "claim does not prove the claim. A bound above the claim disproves it."
         ),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="clip=, noise=, privacy= as for run.py; or task="
+        "overrides", nargs="*", metavar="KEY=VALUE", help="clip=, noise=, privacy= as for run.py; task= for a real task"
     )
     designs = "; ".join(f"{name}: {design.says}" for name, design in DESIGNS.items())
     parser.add_argument("--design", default="full", choices=DESIGNS, help=designs)
-    parser.add_argument("--canaries", type=int, help="how many (default: the design's)")
-    parser.add_argument("--plays", type=int, default=PLAYS, help="runs of each of the two worlds, for a real task")
-    parser.add_argument("--seed", type=int, default=0, help="of canaries and noise, to repeat an audit")
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the lower bound")
+    parser.add_argument("--canaries", type=int, help="number of canaries (default: depends on the design)")
+    parser.add_argument("--plays", type=int, default=PLAYS, help="runs in each of the two worlds, for a real task")
+    parser.add_argument("--seed", type=int, default=0, help="seed of canaries and noise, to repeat an audit")
+    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the lower bound")
     parser.add_argument(
         "--all", action="store_true", help="audit every mode, budget and design, and write results/trust/audit.csv"
     )
@@ -135,7 +135,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 EPSILONS = (1, 3)
-"""Budgets that these numbers of canaries and plays can refute: 320 right guesses of 320 refute no more than 4.6."""
+"""Budgets that these numbers of canaries and plays can refute. 320 right guesses of 320 refute at most ε = 4.6."""
 ALL_PLAYS = 300
 DROPOUT = 0.1
 MODES = (
@@ -148,13 +148,13 @@ COLUMNS = (
     *("epsilon_claimed", "epsilon_lower"),
 )
 Cell = tuple[str, Sequence[str]]
-"""design, overrides."""
+"""A design and overrides."""
 
 
 def everything() -> list[tuple[int, Cell]]:
-    """The audits of `--all`, (ε, cell), in the order in which they get their seeds: add new ones at the end.
+    """Return the audits of `--all`, (ε, cell), in the order of their seeds. Add new ones at the end.
 
-    Real tasks are audited at the largest budget only, as their few plays cannot test a small one.
+    Real tasks are audited only at the largest budget, since their few plays cannot test a small one.
     """
     adaptive = ["clip=adaptive_layer"]
     canaries: list[Cell] = [
@@ -170,9 +170,9 @@ def everything() -> list[tuple[int, Cell]]:
 
 
 def audit_all(given: argparse.Namespace) -> int:
-    """Audit `everything`, each with its own seed, and write a table to ``--out``; returns the exit code."""
+    """Audit `everything`, each with its own seed, write a table to ``--out``, and return the exit code."""
     if given.overrides:
-        raise UserError("--all chooses modes, models and designs itself: give it --seed, --confidence and --out only.")
+        raise UserError("--all chooses modes, models and designs: give only --seed, --confidence and --out with it.")
     rows: list[dict[str, str]] = []
     broken = 0
     todo = everything()
@@ -196,7 +196,7 @@ def audit_all(given: argparse.Namespace) -> int:
 
 
 def row_of(finding: Finding) -> dict[str, str]:
-    """One row, by `COLUMNS`."""
+    """Return the row of a finding, with `COLUMNS` as keys."""
     setting, plan = finding.setting, finding.plan
     config = setting.config
     rule = "" if config.clip.rule == "min" else f" {config.clip.rule}"
@@ -222,12 +222,12 @@ def row_of(finding: Finding) -> dict[str, str]:
 
 
 def describe(finding: Finding) -> str:
-    """One audit: a line for each column that has a value, and the verdict."""
+    """Return the text for one audit: a line for each column that has a value, and the verdict."""
     said = row_of(finding)
     if finding.share is not None:
         said |= {"plays": f"{finding.setting.plays} of each world", "share": f"{finding.share:.0%} of the sensitivity"}
     lines = [f"  {name:24}{value}" for name, value in said.items() if value]
-    verdict = "no bound above the claim" if finding.kept else "BROKEN: more leaks than is claimed"
+    verdict = "no bound above the claim" if finding.kept else "BROKEN: the bound is above the claim"
     return "\n".join([f"clip={said['mode']}", *lines, f"  {verdict}; {finding.seconds:.0f} s"])
 
 

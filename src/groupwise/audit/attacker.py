@@ -1,4 +1,4 @@
-"""The attacker: observes the real trainer's steps, and computes the evidence for each canary."""
+"""The attacker: observes the steps of the real trainer, and computes the evidence for each canary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Evidence:
-    """A number for each canary that is N(0, a) without it and N(a, a) with it, at unit noise.
+    """A statistic for each canary: N(0, a) if it is not in the batch and N(a, a) if it is.
 
     Args:
-        found: (m,). power: a, (m,).
+        found: the statistics, (m,). power: a, (m,).
     """
 
     found: Floats
@@ -37,10 +37,12 @@ class Evidence:
 
 
 def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -> Evidence:
-    """From noisy clipped sums: Σ_k ⟨released, own⟩/std_k², one entry a parameter.
+    """Return the evidence in noisy clipped sums: Σ_k ⟨released, own⟩/std_k², with one list entry per parameter.
 
     Args:
-        released: the noisy sums, (m, d) by canary. own: each canary's clipped gradient, (m, d). stds: of the noise.
+        released: the noisy sums, (m, d) by canary.
+        own: each canary's clipped gradient, (m, d).
+        stds: standard deviations of the noise.
     """
     found = sum((u * v).sum(1) / std**2 for u, v, std in zip(released, own, stds, strict=True))
     power = sum((v * v).sum(1) / std**2 for v, std in zip(own, stds, strict=True))
@@ -48,11 +50,13 @@ def in_gradients(released: list[Floats], own: list[Floats], stds: list[float]) -
 
 
 def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evidence:
-    """From noisy centred counts, to which all canaries contribute: the others are treated as noise of known covariance.
+    """Return the evidence in noisy centred counts. The other canaries are treated as noise of known covariance.
 
     Args:
-        released: Σ_i (b_k - ½) + noise, (K,). bits: each canary's b_k - ½, (m, K). std: σ_b.
-        chance: that a canary is in the batch.
+        released: Σ_i (b_k - ½) + noise, (K,).
+        bits: each canary's b_k - ½, (m, K).
+        std: σ_b.
+        chance: the probability that a canary is in the batch.
     """
     spread = chance * (1.0 - chance)
     covariance = std**2 * np.eye(bits.shape[1]) + spread * bits.T @ bits
@@ -64,7 +68,7 @@ def in_counts(released: Floats, bits: Floats, std: float, chance: float) -> Evid
 
 
 def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
-    """Log of (density with the canary in the data) / (density without), (m,); it is sampled at ``sample_rate``."""
+    """Return the log-likelihood ratio of the canary being in the data, (m,), for sampling at ``sample_rate``."""
     drawn = evidence.found - 0.5 * evidence.power
     if sample_rate >= 1.0:
         return drawn
@@ -72,19 +76,19 @@ def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
 
 
 AT_ONCE = 500
-"""Canaries in one backward pass of the attacker."""
+"""The number of canaries in one backward pass of the attacker."""
 
 
 class Attacker:
     """Runs steps, and computes the evidence for each canary from their releases.
 
-    It knows all canaries, the configuration and the code, so every noise scale. It does not know the noise or which
-    canaries are in the data.
+    It knows all canaries, the configuration and the code, and therefore every noise scale. It does not know the noise,
+    or which canaries are in the data.
 
     Args:
-        trainer: with plain SGD, so that weights reveal the released gradients.
+        trainer: a trainer with plain SGD, so that weights reveal the released gradients.
         plain: a copy of its model without an engine.
-        losses_of: that model and numbers of canaries (b,) → losses (b,).
+        losses_of: a function of this model and indices of canaries (b,) that returns their losses (b,).
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class Attacker:
         self._rate = setting.config.optim.learning_rate
 
     def step(self, step: int) -> Evidence:
-        """Let the trainer take step ``step``; returns its evidence for every canary."""
+        """Run step ``step`` of the trainer, and return its evidence for every canary."""
         own, bits = self._expected()
         before = self._weights()
         raw = self._thresholds.state_dict()["thresholds"]
@@ -124,7 +128,7 @@ class Attacker:
         return evidence
 
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
-        """Each canary's contribution: clipped gradients (m, d_p) by parameter, float64, and bits b_k - ½, (m, K)."""
+        """Return each canary's contribution: clipped gradients (m, d_p) by parameter, float64, and b_k - ½, (m, K)."""
         self._plain.load_state_dict(self._trainer.task.model.state_dict())
         own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
         own = {name: gradient.double() for name, gradient in own.items()}
@@ -145,7 +149,7 @@ class Attacker:
 
 
 def stds_of(trainer: Trainer) -> list[float]:
-    """Standard deviation of the noise on each group's sum in the next step, from the plan alone."""
+    """Return the standard deviation of the noise on each group's sum in the next step, from the plan alone."""
     assert trainer.private.engine is not None and trainer.private.thresholds is not None
     plan, groups = trainer.private.plan, trainer.private.engine.groups
     return noise_stds(
@@ -158,7 +162,7 @@ def stds_of(trainer: Trainer) -> list[float]:
 
 
 def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
-    """`Evidence.power` in one step, for a canary that every group clips, or one of `canaries.Codes`."""
+    """Return `Evidence.power` in one step, for a canary that every group clips, or for one of `canaries.Codes`."""
     gradients = 1.0 / plan.gradient_noise_multiplier**2
     if not codes:
         return gradients
@@ -167,7 +171,7 @@ def power_if_clipped(plan: PrivacyPlan, codes: bool) -> float:
 
 
 def _rule_of(clip: ClipConfig) -> ClipRule:
-    """The clip rule of `clip.rule`, implemented independently, to find errors in the run's own choice."""
+    """Return the clip rule of `clip.rule`, chosen independently of the run, to find errors in the run's choice."""
     if clip.rule == "automatic":
         return automatic_factors(clip.gamma)
     if clip.rule == "min":

@@ -1,12 +1,12 @@
-"""Bounds ε from below, with confidence, from guesses about the data; numpy and scipy only.
+"""Lower confidence bounds on ε from guesses about the data; uses only numpy and scipy.
 
-Two games. **One run**: each of m canaries is in the data with probability ½, independently; the auditor sees the output
-of one run and makes exactly r guesses "in" or "out" about canaries of its choice. **Two worlds**: many runs on each of
-two neighbouring datasets, a score a run.
+There are two games. **One run**: each of m canaries is in the data with probability ½, independently. The auditor sees
+the output of one run and makes exactly r guesses "in" or "out" about canaries of its choice. **Two worlds**: many runs
+on each of two neighbouring datasets, with one score per run.
 
 Formal guarantee: for a mechanism that is (ε, δ)-DP for adding or removing one example, the bound exceeds ε with
-probability at most 1 - ``confidence``. That needs a number r of guesses fixed in advance (one run), and independent
-scores (two worlds).
+probability at most 1 - ``confidence``. The number r of guesses must be fixed in advance (one run), and the scores must
+be independent (two worlds).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _MOST_THRESHOLDS = 4096
 
 
 def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest ε that ``correct`` right guesses refute (Steinke et al. 2023, Theorem 5.2); 0 if none.
+    """Return the largest ε that ``correct`` right guesses refute, or 0 (Steinke et al. 2023, Theorem 5.2).
 
     Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
     P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
@@ -40,9 +40,9 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, con
 def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95) -> float:
     """Return a lower bound on ε from scores of runs without (``scores_out``) and with (``scores_in``) one example.
 
-    "In" is guessed above a threshold that the even-numbered runs choose; the odd-numbered ones bound both error rates
-    (Clopper-Pearson, each at half of 1 - ``confidence``). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the same with
-    the two exchanged. Raises ValueError for fewer than two scores a world, or NaN.
+    "In" is guessed above a threshold. The even-numbered runs choose the threshold, and the odd-numbered runs bound both
+    error rates (Clopper-Pearson, each with half of 1 - ``confidence``). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the
+    same with the two exchanged. Raises ValueError for NaN, or fewer than two scores in a world.
     """
     out, inside = (np.asarray(scores, dtype=np.float64).ravel() for scores in (scores_out, scores_in))
     if min(len(out), len(inside)) < 2 or np.isnan(out).any() or np.isnan(inside).any():
@@ -61,7 +61,7 @@ def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float
 def _clopper_pearson(
     out: NDArray[np.float64], inside: NDArray[np.float64], thresholds: NDArray[np.float64], alpha: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Upper bounds on P[out > t] and P[in ≤ t] for each t, each wrong with probability at most ``alpha``."""
+    """Return upper bounds on P[out > t] and P[in ≤ t] for each t, each wrong with probability at most ``alpha``."""
     false_in = len(out) - np.searchsorted(np.sort(out), thresholds, side="right")
     false_out = np.searchsorted(np.sort(inside), thresholds, side="right")
     rates = []
@@ -78,7 +78,7 @@ def _epsilon_of_errors(
 
 
 def _largest(refuted: Callable[[float], bool], top: float) -> float:
-    """The largest refuted value, rounded down to 1e-4 (smaller values are refuted too); 0 if none is."""
+    """Return the largest refuted value, rounded down to 1e-4, or 0. All smaller values must be refuted too."""
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, top

@@ -1,4 +1,4 @@
-"""Makes canaries: models in which the gradients of different examples share no entry, as a task for the trainer."""
+"""Canaries: models in which the gradients of different examples have no entry in common, as a task for the trainer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,24 +13,24 @@ from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0
-"""Norm of a canary's gradient in units of the threshold, so that adaptive thresholds may grow and still clip."""
+"""Norm of a canary's gradient in units of the threshold. It is large, so that adaptive thresholds still clip it."""
 
 
 class Picked(nn.Module):
-    """A linear layer with one output per canary: canary i has row i of the weight and entry i of the bias."""
+    """A linear layer with one output per canary. Canary i uses row i of the weight and entry i of the bias."""
 
     def __init__(self, canaries: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, canaries)
 
     def forward(self, who: Tensor) -> Tensor:
-        """Indices of canaries (b,) → one sum each, (b,)."""
+        """Map indices of canaries (b,) to one sum each, (b,)."""
         ones = torch.ones(len(who), self.linear.in_features, device=who.device)
         return self.linear(ones).gather(1, who.unsqueeze(1)).squeeze(1)
 
 
 class Block(nn.Module):
-    """Two layers: two groups in `fixed_layer`, one group in `fixed_block`."""
+    """Two layers: two groups for `fixed_layer`, one group for `fixed_block`."""
 
     def __init__(self, canaries: int, loudness: float) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Block(nn.Module):
         self.picked = Picked(canaries, 3)
 
     def forward(self, who: Tensor) -> Tensor:
-        """(b,) → (b,)."""
+        """Map indices of canaries (b,) to one value each, (b,)."""
         return self.loudness * (self.rows(who).sum(1) + 0.5 * self.picked(who))
 
 
 class Layers(nn.Module):
-    """A layer, two blocks and another layer: six groups per layer, four per block."""
+    """A layer, two blocks and another layer: six groups for per-layer clipping, four for per-block clipping."""
 
     def __init__(self, canaries: int, level: float) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Layers(nn.Module):
 
 
 class Codes(nn.Module):
-    """As many layers as canaries: canary i is clipped in half of them, by row i of a Hadamard matrix.
+    """As many layers as canaries. Canary i is clipped in half of them, as row i of a Hadamard matrix says.
 
-    The bits ±½ of such codes are orthogonal in the vector of counts, so each canary changes the counts by its full norm
-    ½√K, independently of the others.
+    The bits ±½ of the canaries are orthogonal in the vector of counts. So each canary changes the counts by its full
+    norm ½√K, independently of the others.
     """
 
     loud: Tensor
@@ -84,7 +84,7 @@ class Codes(nn.Module):
 
 
 def make_canaries(codes: bool, canaries: int, level: float, seed: int) -> nn.Module:
-    """`Codes` or `Layers` for m canaries; ``level`` is the largest norm that any group lets through."""
+    """Return `Codes` or `Layers` for m canaries; ``level`` is the largest threshold of a group."""
     torch.manual_seed(seed)
     return Codes(canaries, level) if codes else Layers(canaries, LOUD * level)
 
@@ -98,30 +98,30 @@ class CanaryTask(Task):
         self.model, self.train_size = model, canaries
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
-        """Their numbers, (n,)."""
+        """Return the indices of the canaries, (n,)."""
         return torch.as_tensor(np.asarray(examples, dtype=np.int64))
 
     def losses(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """One loss each, (n,)."""
+        """Return one loss for each canary, (n,)."""
         return model(batch)
 
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """Nothing."""
+        """Return no metrics."""
         return {}
 
     def describe_data(self) -> dict[str, Any]:
-        """The number of canaries."""
+        """Return the number of canaries."""
         return {"train_examples": self.train_size, "source": "canaries"}
 
     def feed(self, split: Split, device: torch.device) -> "CanaryFeed":
-        """Their numbers, for a pipeline."""
+        """Return the feed of indices for a pipeline."""
         return CanaryFeed(self.train_size)
 
 
 class CanaryFeed:
-    """A canary's input is its index, which every stage gets; see `groupwise.training.task.Feed`."""
+    """A feed in which a canary's input is its index, for every stage; see `groupwise.training.task.Feed`."""
 
     def __init__(self, canaries: int) -> None:
         self._canaries = canaries
@@ -145,15 +145,16 @@ class CanaryFeed:
 
 
 class Present:
-    """The draws of another sampler, restricted to the examples in the data. Poisson draws are independent, so this is a
-    Poisson sample of these data at the same rate.
+    """Restricts the draws of another sampler to the examples in the data.
+
+    Poisson draws are independent, so this is a Poisson sample of these data at the same rate.
     """
 
     def __init__(self, sampler: Sampler, present: np.ndarray) -> None:
         self._sampler, self._present = sampler, present
 
     def indices(self, step: int) -> np.ndarray:
-        """The examples of step ``step`` that are in the data, (n,)."""
+        """Return the examples of step ``step`` that are in the data, (n,)."""
         drawn = self._sampler.indices(step)
         return drawn[self._present[drawn]]
 
@@ -161,9 +162,9 @@ class Present:
 def own_gradients(
     losses_of: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, canaries: int, at_once: int
 ) -> dict[str, Tensor]:
-    """Parameter name → every canary's unclipped gradient in it, (m, d_p), from an unattached model.
+    """Return the unclipped gradients of all canaries, (m, d_p) for each parameter name, from a model without an engine.
 
-    No two canaries share an entry, so the gradient of all losses together holds each canary's own in its slice.
+    Canaries have no entries in common, so each one's gradient is a slice of the gradient of all losses together.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for who in torch.arange(canaries).split(at_once):
@@ -177,5 +178,5 @@ def own_gradients(
 
 
 def by_canary(tensor: Tensor, canaries: int) -> Tensor:
-    """A tensor with one axis of length m as (m, d)."""
+    """Reshape a tensor that has an axis of length m to (m, d)."""
     return tensor.movedim(list(tensor.shape).index(canaries), 0).reshape(canaries, -1)

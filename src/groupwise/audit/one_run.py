@@ -1,4 +1,4 @@
-"""Plays the one-run game with the real training code, in one process or a pipeline, and guesses canaries."""
+"""Plays the one-run game with the real training code, in one process or a pipeline, and guesses the canaries."""
 
 import copy
 import math
@@ -36,10 +36,10 @@ _FRACTIONS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 def choose_guesses(
     power: float, sample_rate: float, steps: int, canaries: int, delta: float, confidence: float
 ) -> tuple[int, int]:
-    """(guesses of "in", guesses of "out") with the largest expected bound, by simulation with the claimed noise.
+    """Return the numbers of guesses (in, out) with the largest expected bound, by simulation with the claimed noise.
 
     Args:
-        power: a = Σ_k ‖own‖²/std_k² of one canary in one step; the other arguments are the plan's.
+        power: a = Σ_k ‖own‖²/std_k² for one canary in one step. The other arguments are those of the plan.
     """
     random = np.random.default_rng(0)
     rehearsed = []
@@ -63,18 +63,18 @@ def choose_guesses(
 
 
 def count_right(scores: NDArray[np.float64], present: NDArray[np.bool_], inside: int, out: int) -> int:
-    """The number of right guesses if the ``inside`` highest scores are guessed "in" and the ``out`` lowest "out"."""
+    """Count right guesses if the ``inside`` highest scores are guessed "in" and the ``out`` lowest ones "out"."""
     order = np.argsort(scores, kind="stable")
     return int(present[order[len(order) - inside :]].sum() + (~present[order[:out]]).sum())
 
 
 def present_canaries(setting: Setting) -> np.ndarray:
-    """The mask of canaries in the data, (m,) bool: a fair coin each."""
+    """Return the mask of canaries in the data, (m,) bool, each with probability ½."""
     return np.random.default_rng([setting.seed, 1]).integers(0, 2, setting.canaries).astype(bool)
 
 
 def level_of(setting: Setting) -> float:
-    """The largest initial threshold of a group; for codes, its only one."""
+    """Return the largest initial threshold of a group."""
     clip = setting.config.clip
     if setting.model == "codes":
         return clip.initial_threshold or clip.threshold / math.sqrt(setting.canaries)
@@ -82,7 +82,7 @@ def level_of(setting: Setting) -> float:
 
 
 def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Ranks | None = None) -> Trainer:
-    """A run's trainer on the examples that are `present`, (N,) bool; each stage of a pipeline calls it."""
+    """Return a run's trainer on the examples that are `present`, (N,) bool. Each stage of a pipeline calls this."""
     ranks = ranks or Ranks()
     engine = make_engine(task.model, config.clip)
     assert engine is not None, "options refuses clip=none"
@@ -93,7 +93,7 @@ def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Rank
 
 
 def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
-    """Play in one process; returns the plan, and each step's evidence."""
+    """Play in one process, and return the plan and each step's evidence."""
     model = make_canaries(setting.model == "codes", setting.canaries, level_of(setting), setting.seed)
     plain = copy.deepcopy(model)
     trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting))
@@ -103,7 +103,7 @@ def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
 
 
 class CanaryStage(Stage):
-    """A block of canaries; a stage adds its own part to the losses that it received, and sends them on."""
+    """A block of canaries. The stage adds its part to the losses that it receives, and sends them on."""
 
     reads = ("labels",)
 
@@ -112,29 +112,29 @@ class CanaryStage(Stage):
         self.block = Block(canaries, LOUD * level * (index + 1))
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """(b, 1) indices of canaries, or (b, 2) of the stage before → (b, 2): losses up to this stage, and zeros."""
+        """Map indices (b, 1), or the previous stage's output (b, 2), to (b, 2): losses up to this stage, and zeros."""
         who = x[:, 0] if self.first else kwargs["labels"]
         part = self.block(who)
         so_far = part if self.first else x[:, 0] + part
         return torch.stack([so_far, torch.zeros_like(so_far)], 1)
 
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """(b,)."""
+        """Return the losses, (b,)."""
         return hidden[:, 0]
 
     def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
-        """(b, 2)."""
+        """Return the shape of an activation, (b, 2)."""
         return b, 2
 
 
 def audit_pipeline(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
-    """Play with one process per stage; returns the plan, and each step's evidence from all stages together."""
+    """Play with one process per stage, and return the plan and each step's evidence from all stages together."""
     found = spawn(setting.config, partial(_stage, setting=setting))
     return PrivacyPlan.from_dict(found["plan"]), found["evidence"]
 
 
 def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
-    """One stage's process; the main one returns what all of them found."""
+    """Run one stage's process. The main process returns the evidence of all stages."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.world)
     ranks, m = Ranks(config.pipeline.stages), setting.canaries

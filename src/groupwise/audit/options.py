@@ -1,4 +1,4 @@
-"""The options of an audit: the user's overrides, and the batch, steps and optimiser of a design."""
+"""The setting of an audit: the user's overrides, and the batch size, steps and optimiser of a design."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ REAL = ("task", "model", "data", "scale")
 DEVICE = ("clip=per_device", "clip=adaptive_device", "clip.grouping=device")
 DELTA = 1e-5
 EXAMPLES = 4
-"""Examples of a real task, unless data.train_limit is given. They are few, as thousands of steps use all of them."""
+"""Examples of a real task, unless data.train_limit is given. They are few, since thousands of steps use all of them."""
 MOST = {"full": 20_000, "poisson": 20_000, "counts": 1024}
-"""The most canaries of a design."""
+"""The largest number of canaries for each design."""
 PLAYS = 500
 
 
@@ -25,9 +25,11 @@ class Setting:
     """The setting of an audit.
 
     Args:
-        config: of a run; its batch, steps and optimiser are the design's.
-        model: the canaries' model, "layers" or "codes", or a real task and its model. design: a name in `DESIGNS`.
-        canaries: m. plays: runs of each of the two worlds, for the design "worlds".
+        config: the configuration of a run, with the batch size, steps and optimiser of the design.
+        model: the canaries' model, "layers" or "codes", or the names of a real task and its model.
+        design: a name in `DESIGNS`.
+        canaries: m.
+        plays: runs in each of the two worlds, for the design "worlds".
     """
 
     config: RunConfig
@@ -44,7 +46,11 @@ class Design:
     """The sampling of canaries, and the evidence that is used.
 
     Args:
-        sample_rate: ρ. steps: T. canaries: m, by default. says: for --help. real: whether it trains a real task.
+        sample_rate: ρ.
+        steps: T.
+        canaries: default of m.
+        says: the description for --help.
+        real: whether it trains a real task.
     """
 
     sample_rate: float
@@ -71,7 +77,7 @@ def make_setting(
     confidence: float = 0.95,
     plays: int = PLAYS,
 ) -> Setting:
-    """The setting of an audit, from overrides such as ``clip=... privacy.epsilon=...``; with ``task=...`` a real task.
+    """Return the setting of an audit from overrides such as ``clip=... privacy.epsilon=...``; ``task=`` is a real task.
 
     Raises:
         UserError: a setting that this kind of audit cannot test.
@@ -103,20 +109,20 @@ def make_setting(
 
 
 def _of_a_real_task(given: Sequence[str]) -> list[str]:
-    """Overrides for a few examples of the task, unless others are given."""
+    """Return overrides for a few examples of the task, unless others are given."""
     if not any(_is_of(item, ("task",)) for item in given):
-        raise UserError("The audit of a real task needs its name: give task=sst2, task=cifar or another.")
+        raise UserError("The audit of a real task needs a task: give task=sst2, task=cifar or another.")
     first = {"scale": "smoke", "data.train_limit": EXAMPLES}
     return [f"{key}={value}" for key, value in first.items() if not any(_is_of(item, (key,)) for item in given)]
 
 
 def set_rate(config: RunConfig, batch: float) -> None:
-    """A clipped example then moves the weights by about one, well above their rounding."""
+    """Set the learning rate so that a clipped example moves the weights by about 1, well above rounding errors."""
     config.optim.learning_rate = batch / max(config.clip.threshold, config.clip.initial_threshold or 0.0)
 
 
 def _beside(given: Sequence[str]) -> list[str]:
-    """A task that completes the configuration; the canaries replace it."""
+    """Return overrides for a task that completes the configuration; the canaries replace it."""
     if any(item in DEVICE or item.startswith("pipeline.") for item in given):
         threshold = [] if "clip=adaptive_device" in given else ["clip.threshold=1.0"]  # it starts elsewhere
         return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", *threshold]
@@ -144,7 +150,7 @@ def _overrides(first: Sequence[str], given: Sequence[str], design: Design, seed:
 
 
 def _is_of(item: str, keys: Sequence[str]) -> bool:
-    """Whether an override sets one of these keys, or one below it."""
+    """Return whether an override sets one of these keys, or a key below one of them."""
     key = item.lstrip("+~").partition("=")[0]
     return any(key == taken or key.startswith(f"{taken}.") for taken in keys)
 
@@ -152,10 +158,10 @@ def _is_of(item: str, keys: Sequence[str]) -> bool:
 def _check_overrides(overrides: Sequence[str], taken: Sequence[str]) -> None:
     for item in overrides:
         if "=" not in item:
-            raise UserError(f"{item} is not key=value: an audit takes overrides such as clip=flat privacy.epsilon=3.")
+            raise UserError(f"{item} is not key=value: give overrides such as clip=flat privacy.epsilon=3.")
         if not _is_of(item, taken):
             raise UserError(
-                f"{item} cannot be audited: batch, steps and optimiser are the audit's own; give overrides of clip, "
+                f"{item} cannot be set: the audit chooses batch size, steps and optimiser; give overrides of clip, "
                 "noise, privacy, pipeline.stages and train.microbatch, and for a real task of task, model, data, scale."
             )
 
@@ -163,19 +169,17 @@ def _check_overrides(overrides: Sequence[str], taken: Sequence[str]) -> None:
 def _check(config: RunConfig, design: str) -> None:
     clip, privacy = config.clip, config.privacy
     if clip.grouping == "none":
-        raise UserError("clip=none claims no epsilon, so there is nothing to audit: choose a clipping mode.")
+        raise UserError("clip=none has no epsilon to audit: choose a clipping mode.")
     if privacy.sampling != "poisson":
-        raise UserError("privacy.sampling=shuffle claims no guarantee, so there is nothing to audit: leave it out.")
+        raise UserError("privacy.sampling=shuffle has no guarantee to audit: leave it out.")
     if privacy.noise_multiplier == 0 or privacy.epsilon == float("inf"):
         raise UserError(
             "Without noise there is no finite epsilon to audit: give privacy.epsilon or privacy.noise_multiplier."
         )
     if config.pipeline.stages > 1:
         if clip.grouping == "flat":
-            raise UserError(
-                "An audit of a pipeline clips per device, layer or block: for clip=flat leave out pipeline.stages."
-            )
+            raise UserError("The audit of a pipeline does not support clip=flat: leave out pipeline.stages.")
         if DESIGNS[design].real:
-            raise UserError("An audit of a real task has one process: leave out pipeline.stages and clip=per_device.")
+            raise UserError("The audit of a real task uses one process: leave out pipeline.stages and clip=per_device.")
     if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
-        raise UserError("--design counts reads the counts of many layers: give clip=adaptive_layer.")
+        raise UserError("--design counts needs the counts of many layers: give clip=adaptive_layer.")

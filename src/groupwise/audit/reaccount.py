@@ -1,8 +1,8 @@
 """Recomputes ε of a finished run from its record:  python -m groupwise.audit.reaccount results/runs/HASH
 
-It recomputes ε by dp_accounting's privacy loss distributions, whatever accountant the run used, and checks that the
-numbers behind it follow from the configuration and from the logged steps. It only reads, and cannot detect a folder
-whose files were all forged consistently.
+It recomputes ε with dp_accounting's privacy loss distributions, for any accountant of the run. It checks that the
+values behind ε follow from the configuration and the logged steps. It only reads files, and cannot detect a folder in
+which all files were forged consistently.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from groupwise.rows import markdown
 from groupwise.training.earlier_runs import counted, total
 
 LOOSE, TIGHT = 1e-3, 1e-6
-"""Relative tolerance between claimed and recomputed ε, and of ε above the target."""
+"""Relative tolerances for claimed against recomputed ε, and for ε above the target."""
 Record = dict[str, Any]
-"""The content of a run's files: `config` (flat), `plan`, `privacy`, `data`, `seeds`, `result`, `logged`, `folder`."""
+"""The contents of a run's files: `config` (flat), `plan`, `privacy`, `data`, `seeds`, `result`, `logged`, `folder`."""
 
 
 class Disagrees(Exception):
-    """Two values that must agree do not; the message says which."""
+    """Two values that must agree differ; the message names them."""
 
 
 def read(folder: Path) -> Record:
-    """The record of a finished run, including keys that this version does not know."""
+    """Read the record of a finished run, including keys that are unknown to this version."""
     record: Record = {"folder": folder}
     for name in ("privacy", "data", "seeds", "result"):
         record[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -47,19 +47,19 @@ def read(folder: Path) -> Record:
 
 
 def configuration(record: Record) -> str:
-    """config.yaml has the hash in config.hash, and the result row has that hash, these settings and the plan."""
+    """Check that config.yaml has the hash in config.hash, and that result.json has this hash, settings and plan."""
     kept = {key: value for key, value in record["config"].items() if not key.startswith(VOLATILE)}
     stable = {key: value for key, value in kept.items() if key not in LATER or value != LATER[key]}
     found = hashlib.sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()
     if (record["folder"] / "config.hash").read_text(encoding="utf-8").strip() != found:
-        raise Disagrees(f"config.yaml has the hash {found[:12]}, and config.hash another")
+        raise Disagrees(f"config.yaml has the hash {found[:12]}, but config.hash has another")
     plan = {f"plan.{key}": value for key, value in record["plan"].items()}
     same(record["result"], {"hash": found, **stable, **plan}, "result.json")
     return found[:12]
 
 
 def plan_follows(record: Record) -> str:
-    """N, B, T, δ, ε or σ, r and sampling follow from the configuration; 1/σ_new² + K/4σ_b² = 1/σ²."""
+    """Check that N, B, T, δ, ε or σ, r and sampling follow from the configuration, and 1/σ_new² + K/(4σ_b²) = 1/σ²."""
     config, plan = record["config"], record["plan"]
     size, batch = record["data"]["train_examples"], config["train.batch_size"]
     batch = max(1, round(config["train.sample_rate"] * size)) if batch is None else batch
@@ -86,21 +86,21 @@ def plan_follows(record: Record) -> str:
 
 
 def steps(record: Record) -> str:
-    """Every step from 1 to T was logged once, in order, and is what was accounted for."""
+    """Check that every step from 1 to T was logged once, in order, and that T steps were accounted for."""
     privacy, planned = record["privacy"], record["plan"]["steps"]
     if record["logged"] != list(range(1, planned + 1)):
-        raise Disagrees(f"metrics.jsonl has {len(record['logged'])} steps, not each of {planned} once and in order")
+        raise Disagrees(f"metrics.jsonl has {len(record['logged'])} steps, not {planned} steps once and in order")
     for part in (privacy, privacy["spent"]):
         same(part, {"executed_steps": planned}, "privacy.json")
     return f"{planned} steps, each once; {privacy['replayed_steps']} were run again with the same noise"
 
 
 def private(record: Record) -> str:
-    """`private` is true exactly for Poisson samples, finite ε, noise, a secret key, and starting weights of such
-    runs."""
+    """Check that `private` is true exactly for Poisson sampling, finite ε, noise, a secret key, and starting weights of
+    such runs."""
     privacy, plan, config = record["privacy"], record["plan"], record["config"]
     if left := next(record["folder"].glob("checkpoint*"), None):
-        raise Disagrees(f"{left.name} is still there, and may hold the key of the noise")
+        raise Disagrees(f"{left.name} still exists, and may contain the noise key")
     public = config["debug.noise_seed"] is not None or config.get("data.public", False)
     secret = plan["noise_multiplier"] > 0.0 and not public
     same(record["seeds"], {"noise_seed": config["debug.noise_seed"], "noise_is_secret": secret}, "seeds.json")
@@ -116,7 +116,7 @@ def private(record: Record) -> str:
 
 
 def epsilon(record: Record) -> str:
-    """The quoted ε is its accountant's bound, within the target, and agrees with dp_accounting's."""
+    """Check that the reported ε is its accountant's bound, within the target, and agrees with dp_accounting."""
     plan, spent = record["plan"], record["privacy"]["spent"]
     claimed, sigma = float(spent["epsilon"]), plan["noise_multiplier"]
     if sigma == 0.0 and claimed == math.inf:
@@ -151,12 +151,12 @@ CHECKS: dict[str, Callable[[Record], str]] = {
 
 
 def verify(folder: Path, names: Collection[str] = tuple(CHECKS)) -> dict[str, tuple[bool, str]]:
-    """Name of a check -> whether the finished run in `folder` passes it, and what was found.
+    """Return, for the name of each check, whether the finished run in `folder` passes it, and what was found.
 
     Raises:
-        UserError: the folder holds no finished run, or one without training (`eval.shots`).
+        UserError: the folder has no finished run, or a run without training (`eval.shots`).
     """
-    for name, why in (("DONE", "is not a finished run"), ("privacy.json", "trained nothing")):
+    for name, why in (("DONE", "is not a finished run"), ("privacy.json", "did not train")):
         if not (folder / name).is_file():
             raise UserError(f"{folder} {why}, as it has no {name}: name another of results/runs.")
     found = {}
@@ -165,14 +165,14 @@ def verify(folder: Path, names: Collection[str] = tuple(CHECKS)) -> dict[str, tu
             found[name] = True, CHECKS[name](read(folder))
         except Disagrees as problem:
             found[name] = False, str(problem)
-        except Exception as error:  # entries of the record are missing or of another type
+        except Exception as error:  # entries of the record are missing or have the wrong type
             found[name] = False, f"it cannot be checked ({type(error).__name__}: {' '.join(str(error).split())})"
     return found
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 if all checks pass, 1 if one fails, 2 for no finished run."""
+    """Run the command line. The exit code is 0 if all checks pass, 1 if one fails, 2 for a folder without a run."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.audit.reaccount", description=__doc__.split(":")[0])
     parser.add_argument("run", type=Path, help="the run's folder, results/runs/HASH")
     given = parser.parse_args(arguments)
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [[name, "ok" if good else "FAILED", what] for name, (good, what) in checks.items()]
     print(markdown(["check", "result", "what was found"], rows))
     failed = [name for name, (good, _) in checks.items() if not good]
-    print(f"\n{given.run}: " + (f"FAILED: {', '.join(failed)}" if failed else "nothing is wrong with it"))
+    print(f"\n{given.run}: " + (f"FAILED: {', '.join(failed)}" if failed else "all checks pass"))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Distinguishes two neighbouring data sets by the releases of many runs of the real trainer."""
+"""Distinguishes two neighbouring datasets by the releases of many runs of the real trainer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from groupwise.training.step import Trainer
 
 @dataclass(frozen=True)
 class Release:
-    """The attacker's view of one step.
+    """What the attacker sees of one step.
 
     Args:
-        update: weights before minus after the step, (P,) float64, parameters in the model's order; under SGD at rate 1
-            this is the released mean gradient.
+        update: weights before minus weights after the step, (P,) float64, in the order of the model's parameters. With
+            SGD at learning rate 1 this is the released mean gradient.
         thresholds: C (K,) after the step.
     """
 
@@ -37,27 +37,27 @@ class Release:
 
 Score = Callable[[Sequence[Release]], float]
 MASKS = 32
-"""The number of masks that the attacker averages over, as the run's masks are secret."""
+"""The number of masks that the attacker averages over, since the run's masks are secret."""
 
 
 class World(Protocol):
-    """A world that can be played any number of times, independently."""
+    """A world that can be played any number of times, with independent results."""
 
     def play(self) -> float:
-        """The attacker's score of another play."""
+        """Play once more, and return the attacker's score."""
 
 
 class TrainerWorld:
-    """Plays of `steps` steps of real trainers, each from the same weights and thresholds.
+    """Plays `steps` steps of real trainers, each time from the same weights and thresholds.
 
-    The n-th play takes the steps n·steps, n·steps + 1, … of the trainer, whose noise and batches are independent of all
-    others: they are pure functions of the key and the step. A `ShuffleSampler` needs `steps` to be whole epochs.
+    The n-th play takes the steps n·steps, n·steps + 1, … of the trainer. Noise and batches are pure functions of the
+    key and the step, so plays are independent. With a `ShuffleSampler`, `steps` must be whole epochs.
 
     Args:
-        trainers: one, or all replicas of one run; the first one is observed.
-        steps: of one play.
+        trainers: one trainer, or all replicas of one run. The first one is observed.
+        steps: the number of steps in one play.
         score: the attacker.
-        together: runs a step of all trainers; not needed for one.
+        together: runs a step of all trainers; not needed for one trainer.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TrainerWorld:
         self._done = 0
 
     def play(self) -> float:
-        """The score of `steps` more steps, from the start."""
+        """Go back to the start, run `steps` more steps, and return their score."""
         self._go_back()
         releases, before = [], self._weights()
         for step in range(self._done, self._done + self._steps):
@@ -102,9 +102,9 @@ class TrainerWorld:
 def distinguish(without: World, having: World, plays: int, delta: float, confidence: float = 0.95) -> float:
     """Play both worlds `plays` times and bound ε at `delta` from below.
 
-    Formal guarantee: if what one play of a world releases is (ε, `delta`)-DP under adding or removing the example in
-    which the worlds differ, and plays are independent, then the result is above ε with probability at most
-    1 - `confidence`, whatever the mechanism. Scores that are not finite count as 0, which is neutral.
+    Formal guarantee: let the releases of one play be (ε, `delta`)-DP for adding or removing the example in which the
+    worlds differ, and let plays be independent. Then the result is above ε with probability at most 1 - `confidence`,
+    for any mechanism. Scores that are not finite count as 0.
     """
     out, inside = (_scores(world, plays) for world in (without, having))
     return two_worlds_epsilon(out, inside, delta, confidence)
@@ -116,14 +116,14 @@ def _scores(world: World, plays: int) -> np.ndarray:
 
 
 def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
-    """The plan, the bound on ε, and `Finding.share`.
+    """Return the plan, the bound on ε, and `Finding.share`.
 
     Raises:
-        UserError: as `make_task` and `build_trainer`; a task of fewer than two examples.
+        UserError: as `make_task` and `build_trainer`, or a task with fewer than two examples.
     """
     trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
     stds = _by_entry(trainer)
-    # The largest contribution, in stds of the noise, under one draw of masks.
+    # The example with the largest contribution, in stds of the noise, for one draw of masks.
     lengths = [float((_clipped_sum(trainer, [i]) / stds).norm()) for i in range(trainer.task.train_size)]
     canary = int(np.argmax(lengths))
     own = _mean_gradient(trainer, canary)
@@ -139,7 +139,7 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
 
 
 def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
-    """A trainer on all examples; both worlds start from the same weights, but have their own noise and masks."""
+    """Return a trainer on all examples. Both worlds start from the same weights, with their own noise and masks."""
     config = replace(setting.config, debug=DebugConfig(noise_seed=noise_seed))
     task = make_task(config, torch.device("cpu"))
     if task.train_size < 2:
@@ -149,12 +149,15 @@ def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
 
 
 def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
-    """An example's clipped gradient (P,), averaged over masks that the attacker draws."""
+    """Return an example's clipped gradient (P,), averaged over masks that the attacker draws."""
     return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(MASKS)]).mean(0)
 
 
 def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
-    """The clipped sum of these examples, (P,) float64, in the model's order; masks are the default generator's."""
+    """Return the clipped sum of these examples, (P,) float64, in the order of the model's parameters.
+
+    Masks come from the default generator.
+    """
     engine, thresholds = trainer.private.engine, trainer.private.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
@@ -166,7 +169,7 @@ def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
 
 
 def _by_entry(trainer: Trainer) -> Tensor:
-    """Standard deviation of the noise on every entry of the sum, (P,); infinite if an entry is not released."""
+    """Return the standard deviation of the noise on each entry of the sum, (P,); infinite if it is not released."""
     engine = trainer.private.engine
     assert engine is not None
     stds = {id(p): std for group, std in zip(engine.groups, stds_of(trainer), strict=True) for p in group.parameters}

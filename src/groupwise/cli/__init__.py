@@ -1,1 +1,1 @@
-"""Goes from the command line to runs, and answers `--help`."""
+"""The command line of `run.py`."""

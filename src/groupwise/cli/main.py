@@ -1,4 +1,4 @@
-"""The command line: composes and checks a configuration, runs it, and separates mistakes from bugs."""
+"""The command line: composes and checks a configuration, runs it, and distinguishes a user's mistakes from bugs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.config.checks import refuse_unused
-from groupwise.config.compose import refuse_both, register, to_run_config
+from groupwise.config.compose import register, to_run_config
 from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -29,17 +29,17 @@ from groupwise.sweeps.prepare import compose_shared, plan_sweep
 from groupwise.sweeps.status import finished, lines_of, status
 
 SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
-"""Hydra's flags that run no cells, or that Hydra refuses together with ``-m``."""
+"""Hydra's flags that run no cells, or that Hydra does not allow with ``-m``."""
 Train = Callable[[RunConfig], Any]
 
 
 def launch(conf: Path, train: Train) -> int:
-    """Execute the command line; returns the exit code: 0, 1 for a bug, 2 for a mistake, 130 if interrupted.
+    """Execute the command line and return the exit code: 0, 1 for a bug, 2 for a user's mistake, 130 if interrupted.
 
-    It is one run, or with ``-m`` every cell of a sweep that is not done; a failing cell does not stop the others. A
-    mistake is one line on stderr, with nothing written; a bug keeps its traceback.
+    It is one run, or with ``-m`` all unfinished cells of a sweep. A failing cell does not stop the others. A mistake is
+    reported as one line on stderr, and nothing is written. A bug is reported with its traceback.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing a report and exiting
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its exceptions instead of printing them and exiting
     failed: list[Exception] = []
     began: list[DictConfig] = []
     folder: Path | None = None
@@ -51,14 +51,13 @@ def launch(conf: Path, train: Train) -> int:
         try:
             return train(_single(composed))
         except Exception as error:
-            failed.append(error)  # not raised: Hydra would add its own text
+            failed.append(error)  # not raised, since Hydra would add its own text
             return None
 
     tell_warnings()
     try:
         register()
         given = _parse(sys.argv[1:])
-        refuse_both(given.overrides)
         main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
         if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
             folder = _begin(given, conf)
@@ -66,11 +65,10 @@ def launch(conf: Path, train: Train) -> int:
                 _multirun(given, conf, folder, main)
         else:
             main()
-    except SystemExit as end:  # Hydra has shown its help
+    except SystemExit as end:  # Hydra has printed its help
         return MISTAKE if end.code == 1 else int(end.code or 0)
     except KeyboardInterrupt:
-        again = "the command without overwrite=true" if "overwrite=true" in sys.argv else "the same command"
-        print(f"interrupted: {again} resumes from the last checkpoint", file=sys.stderr)
+        print("interrupted: the same command without overwrite=true resumes from the last checkpoint", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader closed the pipe
         raise
@@ -88,7 +86,7 @@ def launch(conf: Path, train: Train) -> int:
             _remove(folder)
         return MISTAKE
     if folder is not None:
-        if (folder / CELLS).is_file():  # sweepers other than Hydra's own choose their cells while they run
+        if (folder / CELLS).is_file():  # only Hydra's basic sweeper knows its cells in advance
             print(*status(folder, each=True), sep="\n")
         return report_sweep(folder)
     for mistake in failed:
@@ -97,29 +95,27 @@ def launch(conf: Path, train: Train) -> int:
 
 
 def _single(composed: DictConfig) -> RunConfig:
-    """The configuration of one run; raises `UserError` for settings of sweeps."""
+    """Return the configuration of one run. Raises `UserError` for settings of sweeps."""
     if composed.sweep != Command().sweep:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
-    if composed.cell is not None:
-        raise UserError(f"cell={composed.cell} is set by sweeps for their jobs: leave it out.")
     launcher = next((word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra/launcher=")), None)
     if launcher is not None:
-        raise UserError(f"{launcher} is for sweeps: add -m, with which one value is a sweep of one cell.")
+        raise UserError(f"{launcher} is for sweeps: add -m; a single run is then a sweep of one cell.")
     config = to_run_config(composed)
-    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as it was typed, ${...} and all
+    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, ${...} included
     refuse_unused(typed, config)
     return config
 
 
 def _begin(given: Namespace, conf: Path) -> Path | None:
-    """Make the folder of a sweep, after all cells are checked; None if nothing is left to do.
+    """Check all cells of a sweep and create its folder; return None if there is nothing to do.
 
-    With ``--cfg`` the cells are listed, and nothing is made.
+    With ``--cfg`` only list the cells.
     """
     planned = plan_sweep(_with_folder(given), conf)
     if given.cfg:
         if planned.cells is None:
-            raise UserError("hydra/sweeper chooses the cells while it runs, so there is no list: leave --cfg out.")
+            raise UserError("hydra/sweeper chooses the cells during the sweep, so there is no list: leave --cfg out.")
         print(*(f"{cell.run}{' (done)' * cell.done}  {cell.name}" for cell in planned.cells), sep="\n")
         print(f"cells: {len(planned.cells)}, done already: {sum(cell.done for cell in planned.cells)}")
         return None
@@ -137,7 +133,7 @@ def _begin(given: Namespace, conf: Path) -> Path | None:
 
 
 def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
-    """Pass the folder's cells to Hydra, or the unchanged command line to another sweeper, which chooses its own."""
+    """Pass the cells in the folder to Hydra, or the unchanged command line to another sweeper."""
     program, flags = sys.argv[0], sys.argv[1 + len(given.overrides) :]
     where = f"hydra.sweep.dir='{folder}'"
 
@@ -149,47 +145,43 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
         multirun(given.overrides)
         return
     settings = compose_shared(_with_folder(given), conf).hydra
-    shared = [*settings.overrides.hydra, *settings.overrides.task]  # for what their files say of Hydra
-    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # their cells are listed already
+    shared = [*settings.overrides.hydra, *settings.overrides.task]  # since their files may set Hydra's keys
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # the cells are known
     run_cells(folder, settings.launcher, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 
 def _with_folder(given: Namespace) -> list[str]:
-    """The overrides, and ``--config-dir`` as one of them."""
+    """Return the overrides, with ``--config-dir`` as one of them."""
     folder = given.config_dir
     place = [] if folder is None else [f"hydra.searchpath=['file://{Path(folder).resolve()}']"]
     return [*place, *given.overrides]
 
 
 def _remove(folder: Path) -> None:
-    """Remove a sweep's folder in which nothing has run."""
+    """Remove the folder of a sweep of which no cell has run."""
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # unless there is something else
+    with suppress(OSError):  # keep parents that are not empty
         folder.parent.rmdir()
         folder.parent.parent.rmdir()
 
 
 def _is_mistake(error: Exception, began: bool) -> bool:
-    """Before a run starts, any error inside of Hydra is a mistake on the command line, even if Hydra itself fails on
-    it: privacy=3 is a bare ValueError there, a number of 400 digits an OverflowError."""
+    """Whether the user made a mistake. Before a run starts, this is every error inside Hydra, since Hydra raises other
+    exceptions as well: privacy=3 is a ValueError, and a number of 400 digits an OverflowError."""
     modules = {frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
     return isinstance(error, COMPOSITION_ERRORS) or (not began and bool(modules & {"hydra", "omegaconf", "antlr4"}))
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; `python run.py --help` shows what can be given.")
+    raise UserError(f"{message}; `python run.py --help` lists the options.")
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Parse Hydra's flags, with one sentence for a mistake in place of a usage page, and move them behind the other
-    words: Hydra does not take ``key=value`` on both sides of a flag."""
+    """Parse Hydra's flags, and move them behind the overrides, since Hydra does not accept overrides on both sides of a
+    flag. Raises `UserError` instead of printing a usage page."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_intermixed_args(list(arguments))
-    if given.experimental_rerun:
-        raise UserError("--experimental-rerun would unpickle a file: leave it out, and repeat the command to resume.")
-    if given.config_dir and not Path(given.config_dir).is_dir():
-        raise UserError(f"--config-dir={given.config_dir} is not a folder: name one that has task/<name>.yaml.")
     flags = list(arguments)
     for word in given.overrides:
         flags.remove(word)

@@ -1,1 +1,1 @@
-"""Types, composes and checks the configuration of a run, and hashes what names it."""
+"""The configuration of a run: its schema, its composition by Hydra, its checks and its hash."""

@@ -1,4 +1,4 @@
-"""Composes a run's configuration by Hydra against the schema, and checks it."""
+"""Composes a run's configuration with Hydra, and checks it against the schema."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from groupwise.config.checks import refuse_unused, validate, value_at
-from groupwise.config.keys import FREE, expected, fits, key_types
+from groupwise.config.checks import refuse_unused, validate
+from groupwise.config.keys import FREE, key_types
 from groupwise.config.resolvers import register_resolvers
 from groupwise.config.schema import Command, PrivacyConfig, RunConfig
 from groupwise.config.sentences import in_one_sentence, unknown_key
@@ -29,7 +29,7 @@ from groupwise.rows import SCALES
 
 @functools.cache
 def register() -> None:
-    """Give Hydra the schema, the scales and the resolvers of `conf/`, once in each process."""
+    """Register the schema, the scales and the resolvers of `conf/` with Hydra, once in each process."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Command)
     for scale in SCALES:
@@ -38,14 +38,16 @@ def register() -> None:
 
 
 def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> RunConfig:
-    """Compose one run outside of the command line, from the folder ``conf``: for tests and notebooks.
+    """Compose one run from the folder ``conf`` without a command line, for tests and notebooks.
 
     Args:
-        typed: whether a person gave the overrides: then settings without effect are refused, which a sweep's file may
-            have.
+        typed: whether a user typed the overrides. Overrides without effect are then an error; a sweep's file may have
+            them.
+
+    Raises:
+        UserError: as :func:`to_run_config`, or an override without effect.
     """
     register()
-    refuse_both(overrides)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         config = to_run_config(compositions_of(conf).compose(overrides))
     if typed:
@@ -54,7 +56,7 @@ def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> 
 
 
 def compositions_of(conf: Path) -> Compositions:
-    """The compositions of the folder in its current state."""
+    """Return the `Compositions` of a folder, new ones if a file has changed."""
     conf = conf.resolve()
     return _compositions(conf, max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0))
 
@@ -65,11 +67,12 @@ def _compositions(_conf: Path, _written: int) -> Compositions:
 
 
 class Compositions:
-    """`hydra.compose` inside `initialize_config_dir`, once for all overrides that differ in plain values alone: a
-    composition takes a tenth of a second, and a sweep has hundreds.
+    """Calls `hydra.compose` once for all overrides that choose the same files, inside `initialize_config_dir`.
+
+    A composition takes a tenth of a second, and a sweep has hundreds.
 
     Args:
-        places: overrides of ``hydra.searchpath``, which all compositions share.
+        places: overrides of ``hydra.searchpath``, the same for all compositions.
     """
 
     def __init__(self, places: Sequence[str] = ()) -> None:
@@ -77,7 +80,7 @@ class Compositions:
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration of `overrides`; Hydra's exceptions pass through."""
+        """Return the configuration of `overrides`; raises Hydra's exceptions."""
         given = parse(overrides)
         values = [item for item in given if _is_value(item)]
         choices = tuple(str(item.input_line) for item in given if item not in values)
@@ -88,12 +91,12 @@ class Compositions:
             for item in values:
                 OmegaConf.update(config, item.key_or_group, item.value(), merge=True)
         except OmegaConfBaseException:
-            return compose("config", [*self._places, *overrides])  # which fails too, and names the override
+            return compose("config", [*self._places, *overrides])  # raises an error that names the override
         return config
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """A command line as Hydra parses it, inside `initialize_config_dir`, where ``glob(*)`` looks."""
+    """Parse a command line as Hydra does. Call this inside `initialize_config_dir`, which ``glob(*)`` needs."""
     loader = GlobalHydra.instance().config_loader()
     return OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
 
@@ -106,10 +109,10 @@ def _is_value(item: Override) -> bool:
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
-    """The composed config as a validated `RunConfig`: every interpolation resolved, every type checked.
+    """Convert a composed configuration to a validated `RunConfig`, with all interpolations resolved.
 
     Raises:
-        UserError: a key that the schema lacks, a value that cannot be resolved, or what `validate` refuses.
+        UserError: a key that is not in the schema, a value that cannot be resolved, or an error of `validate`.
     """
     free = tuple(f"{name}." for name in (*FREE, "sweep"))
     for key in _keys(composed):
@@ -123,35 +126,17 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     if not isinstance(command, Command):
         raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(command).__name__}")
     config = RunConfig(**{item.name: getattr(command, item.name) for item in fields(RunConfig)})
-    for key, kind in key_types().items():
-        if not fits(value_at(config, key), kind):
-            raise UserError(f"{key}={value_at(config, key)} does not fit: {expected(key)} was expected.")
     if config.privacy.noise_multiplier is not None and config.privacy.epsilon in (PrivacyConfig.epsilon, math.inf):
-        config.privacy.epsilon = None  # not given: it follows from the noise, once the data are known
+        config.privacy.epsilon = None  # the default: ε is computed from the noise, once the data are known
     validate(config)
     return config
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    # "+clip.foo=1" slips a key past Hydra's struct check, and the dataclass would carry it along unread.
+    # "+clip.foo=1" passes Hydra's check of keys, and nothing would read the key.
     for name in node:
         key = prefix + str(name)
         yield key
         child = node._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none():
             yield from _keys(child, f"{key}.")
-
-
-def refuse_both(overrides: Sequence[str]) -> None:
-    """Refuse ε and σ together on a command line; σ alone replaces a recipe's ε.
-
-    Raises:
-        UserError: both were given, neither as null.
-    """
-    given = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)}
-    both = [given.get(key, "null") for key in ("privacy.epsilon", "privacy.noise_multiplier")]
-    if "null" not in both:
-        raise UserError(
-            f"privacy.epsilon={both[0]} and privacy.noise_multiplier={both[1]} are both given: give one, as the other "
-            "follows from it."
-        )

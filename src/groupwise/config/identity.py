@@ -1,4 +1,4 @@
-"""The identity of an experiment: the hash of a configuration, which names the run's folder."""
+"""The hash of a configuration, which identifies an experiment and names the run's folder."""
 
 import hashlib
 import json
@@ -29,10 +29,9 @@ VOLATILE = (
     "clip.formula",
     "pipeline.timeout",
 )
-"""Keys that change at most rounding, and which masks dropout draws (`train.cuda_graph`). All others count:
-`debug.noise_seed`, and `train.device` as it is written (``auto`` is the same experiment on every machine; what it found
-is in the row)."""
-
+"""Keys that are not in the hash. They affect at most rounding, and the masks of dropout (`train.cuda_graph`). All other
+keys are in the hash, also `debug.noise_seed`, and `train.device` as it is written: ``auto`` is the same experiment on
+every machine, and the row has the device that was used."""
 
 LATER = {
     "own_task": "{}",
@@ -57,9 +56,9 @@ LATER = {
     "tuning.outside": False,
     "tuning.keep": False,
 }
-"""Keys added after the first committed rows, with the value of those rows: at that value they are not in the hash.
+"""Keys added after the first committed rows, with the value in those rows. With that value they are not in the hash.
 
-The schema no longer has some of them, but records of older runs do.
+Some of them are no longer in the schema, but in records of older runs.
 """
 
 GONE = {
@@ -71,19 +70,19 @@ GONE = {
     "pipeline.schedule": "1f1b",
     "clip.count_at": "raw",
 }
-"""Keys that were in the hash of committed rows and are no longer in the schema, with the value that all have."""
+"""Keys in the hash of committed rows that are no longer in the schema, with their value in all rows."""
 
 SIZES = ("eval.batch_size", "eval.generate.batch_size")
-"""Keys that may change when a run is resumed, if its evaluation did not fit into memory."""
+"""Keys that may change when a run is resumed, for an evaluation that did not fit into memory."""
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> plain value, types as the schema has them (1 and 1.0 are the same rate), with what is `GONE`."""
+    """Return dotted key -> plain value, `GONE` included, with the schema's types: 1 becomes 1.0 for a rate."""
     return flatten(_plain(config, type(config))) | GONE
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A typed value as OmegaConf converts it, at a fiftieth of the time: sections as mappings, 1 as 1.0."""
+    """Convert a typed value as OmegaConf does, in a fiftieth of the time: sections to mappings, 1 to 1.0."""
     if is_dataclass(kind):
         return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}  # type: ignore[arg-type]
     if get_origin(kind) is list:
@@ -95,7 +94,7 @@ _hints = cache(get_type_hints)
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; a list, or a mapping with keys of the user's own, becomes JSON text."""
+    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``. Lists, and mappings with keys of the user's own, become JSON text."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         key = f"{prefix}{name}"
@@ -107,26 +106,26 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 of the canonical configuration without its `VOLATILE` keys, 64 hexadecimal digits."""
+    """Return the SHA-256 of the configuration without its `VOLATILE` keys, 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(stable_config(config), sort_keys=True).encode()).hexdigest()
 
 
 def differences(there: RunConfig, here: RunConfig) -> list[str]:
-    """The stable keys that differ, so that a run cannot resume: ``clip.threshold is 1.0 there and 0.5 here``."""
+    """Return the differences that prevent resuming a run, such as ``clip.threshold is 1.0 there and 0.5 here``."""
     old, new = _settings(there), _settings(here)
     differing = [key for key in new if old[key] != new[key] and key not in SIZES]
     return [f"{key} is {old[key]} there and {new[key]} here" for key in differing]
 
 
 def save_config(config: RunConfig) -> str:
-    """The configuration as YAML."""
+    """Return the configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def load_config(path: Path) -> RunConfig:
-    """Read the file of `save_config`, without keys that the schema has no longer and that changed nothing.
+    """Read a file of `save_config`. Keys that are no longer in the schema are dropped if they had no effect.
 
-    Raises `UserError` if it is missing, or not of this schema.
+    Raises `UserError` if the file is missing, or does not fit the schema.
     """
     try:
         written: Any = OmegaConf.load(path)
@@ -139,13 +138,13 @@ def load_config(path: Path) -> RunConfig:
                     del written[section]
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start afresh.") from error
+        raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start a new run.") from error
     assert isinstance(config, RunConfig)
     return config
 
 
 def stable_config(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> plain value, without the `VOLATILE` keys: the content of the hash."""
+    """Return dotted key -> plain value, without the `VOLATILE` keys: the content of the hash."""
     return {key: value for key, value in _settings(config).items() if key not in LATER or value != LATER[key]}
 
 

@@ -1,27 +1,25 @@
-"""Lists every key of the command line with its type and allowed values, from the schema, and other libraries' names."""
+"""All keys of the command line, their types and allowed values, and the names of other libraries for them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from groupwise.config.schema import RunConfig
 from groupwise.rows import SCALES
 
-IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
 FREE = {
     "clip.mapping": "'+clip.mapping={stem*:early,*:late}'",
     "model.shape": "'+model.shape={n_layer:2}'",
     "own_task": "'+own_task.hidden=4'",
 }
-"""Mappings whose keys users define themselves, and how an entry is given."""
+"""Mappings whose keys are the user's own, and an example of how to give one."""
 
 
 @cache
 def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> type, sections (``clip``) as well as their fields (``clip.threshold``)."""
+    """Return dotted key -> type, for sections (``clip``) and their fields (``clip.threshold``)."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         found[prefix + name] = kind
@@ -30,45 +28,23 @@ def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _said(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each key with the docstring of its field."""
+def _metadata(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each key with the metadata of its field."""
     kinds = get_type_hints(schema)
     for item in fields(schema):
         yield prefix + item.name, item.metadata
         if is_dataclass(kinds[item.name]):
-            yield from _said(kinds[item.name], f"{prefix}{item.name}.")
+            yield from _metadata(kinds[item.name], f"{prefix}{item.name}.")
 
 
-CHOICES: dict[str, tuple[str, ...]] = {key: says["choices"] for key, says in _said() if "choices" in says}
-"""Key -> the words that it takes."""
-LIMITS = {key: says for key, says in _said() if "within" in says}
-"""Key -> the range of its number."""
-
-
-def expected(key: str) -> str:
-    """The values that ``key`` takes, in words: "a number or null"."""
-    kind = key_types().get(key, str)  # what has no type is an entry of a mapping of the user's own
-    if is_dataclass(kind):
-        return f"{key}.<key>=<value>"
-    if get_origin(kind) is dict:
-        return "{name:value,...}"
-    if get_origin(kind) is list:
-        return "[name,...]" if get_args(kind) == (str,) else "[number,...]"
-    return " or ".join(IN_WORDS[part] for part in get_args(kind) or (kind,))
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of that type; OmegaConf checks scalars, but not lists that come from an interpolation."""
-    if get_origin(kind) in (list, dict):
-        items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-        return isinstance(value, get_origin(kind)) and all(fits(item, get_args(kind)[-1]) for item in items)
-    if kind is Any or is_dataclass(kind):
-        return True
-    return isinstance(value, float | int) if kind is float else isinstance(value, get_args(kind) or kind)
+CHOICES: dict[str, tuple[str, ...]] = {key: rules["choices"] for key, rules in _metadata() if "choices" in rules}
+"""Key -> its allowed words."""
+LIMITS = {key: rules for key, rules in _metadata() if "within" in rules}
+"""Key -> the allowed range of its number."""
 
 
 def groups(conf: Path) -> dict[str, list[str]]:
-    """The groups of `conf/` that a person chooses from, with their options."""
+    """Return the groups of `conf/` that users choose from, with their options."""
     chosen = (folder for folder in conf.iterdir() if folder.is_dir() and folder.name not in ("recipe", "size", "hydra"))
     files = {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in chosen}
     return dict(sorted({**files, "scale": sorted(SCALES)}.items()))
@@ -91,4 +67,4 @@ OURS = {
     "lr": "learning_rate",
     "wd": "weight_decay",
 }
-"""A setting's name in Opacus, JAX Privacy, TensorFlow Privacy or transformers -> its name here."""
+"""The name of a setting in Opacus, JAX Privacy, TensorFlow Privacy or transformers -> its name here."""

@@ -1,4 +1,4 @@
-"""Values of `conf/` that depend on other keys: ``threshold: ${by_mode:{fixed_*:0.1, *:1.0}}``."""
+"""Resolvers for values in `conf/` that depend on other keys: ``threshold: ${by_mode:{fixed_*:0.1, *:1.0}}``."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from groupwise.errors import UserError
 
 
 def register_resolvers() -> None:
-    """Make ``by``, ``by_mode``, ``by_epsilon`` and ``joint`` known to OmegaConf; repeatable."""
+    """Register ``by``, ``by_mode``, ``by_epsilon`` and ``joint`` with OmegaConf. May be called again."""
     for resolver in (by, by_mode, by_epsilon, joint):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
 def by(name: object, table: Mapping[Any, Any]) -> Any:
-    """``${by:${model.name},{roberta_large:512,*:1024}}``: the first entry whose pattern the name matches.
+    """``${by:${model.name},{roberta_large:512,*:1024}}``: the first entry whose pattern matches the name.
 
     Raises:
-        UserError: none does.
+        UserError: no pattern matches.
     """
     for pattern, value in table.items():
         if fnmatchcase(str(name), str(pattern)):
             return value
-    raise UserError(f"{name} is not one of {', '.join(map(str, table))}: give the value that depends on it yourself.")
+    raise UserError(f"{name} is not one of {', '.join(map(str, table))}: set the key that depends on it.")
 
 
 def by_mode(table: Mapping[str, Any], *, _root_: DictConfig) -> Any:
-    """``${by_mode:{adaptive_*:0.85, *:0.6}}``: as `by`, of the name of the clipping mode."""
+    """``${by_mode:{adaptive_*:0.85, *:0.6}}``: as `by`, for the name of the clipping mode."""
     return by(_root_.clip.name, table)
 
 
 def by_epsilon(table: Mapping[float, Any], *, _root_: DictConfig) -> Any:
-    """``${by_epsilon:{3:40, 8:20}}``: the entry at ε, or at the ε nearest to it (`at_epsilon`)."""
+    """``${by_epsilon:{3:40, 8:20}}``: the entry for ε, or for the nearest ε (`at_epsilon`)."""
     return at_epsilon(table, _root_.privacy.epsilon)
 
 
 def joint(threshold: float, groups: int) -> float:
-    """``${joint:1e-5,${pipeline.stages}}``: the C of that many groups which each clip to that threshold."""
+    """``${joint:1e-5,${pipeline.stages}}``: C for this number of groups that each clip to this threshold."""
     return threshold * math.sqrt(groups) if groups > 0 else threshold
 
 
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:
-    """The entry of ``table`` at ``epsilon``, else at the epsilon nearest in ratio, ties to the smaller.
+    """Return the entry of ``table`` for the epsilon nearest in ratio, or the smaller one of two that are equally near.
 
-    Without noise (inf) it is the entry of the largest one, which may be inf itself. If the noise multiplier is given
-    instead (None), it is that of the largest finite one. Raises `UserError` for an epsilon that is not positive.
+    Without noise (inf) it is the entry for the largest epsilon, which may be inf. If the noise multiplier is given
+    instead (None), it is the entry for the largest finite epsilon. Raises `UserError` unless epsilon is positive.
     """
     known = sorted(table)
     if epsilon == math.inf:

@@ -1,8 +1,8 @@
 """The schema of a run's configuration: the keys of `conf/`, and the types that the code behind `run.py` receives.
 
-Plain dataclasses, so importing this module costs nothing, and a run can be described in Python without Hydra. Every
-field is a key of the command line (``clip.target_quantile=0.7``) and declares its values: some words, or a range of
-numbers. Checks of several keys together are in `groupwise.config.checks`.
+These are plain dataclasses, so this module is fast to import, and a run can be configured in Python without Hydra.
+Every field is a key of the command line (``clip.target_quantile=0.7``). It declares its allowed words, or its range of
+numbers. `groupwise.config.checks` checks combinations of keys.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ POSITIVE, NOT_NEGATIVE, BELOW_ONE, INSIDE = "greater than zero", "zero or more",
 
 
 def one_of(default: str, *choices: str) -> Any:
-    """A field that takes one of these words, in the order in which messages list them."""
+    """Return a field that takes one of these words. Error messages list them in this order."""
     return field(default=default, metadata={"choices": choices})
 
 
 def number(default: float | None, within: str, most: float | None = None, infinite: bool = False) -> Any:
-    """A field that takes a number within one of the ranges above, at most ``most`` if libraries fail beyond that."""
+    """Return a field for a number in one of the ranges above, and at most ``most``, beyond which libraries fail."""
     return field(default=default, metadata={"within": within, "most": most, "infinite": infinite})
 
 
@@ -34,7 +34,7 @@ class LoraConfig:
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = number(0.0, BELOW_ONE)
     targets: list[str] = field(default_factory=list)
-    """Ends of the names of layers that get an adapter, such as c_attn; empty takes peft's choice for the model."""
+    """Layers that get an adapter, by the ends of their names, such as c_attn; empty: peft's choice for the model."""
 
 
 @dataclass
@@ -42,25 +42,25 @@ class ModelConfig:
     """The network: a wide residual network from scratch, or a language model of the transformers library."""
 
     name: str = "wide_resnet"
-    """wide_resnet, scatter_cnn or lite0_head for images; for text a label, such as roberta_base, which tables show."""
+    """Images: wide_resnet, scatter_cnn or lite0_head. Text: a label for tables, such as roberta_base."""
     source: str | None = None
     """Text: a folder that `save_pretrained` wrote, or a name on the Hugging Face hub."""
     fresh: bool = False
-    """Text: random weights, in the shape of `architecture` and `shape`, or else of `source`."""
+    """Text: random weights for the model that `architecture` and `shape`, or else `source`, describe."""
     weights: str | None = None
-    """A finished run's folder, or its model.pt, to start from; for any number of stages. On the same data its budget is
-    added, and a run without privacy makes this one not private (docs/privacy.md)."""
+    """The folder of a finished run, or its model.pt, to start from, for any number of stages. If it was trained on the
+    same data, its budget is added, and without privacy this run is not private either (docs/privacy.md)."""
     architecture: str | None = None
     """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Text: arguments of that type's configuration, such as {n_layer: 2}."""
     tokenizer: str | None = None
-    """Text: a folder or a name on the hub; null takes `source`."""
+    """Text: a folder or a name on the hub; null uses `source`."""
     trains: str = one_of("all", "all", "attention", "bias", "lora")
     """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters
     and head)."""
     pool: str = one_of("first", "first", "mean")
-    """Classifiers: first | mean, the token or the mean of all tokens that the head reads."""
+    """Classifiers: the head reads the first token, or the mean of all tokens."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     untie: bool = False
     """Text: give the head its own copy of a tied token embedding."""
@@ -69,11 +69,11 @@ class ModelConfig:
     attention_dropout: float | None = number(None, BELOW_ONE)
     attention: str = one_of("sdpa", "sdpa", "eager")
     frozen_dtype: str = one_of("float32", "float32", "bfloat16")
-    """Text: of the parameters that do not train; those that train are float32."""
+    """Text: dtype of the parameters that are not trained. Trained parameters are float32."""
     rematerialize: bool = False
-    """Text: keep only each block's input, and compute the block again in the backward pass; for long texts."""
+    """Text: keep only each block's input, and recompute the block in the backward pass; for long texts."""
     depth: int = number(16, POSITIVE, most=10_000)
-    """Layers, 6n + 4."""
+    """Number of layers, 6n + 4."""
     width: int = number(4, POSITIVE, most=1_000)
     """Channels, as a multiple of 16, 32, 64."""
     norm_groups: int = number(16, POSITIVE)
@@ -90,18 +90,18 @@ class DataConfig:
     image_size: int | None = number(None, POSITIVE)
     """Side in pixels after average pooling; null keeps the images as they are."""
     train_limit: int | None = number(None, POSITIVE)
-    """Keep only this many training examples, the first of each class (text: a fixed random choice); null keeps all."""
+    """Keep only this many training examples: the first of each class (text: a fixed random choice); null keeps all."""
     train_file: str | None = None
-    """Text: another training file, in the folder of the data set; null takes the usual name."""
+    """Text: another training file in the folder of the data set; null uses the usual name."""
     hub: str = "nyu-mll/glue"
-    """GLUE: the data set on the hub (or a local copy of its folder) that is read if there are no tsv files."""
+    """GLUE: the data set on the hub, or a local copy of its folder, to read if there are no tsv files."""
     holdout: float | None = number(None, BELOW_ONE)
-    """Set this share of the training set aside and validate on it, for tuning (0.2 in the paper)."""
+    """Hold out this share of the training set for validation, to tune settings (0.2 in the paper)."""
     public: bool = False
-    """The data are public: batches, masks and noise follow from `seed`, so that compared runs share them and a row
-    can be reproduced (sweeps.reproduce). Not a private release."""
+    """The data are public: `seed` determines batches, masks and noise, so that compared runs share them and a row can
+    be reproduced (sweeps.reproduce). Not a private release."""
     max_length: int = number(256, POSITIVE)
-    """Text: tokens of an example, its end included; longer ones are cut, and the record says how many."""
+    """Text: tokens of an example, end token included. Longer ones are truncated, and the record has their number."""
 
 
 @dataclass
@@ -110,11 +110,11 @@ class ClipConfig:
 
     name: str = "adaptive_layer"
     grouping: str = one_of("layer", "none", "flat", "layer", "block", "device", "custom")
-    """The partition of the layers into K groups; device: one for each stage of a pipeline, flat on a single one."""
+    """The partition of the layers into K groups; device: one group for each pipeline stage."""
     norms: str = one_of("bookkeeping", "bookkeeping", "ghost")
-    """bookkeeping (one backward) | ghost (two backwards, nothing kept; one flat group only)."""
+    """bookkeeping (one backward pass) | ghost (two backward passes, less memory; flat grouping only)."""
     policy: str = one_of("adaptive", "fixed", "adaptive")
-    """fixed | adaptive: they follow a private quantile."""
+    """fixed | adaptive: thresholds follow a private quantile of the norms."""
     rule: str = one_of("min", "min", "automatic")
     """min: min(1, C/norm) | automatic: C/(norm + gamma)."""
     gamma: float = number(0.01, NOT_NEGATIVE)
@@ -122,23 +122,23 @@ class ClipConfig:
     threshold: float = number(1.0, POSITIVE)
     """C, the norm of the whole clipped gradient; each of K groups gets C/sqrt(K)."""
     initial_threshold: float | None = number(None, POSITIVE)
-    """Adaptive: where each C_k starts; null starts at C/sqrt(K)."""
+    """Adaptive: the initial value of each C_k; null: C/sqrt(K)."""
     target_quantile: float = number(0.6, INSIDE)
-    """q: the share of examples that a threshold should leave unclipped."""
+    """q: the share of examples whose norm should be below the threshold."""
     quantile_learning_rate: float = number(0.3, POSITIVE)
     """The step of the geometric threshold update (eta in the paper)."""
     quantile_budget: float = number(0.01, INSIDE)
-    """r: the share of the privacy budget that pays for the counts."""
+    """r: the share of the privacy budget for the counts."""
     rescale: bool = True
     """Adaptive: rescale the thresholds so that sqrt(sum C_k^2) = threshold."""
     minimum: float = number(1e-8, POSITIVE)
-    """No adaptive threshold falls below this."""
+    """Lower bound of adaptive thresholds."""
     maximum: float = number(1e8, POSITIVE)
-    """No adaptive threshold rises above this."""
+    """Upper bound of adaptive thresholds."""
     formula: str = one_of("auto", "auto", "gram", "materialize")
-    """How norms are computed if a layer has the choice; equal up to rounding."""
+    """How norms are computed for layers with both methods; equal up to rounding."""
     mapping: dict[str, str] = field(default_factory=dict)
-    """grouping=custom: glob of layer names -> group name; the first match counts."""
+    """grouping=custom: glob of layer names -> group name; the first match is used."""
 
 
 @dataclass
@@ -148,20 +148,20 @@ class NoiseConfig:
     allocation: str = one_of("global", "global", "equal_budget", "weighted")
     """global (gamma_k = 1) | equal_budget (gamma_k = C_k) | weighted (gamma_k = C_k / sqrt(d_k))."""
     secure: bool = False
-    """Draw noise and batches from a cipher, and add the noise on a lattice: several times slower; docs/privacy.md."""
+    """Draw noise and batches from a cipher, and add the noise on a lattice; several times slower (docs/privacy.md)."""
 
 
 @dataclass
 class PrivacyConfig:
-    """The budget: either epsilon decides the noise, or noise_multiplier is given and epsilon follows."""
+    """The budget: epsilon, or else noise_multiplier. The other one is computed."""
 
     epsilon: float | None = number(8.0, POSITIVE, infinite=True)
     """inf means no noise and no guarantee."""
     delta: float | None = number(1e-5, INSIDE)
-    """null: 1/N^1.1, N the number of training examples."""
+    """null: 1/N^1.1, for N training examples."""
     noise_multiplier: float | None = number(None, NOT_NEGATIVE)
     sampling: str = one_of("poisson", "poisson", "shuffle")
-    """shuffle is as published: its epsilon is not a guarantee."""
+    """shuffle reproduces published runs; its epsilon is not a guarantee."""
     accountant: str = one_of("prv", "prv", "pld", "rdp")
 
 
@@ -179,44 +179,44 @@ class OptimConfig:
     beta2: float = number(0.999, BELOW_ONE)
     eps: float = number(1e-8, POSITIVE)
     schedule: str = one_of("constant", "constant", "linear", "cosine")
-    """linear and cosine go to zero at the last step."""
+    """linear and cosine decay to zero at the last step."""
     warmup: float = number(0.0, BELOW_ONE)
-    """Fraction of the steps that the learning rate takes to rise linearly."""
+    """Fraction of the steps in which the learning rate rises linearly."""
 
 
 @dataclass
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     batch_size: int | None = number(4096, POSITIVE)
-    """B: the expected logical batch size; one noisy update each. null derives it from sample_rate."""
+    """B: the expected size of a logical batch, which makes one update. null: computed from sample_rate."""
     sample_rate: float | None = number(None, POSITIVE, most=1)
-    """rho: the probability that an example is drawn at a step, B = rho N; instead of batch_size."""
+    """rho: the probability that an example is drawn in a step, B = rho N; instead of batch_size."""
     epochs: float = number(300.0, POSITIVE)
     steps: int | None = number(None, POSITIVE)
-    """T: null means round(epochs * N / B)."""
+    """T; null: round(epochs * N / B)."""
     microbatch: int | None = number(None, POSITIVE)
-    """Examples in memory at once; null chooses. The update depends on it by rounding, and by masks if there are any."""
+    """Examples in memory at once; null: automatic. The update depends on it only by rounding and by dropout masks."""
     token_loss: str = one_of("mean", "mean", "sum")
-    """Text: mean or sum of an example's token losses; losses are summed over examples."""
+    """Text: mean or sum of an example's token losses."""
     precision: str = one_of("float32", "float32", "tf32", "bfloat16")
-    """tf32: in the forward pass, on a GPU; bfloat16: by autocast. Norms, sums and noise are float32 in all."""
+    """tf32: in the forward pass, on a GPU; bfloat16: by autocast. Norms, sums and noise are always float32."""
     deterministic: bool = False
-    """On a GPU: only deterministic algorithms, which are slower. On a CPU they always are."""
+    """On a GPU: use only deterministic algorithms, which are slower. CPU algorithms are always deterministic."""
     compile: bool = False
     cuda_graph: bool = False
-    """On a GPU: record a microbatch as a CUDA graph, once for each shape; for small microbatches."""
+    """On a GPU: capture a microbatch as a CUDA graph, once for each shape; for small microbatches."""
     device: str = one_of("auto", "auto", "cpu", "cuda")
     checkpoint_every: float = number(60.0, NOT_NEGATIVE)
-    """Seconds between checkpoints (0: after every step); when one is written never changes the result."""
+    """Seconds between checkpoints; 0: after every step. It does not affect the result."""
     keep: list[float] = field(default_factory=list)
-    """Epochs at which the weights are kept, as weights-<step>.pt in the run's folder; 0 is before the first step."""
+    """Epochs after which to save the weights, as weights-<step>.pt in the run's folder; 0: before the first step."""
     channels_last: bool = True
     """Memory layout of convolutions."""
     matmul: str = one_of("auto", "auto", "torch", "onednn")
-    """On a CPU: float32 products of clipped layers by torch's own library or by oneDNN; auto takes the faster."""
+    """On a CPU: float32 matrix products of clipped layers by torch's default library or by oneDNN; auto: the faster."""
     threads: int | None = number(None, POSITIVE, most=1_000)
-    """CPU threads of torch; null leaves its default. One is fastest for small networks."""
+    """CPU threads of torch; null: torch's default. One is fastest for small networks."""
 
 
 @dataclass
@@ -228,54 +228,54 @@ class GenerateConfig:
     length_penalty: float = 1.0
     batch_size: int = number(16, POSITIVE)
     limit: int | None = number(None, NOT_NEGATIVE)
-    """Generate for the first inputs only; 0 for none; null for all."""
+    """Generate only for this many inputs; 0: none; null: all."""
 
 
 @dataclass
 class EvalConfig:
-    """Evaluation on the training and the validation set, and on the test set where there is one."""
+    """Evaluation on the training and validation sets, and on the test set if there is one."""
 
     every: float | None = number(None, POSITIVE)
-    """Epochs between evaluations; null evaluates only at the end, which always happens."""
+    """Epochs between evaluations. There is always one at the end; null: only that one."""
     curve: bool = False
-    """Make every evaluation as complete as the last one: test set and generated texts too."""
+    """Make every evaluation as complete as the last one, with the test set and generated texts."""
     train_limit: int | None = number(None, POSITIVE)
-    """Evaluate on this many training examples only; null takes all."""
+    """Evaluate on this many training examples only; null: all."""
     batch_size: int = number(1000, POSITIVE)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     shots: int | None = number(None, NOT_NEGATIVE)
-    """Train nothing, and generate from a prompt with this many training examples before the input; null trains."""
+    """Do not train, but generate from a prompt with this many training examples before the input; null: train."""
     prompt_set: int = number(0, NOT_NEGATIVE, most=2)
-    """The set of examples in the prompt (the paper averages over three)."""
+    """Number of the set of examples in the prompt (the paper averages over three sets)."""
 
 
 @dataclass
 class PipelineConfig:
-    """The model split into stages of consecutive blocks, a process and a device each (Algorithm 2)."""
+    """The model split into stages of consecutive blocks, each with its own process and device (Algorithm 2)."""
 
     stages: int = number(1, POSITIVE, most=1_000)
-    """K of per-device clipping; 1 is no pipeline."""
+    """Number of stages, which is K for per-device clipping; 1: no pipeline."""
     blocks: list[int] = field(default_factory=list)
-    """The number of blocks of each stage; empty makes their parameters even."""
+    """Number of blocks in each stage; empty: stages with about equal numbers of parameters."""
     rematerialize: bool = False
-    """Keep only each block's input, and compute the block again in the backward pass."""
+    """Keep only each block's input, and recompute the block in the backward pass."""
     timeout: float = number(600.0, POSITIVE)
-    """Seconds that a process waits for another one before it fails."""
+    """Seconds that a process waits for another one before it raises an error."""
 
 
 @dataclass
 class ParallelConfig:
-    """Replicas of the model, or of its pipeline, each with a share of every batch."""
+    """Replicas of the model or of its pipeline. Each gets a share of every batch."""
 
     ranks: int = number(1, POSITIVE, most=10_000)
-    """Processes, for each stage of a pipeline; 1 is no replicas."""
+    """Number of processes, for each pipeline stage; 1: no replicas."""
     kind: str = one_of("ddp", "ddp", "fsdp")
-    """ddp: a whole copy each | fsdp: parameters in shards (FSDP2)."""
+    """ddp: each process has the whole model | fsdp: the parameters are sharded (FSDP2)."""
 
 
 @dataclass
 class TrackerConfig:
-    """A tracker for metrics, besides the run's own files, which are always written."""
+    """A tracker for metrics. The run's own files are always written."""
 
     name: str = one_of("files", "files", "wandb", "tensorboard", "mlflow")
     project: str = "groupwise"
@@ -285,7 +285,7 @@ class TrackerConfig:
 
 @dataclass
 class PathsConfig:
-    """Folders, relative to where the command is given."""
+    """Folders, relative to the current folder."""
 
     data: str = "data"
     results: str = "results"
@@ -296,20 +296,20 @@ class DebugConfig:
     """For tests only."""
 
     noise_seed: int | None = number(None, NOT_NEGATIVE)
-    """Seeded noise can be repeated, so the run is marked "not private"."""
+    """Seed of the noise. The noise is then predictable, so the run is marked "not private"."""
 
 
 @dataclass
 class RunConfig:
-    """One run, complete: two equal RunConfigs on the same machine are the same experiment."""
+    """The configuration of one run. Two equal ones on the same machine are the same experiment."""
 
     task: str = "cifar"
     own_task: dict[str, Any] = field(default_factory=dict)
-    """A task of your own: {_target_: module.function}, and the function's arguments besides (config, device)."""
+    """Your own task: {_target_: module.function}, and the function's arguments other than (config, device)."""
     scale: str = one_of("paper", *SCALES)
     """Written into every result row."""
     seed: int = number(0, NOT_NEGATIVE)
-    """Initial weights; never the noise nor, where there is noise, the batches: those come from a secret key."""
+    """Seed of the initial weights. With noise, batches and noise come from a secret key instead."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
@@ -326,16 +326,16 @@ class RunConfig:
     resume: str | None = None
     """The folder of an unfinished run to resume."""
     overwrite: bool = False
-    """Delete this configuration's earlier run, finished or not, and start afresh."""
+    """Delete this configuration's earlier run, finished or not, and start a new one."""
     export: str | None = None
-    """Text: also write the trained model as a transformers folder, with its tokenizer, recipe and hash."""
+    """Text: also write the trained model to this folder for transformers, with its tokenizer, recipe and hash."""
     explain: bool = False
-    """Print how each layer's norms are computed, and why; then stop, with nothing trained or written."""
+    """Print how each layer's norms are computed, and why. Nothing is trained or written."""
 
 
 @dataclass
 class SweepConfig:
-    """The cells of a table or figure, as a file of `sweeps/` has them; see `groupwise.sweeps.cells`."""
+    """The cells of a table or figure, as in a file of `sweeps/`; see `groupwise.sweeps.cells`."""
 
     grids: list[dict[str, Any]] = field(default_factory=list)
     scales: dict[str, Any] = field(default_factory=dict)
@@ -348,4 +348,4 @@ class Command(RunConfig):
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """``+sweep=NAME`` chooses a file of `sweeps/`."""
     cell: str | None = None
-    """Of a sweep's own jobs: the cell to run, by the first digits of its hash."""
+    """Set by sweeps for their jobs: the cell to run, by the first digits of its hash."""

@@ -1,4 +1,4 @@
-"""Turns the errors of Hydra and OmegaConf into one sentence."""
+"""Turns errors of Hydra and OmegaConf into messages of one sentence."""
 
 from __future__ import annotations
 
@@ -11,46 +11,38 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from groupwise.config.keys import FREE, OURS, expected, key_types
+from groupwise.config.keys import FREE, OURS, key_types
 from groupwise.errors import UserError, did_you_mean, message
 
 COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, RecursionError)
-"""Exceptions for mistakes during composition; the last one for circular values."""
+"""Exceptions for a user's mistakes during composition; the last one is for circular values."""
 MERGING = "Error merging override "
-"""The beginning of Hydra's message for a value that does not fit its key; the override follows."""
+"""The start of Hydra's message for a value of the wrong type; the override follows."""
 OWN_ERROR = "UserError raised while resolving interpolation: "
-"""The beginning of OmegaConf's message for a `UserError` of a resolver."""
+"""The start of OmegaConf's message for a `UserError` in a resolver."""
 
 
 def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
-    """The sentence for a key that the schema lacks, with the key that was probably meant."""
+    """Return the message for a key that is not in the schema, with the key that was probably meant."""
     for mapping, example in FREE.items():
         if key.startswith(f"{mapping}."):
-            return f"{key} is no entry of {mapping} here; new ones take a plus: {example}."
-    if key.startswith("hydra.launcher."):
-        return f"there is no key {key}; `hydra/launcher=slurm --cfg hydra -p hydra.launcher` lists those of a launcher."
+            return f"{mapping} has no entry {key}; put a plus before a new one: {example}."
     known = key_types()
-    section, _, last = key.rpartition(".")
+    last = key.rpartition(".")[2]
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
-    if same_end:
-        hint = f" (did you mean {' or '.join(same_end)}?)"
-    elif section in known:
-        ends = {name.rpartition(".")[2]: name for name in known if name.startswith(f"{section}.")}
-        hint = did_you_mean(last, ends, ends)
-    else:
-        hint = did_you_mean(key, [*known, *groups])
+    hint = f" (did you mean {' or '.join(same_end)}?)" if same_end else did_you_mean(key, [*known, *groups])
     return f"there is no key or group {key}{hint}; `python run.py --help` lists them."
 
 
 def in_one_sentence(error: BaseException, groups: tuple[str, ...] = ()) -> str:
-    """An error of composition as one sentence; it may suggest one of ``groups``."""
+    """Return an error of composition as one sentence, which may suggest one of ``groups``."""
     return message(UserError(_sentence(error, groups)))
 
 
 def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = str(getattr(cause, "full_key", None) or "")
-    given = str(error).removeprefix(MERGING) if str(error).startswith(MERGING) else key  # as it was typed, if known
+    given = str(error).removeprefix(MERGING) if str(error).startswith(MERGING) else key  # as typed, if known
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
@@ -58,35 +50,27 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)
     if isinstance(cause, ValidationError) and key:
-        wanted = _first_line(cause) if key.startswith("hydra.") else f"{expected(key)} was expected"
-        return f"{given} does not fit: {wanted}."
+        return f"{given} has the wrong type: {_first_line(cause)}."
     if isinstance(cause, InterpolationResolutionError) and OWN_ERROR in str(cause):
         return _first_line(cause).removeprefix(OWN_ERROR)
     if isinstance(cause, InterpolationResolutionError) and key:
-        return f"{key} cannot be worked out: {_first_line(cause)}."
+        return f"{key} cannot be resolved: {_first_line(cause)}."
     return f"{_first_line(cause)}." if isinstance(cause, OmegaConfBaseException) else str(error)
 
 
 def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if group.startswith("size/"):
-        return f"scale={option} does not go with this task: conf/{group}/ holds what does."
+        return f"scale={option} is not available for this task: see conf/{group}/ for those that are."
     if not error.options:
         return str(error).partition("\n\n")[0]  # the search path follows
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
 
 
 def _unreadable(override: str) -> str:
-    """Some characters are reserved in Hydra's grammar, for lists, mappings and sweeps."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        return f"'{override}' cannot be read as key=value: write it in one word, such as clip=flat."
-    if value.endswith(",") or value.startswith(("[", "{")):
-        return f"'{override}' cannot be read as key=value: a sweep is 1,2, a list [1,2], a mapping {{a:1}}, no quotes."
-    quoted = value.replace('"', '\\"')
     return (
-        f"'{override}' cannot be read as key=value: put a value with signs such as = [ ] {{ }} , : into quotes, "
-        f"""'{key}="{quoted}"'."""
+        f"'{override}' cannot be parsed as key=value: write it as in clip=flat, a list as [1,2], a mapping as {{a:1}}, "
+        """and put a value with special characters in quotes, 'key="a=b"'."""
     )
 
 

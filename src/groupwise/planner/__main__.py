@@ -1,4 +1,4 @@
-"""Estimates what a private pipeline needs on each device and how long it takes, and allocates no model:
+"""Estimates the memory of a private pipeline on each device, and its time, without allocating the model:
 
 python -m groupwise.planner model=gpt3_175b devices=16 memory=32 microbatch=1
 python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length=512
@@ -29,12 +29,12 @@ class Plan:
     """The printed plan.
 
     Args:
-        options: what was asked for, with the microbatch that was chosen.
-        parameters, trained: numbers in the whole model, adapters included, and those of them that train.
+        options: the given options, with the chosen microbatch.
+        parameters, trained: numbers of all parameters, adapters included, and of the trained ones.
         most: the largest microbatch that fits.
-        ranges: blocks of each stage.
-        memory: of each stage.
-        times: of a step.
+        ranges: the blocks of each stage.
+        memory: for each stage, in bytes.
+        times: for a step, in seconds.
         plain: seconds of a step without clipping and noise.
     """
 
@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def steps(self) -> float:
-        """Logical batches in an epoch."""
+        """The number of logical batches in an epoch."""
         return self.options.examples / self.options.batch
 
 
 def make_plan(estimate: Estimate) -> Plan:
-    """The whole plan.
+    """Return the whole plan.
 
     Raises:
         UserError: the model does not fit.
@@ -62,7 +62,7 @@ def make_plan(estimate: Estimate) -> Plan:
     options = estimate.options
     if options.devices > estimate.blocks:
         blocks = f"the {estimate.blocks} blocks of {options.model}"
-        raise UserError(f"devices={options.devices} is more than {blocks}: give no more.")
+        raise UserError(f"devices={options.devices} is more than {blocks}; give at most {estimate.blocks}.")
     if not estimate.fits(estimate.work):
         raise UserError(_why_not(estimate))
     most = largest_microbatch(estimate)
@@ -81,7 +81,7 @@ def make_plan(estimate: Estimate) -> Plan:
 
 
 def largest_microbatch(estimate: Estimate) -> int:
-    """The most examples that fit, if one does: a linear extrapolation, then a search."""
+    """Return the largest number of examples that fit, by linear extrapolation and a search. One example must fit."""
 
     def of(microbatch: int) -> Work:
         return replace(estimate.work, microbatch=microbatch)
@@ -96,7 +96,7 @@ def largest_microbatch(estimate: Estimate) -> int:
 
 
 def _chosen(estimate: Estimate, most: int) -> Work:
-    """With the microbatch that was asked for; else the fastest among 1, 2, 4, … and the largest that fits."""
+    """Return the work for the given microbatch, or for the fastest of 1, 2, 4, … and the largest that fits."""
     if estimate.options.microbatch:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
@@ -110,8 +110,8 @@ def _why_not(estimate: Estimate) -> str:
     stage = max(range(len(memory)), key=lambda i: memory[i].peak)
     why = (
         f"{options.model} does not fit on {options.devices} devices with microbatch {work.microbatch}: stage {stage} "
-        f"needs {memory[stage].peak / 1e9:.1f} GB, {memory[stage].weights / 1e9:.1f} of them frozen weights, and "
-        f"{options.room / 1e9:.1f} are there"
+        f"needs {memory[stage].peak / 1e9:.1f} GB, {memory[stage].weights / 1e9:.1f} of them for frozen weights, and "
+        f"{options.room / 1e9:.1f} GB are available"
     )
     return f"{why}; give more devices, devices with more memory, or a shorter length."
 
@@ -120,12 +120,12 @@ GB = 1e9
 
 
 def report(plan: Plan) -> str:
-    """The options, the table of stages and the times."""
+    """Return the report: the options, the table of stages, and the times."""
     options, times = plan.options, plan.times
     device, best = options.device, times.per_device
     dtype = options.weights_dtype if options.rank else "float32"
     trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
-    speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, {device.share:.0%} of them achieved"
+    speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, of which {device.share:.0%} are achieved"
     stages = pd.DataFrame([{**asdict(memory), "peak": memory.peak} for memory in plan.memory])
     stages["free"] = options.room - stages["peak"]
     table = stages / GB
@@ -138,7 +138,7 @@ def report(plan: Plan) -> str:
 batch {options.batch} = {times.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
 (up to {plan.most} would fit), 1F1B, {"with" if options.rematerialize else "without"} rematerialisation
 
-GB of each stage, and milliseconds of a microbatch there:
+GB of each stage, and milliseconds for a microbatch:
 {table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
 
 bubble {bubble_fraction(options.devices, times.microbatches):.1%} ((S-1)/(J+S-1)); \
@@ -147,8 +147,8 @@ without clipping and noise   {_times(plan, plan.plain)}
 per-device clipping          {_times(plan, best)}
 flat clipping in two passes  {_times(plan, times.flat)}
 
-Do: devices={options.devices}, microbatch={options.microbatch}, per-device clipping; \
-{free:.1f} GB stay free on the fullest device and {options.epochs:g} epochs take \
+Recommended: devices={options.devices}, microbatch={options.microbatch}, per-device clipping. \
+{free:.1f} GB stay free on the fullest device, and {options.epochs:g} epochs take \
 {_time(best * plan.steps * options.epochs)}."""
 
 
@@ -169,7 +169,7 @@ def _time(seconds: float) -> str:
 
 
 def run(options: PlanOptions) -> None:
-    """Print a plan."""
+    """Print the plan."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

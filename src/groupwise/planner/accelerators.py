@@ -1,4 +1,4 @@
-"""Memory and speed of devices, from published figures."""
+"""Memory and speed of devices, from published data."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device of a pipeline, and its links."""
+    """A device of a pipeline, and its links to others."""
 
     name: str
     memory: float
     """Bytes."""
     peak: dict[str, float]
-    """Operations a second by dtype, as the data sheet says; the first is the default of frozen weights."""
+    """Operations per second by dtype, from the data sheet. The first dtype is the default for frozen weights."""
     share: float
-    """The share of the peak that training of large transformers achieves overall."""
+    """The share of the peak that is achieved when training large transformers."""
     bandwidth: float
-    """Bytes a second between the device and its own memory."""
+    """Bytes per second between the device and its memory."""
     link: float
-    """Bytes a second to a neighbour, one direction."""
+    """Bytes per second to a neighbouring device, in one direction."""
     latency: float
-    """Seconds until a message's first byte is there."""
+    """Seconds until the first byte of a message arrives."""
     reserved: float = 1e9
-    """Bytes not available to tensors: context, libraries' workspaces, fragmentation."""
+    """Bytes that tensors cannot use: CUDA context, workspaces of libraries, fragmentation."""
     kind: str = "cuda"
-    """The type of torch's device: layers choose how to find norms by it, and an optimiser its kernels."""
+    """torch's device type. Layers choose their norm method by it, and optimisers their kernels."""
 
 
 _TENSOR_CORES = ("bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""Estimates memory and time of any number of stages and any microbatch of one model on one kind of device."""
+"""Estimates memory and time of one model on one kind of device, for any number of stages and any microbatch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
 
 MOMENTS = 2  # of Adam
-UPDATE_PASSES = 10  # reads and writes of a trained number: noise, division, both moments, weight
+UPDATE_PASSES = 10  # reads and writes per trained number: noise, division, both moments, weight
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device; the parts that a step holds at its fullest moment add up to `peak`.
+    """Bytes on one device when a step needs the most memory; the parts add up to `peak`.
 
     Args:
-        weights: frozen ones.
-        state: of what trains: weights, gradients, and the optimiser's moments.
-        activations: what microbatches in flight keep for their backward passes.
-        working: what one forward or backward pass needs beside it.
-        clipping: what clipping adds to that.
-        buffers: where messages arrive, and those under way.
+        weights: frozen weights.
+        state: trained weights, their gradients, and the optimiser's moments.
+        activations: stored by microbatches in flight for their backward passes.
+        working: other memory of one forward or backward pass.
+        clipping: additional memory for clipping.
+        buffers: messages that are received or being sent.
     """
 
     weights: int
@@ -43,29 +43,30 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.state + self.activations + self.working + self.clipping + self.buffers
 
 
 def stage_memory(
     plain: Footprint, clipped: Footprint, stages: int, stage: int, microbatches: int, *, all_at_once: bool
 ) -> Memory:
-    """The fullest moment of a stage's step.
+    """Return the memory of a stage when its step needs the most.
 
-    That is the first backward pass, or the forward pass before it, when the most microbatches are in flight.
+    That is in the first backward pass or the forward pass before it, when most microbatches are in flight, or in the
+    update.
 
     Args:
-        plain: of the stage without clipping.
-        clipped: with it.
+        plain: the stage's footprint without clipping.
+        clipped: its footprint with clipping.
         stages, stage, microbatches: S, s and J.
-        all_at_once: whether the optimiser takes all parameters in one go, as on a GPU, and not one after the other.
+        all_at_once: whether the optimiser updates all parameters together, as on a GPU, or one after the other.
     """
     flying = held_at_once(stages, stage, microbatches)
-    under_way = clipped.received if microbatches > 1 else 0  # the gradient that was sent last
+    under_way = clipped.received if microbatches > 1 else 0  # the last gradient sent
     messages = flying * (clipped.received + clipped.sent) + under_way
 
     def held(footprint: Footprint) -> tuple[int, int, int]:
-        """Activations, working memory and messages at the fullest moment."""
+        """Activations, working memory and messages when they need the most memory."""
         forward = (flying - 1) * footprint.stored, footprint.forward, messages
         backward = flying * footprint.stored, footprint.backward, messages
         update = 0, 2 * (footprint.trained if all_at_once else footprint.largest), 0
@@ -83,36 +84,36 @@ def stage_memory(
 
 
 class Times(NamedTuple):
-    """Of one step of a pipeline, in seconds."""
+    """The times of one pipeline step, in seconds."""
 
     microbatches: int
     """J."""
     forward: tuple[float, ...]
-    """Of a microbatch, by stage."""
+    """Forward pass of a microbatch, for each stage."""
     backward: tuple[float, ...]
-    """The same, recomputation included."""
+    """Backward pass of a microbatch, for each stage, recomputation included."""
     per_device: float
-    """Of a step in which every stage clips alone (Algorithm 2)."""
+    """A step with per-device clipping (Algorithm 2)."""
     flat: float
-    """Of a step with flat clipping: norms of the whole batch first, then all of it again."""
+    """A step with flat clipping: one pass over the whole batch for norms, and a second one for sums."""
 
 
 def duration(microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
-    """Seconds until the last backward pass is done: one microbatch goes through all stages and back, and the slowest
-    stage takes its J - 1 others meanwhile.
+    """Return the seconds until the last backward pass ends: one microbatch passes all stages forward and backward, and
+    the slowest stage processes the other J - 1.
 
     Args:
         microbatches: J.
-        forward: seconds of one microbatch's forward pass, by stage.
-        backward: the same of its backward pass, recomputation included.
-        message: seconds from one stage to the next.
+        forward: seconds of a microbatch's forward pass, for each stage.
+        backward: seconds of its backward pass, for each stage, recomputation included.
+        message: seconds for a message from one stage to the next.
     """
     through = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
     return through + (microbatches - 1) * max(map(sum, zip(forward, backward, strict=True)))
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """(S - 1)/(J + S - 1): the share of the time that each of S equal stages waits (Huang et al., section 2.3)."""
+    """Return (S - 1)/(J + S - 1), the share of time that each of S equal stages is idle (Huang et al., section 2.3)."""
     return (stages - 1) / (microbatches + stages - 1)
 
 
@@ -121,14 +122,14 @@ IMAGINED_BLOCKS = 3
 
 
 class Estimate:
-    """Memory and time under `options`; a method may be given another work or number of stages.
+    """Memory and time for the options. Methods also take another work or number of stages.
 
     Args:
-        options: checked ones.
-        config: of the model, where `options.model` is only its name.
+        options: the planner's options.
+        config: the model's configuration, if `options.model` is only a label.
 
     Raises:
-        UserError: a model that is not known or cannot be cut; more tokens than it has positions.
+        UserError: a model that is unknown or cannot be split; a length above its number of positions.
     """
 
     def __init__(self, options: PlanOptions, config: Any = None) -> None:
@@ -151,7 +152,7 @@ class Estimate:
         self.imagined = lru_cache(None)(footprint)
 
     def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:
-        """Of a stage with passes `name` of `work.PASSES`; beyond three blocks each is as the third."""
+        """Return the footprint of a stage with passes `name` of `PASSES`, extrapolated beyond three blocks."""
         if kind.blocks <= IMAGINED_BLOCKS:
             return self.imagined(work, kind, name)
         before, last = (self.imagined(work, replace(kind, blocks=IMAGINED_BLOCKS - i), name) for i in (1, 0))
@@ -159,17 +160,17 @@ class Estimate:
         return Footprint(**{key: value + more * (value - getattr(before, key)) for key, value in vars(last).items()})
 
     def ranges(self) -> Ranges:
-        """Blocks of each stage, with even numbers of parameters."""
+        """Return the blocks of each stage, with about equal numbers of parameters."""
         return choose_ranges(self.model, self.options.devices)
 
     def microbatches(self, work: Work, stages: int) -> int:
-        """J: enough for a logical batch, and at least one for each stage."""
+        """Return J: enough microbatches for a logical batch, and at least one for each stage."""
         return max(-(-self.options.batch // work.microbatch), stages)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
-        """The peak memory of each stage; `name` is a pass of `work.PASSES`, or flat."""
+        """Return the peak memory of each stage; `name` is a pass of `PASSES`, or "flat"."""
         count, together = self.microbatches(work, len(ranges)), self.options.device.kind == "cuda"
 
         def of(stage: int, kind: Kind, name: str) -> Memory:
@@ -183,21 +184,21 @@ class Estimate:
         ]
 
     def fullest(self, work: Work) -> int:
-        """The largest peak memory of a stage, in bytes, with per-device clipping."""
+        """Return the largest peak memory of a stage, in bytes, with per-device clipping."""
         return max(memory.peak for memory in self.memory(work, self.ranges()))
 
     def fits(self, work: Work) -> bool:
-        """Whether every stage fits its device."""
+        """Return whether every stage fits on its device."""
         return self.fullest(work) <= self.options.room
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def seconds(self, work: Work, kind: Kind, name: str) -> tuple[float, float]:
-        """Forward and backward of one microbatch at a stage of this kind, recomputation included.
+        """Return the seconds of the forward and the backward pass of a microbatch, recomputation included.
 
-        Operations over the achieved rate, but no less than it takes to read the weights once a pass. Kernels that move
-        bytes and little else (norms of layers, softmax, clipping) are in the achieved rate, which is that of whole
-        trainings. So clipping costs its operations here, and nothing for its small kernels.
+        They are the operations divided by the achieved rate, and at least the time to read the weights once in each
+        pass. The achieved rate is that of whole trainings, so it includes kernels that are limited by bandwidth
+        (layer norms, softmax). Clipping therefore costs its operations here, but its small kernels cost nothing.
         """
         device, found = self.options.device, self.footprint(work, kind, name)
         rate = device.peak[work.dtype if work.half else "float32"] * device.share
@@ -208,7 +209,7 @@ class Estimate:
         )
 
     def times(self, work: Work, ranges: Ranges, name: str = "device") -> Times:
-        """One step, its backward passes `name` of `work.PASSES`."""
+        """Return the times of a step whose backward passes are `name` of `PASSES`."""
         device, stages, count = self.options.device, kinds(ranges), self.microbatches(work, len(ranges))
         forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
         norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward
@@ -225,6 +226,6 @@ class Estimate:
 
 
 def kinds(ranges: Ranges) -> list[Kind]:
-    """The kind of each stage."""
+    """Return the kind of each stage."""
     last = len(ranges) - 1
     return [Kind(stop - start, stage == 0, stage == last) for stage, (start, stop) in enumerate(ranges)]

@@ -1,4 +1,4 @@
-"""Measures the memory and operations of one stage by running its own code on fake tensors."""
+"""Measures the memory and operations of a stage by running its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: sdpa_flop_count(q, k, v),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v: sdpa_backward_flop_count(g, q, k, v),
 }
-"""Operations that torch's own counter leaves out."""
+"""Operations that torch's own counter does not count."""
 
 
 class Meter(TorchDispatchMode):
-    """While it is entered: bytes held by new tensors now and at most since `restart`, and operations since then.
+    """While active, counts the bytes of new tensors, their peak since `restart`, and the operations since `restart`.
 
-    Operations are those of matrix products, convolutions and attention, a multiply-add is two. What a kernel needs
-    inside itself and gives back before it returns is not seen. (torch's FlopCounterMode would keep tensors alive.)
+    Operations are those of matrix products, convolutions and attention; a multiply-add counts as two. Temporary memory
+    inside a kernel is not counted. (torch's FlopCounterMode would keep tensors alive.)
     """
 
     def __init__(self) -> None:
@@ -46,16 +46,16 @@ class Meter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Do not count these, nor views of them."""
+        """Do not count these tensors and their views."""
         self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def restart(self) -> int:
-        """Forget peak and operations; returns what is held."""
+        """Reset peak and operations, and return the bytes that are held."""
         self.peak, self.operations = self.held, 0
         return self.held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _aten._local_scalar_dense.default:  # a question about values: the answer of a usual batch is yes
+        if func is _aten._local_scalar_dense.default:  # code that branches on a value: answer as for a usual batch
             return {torch.bool: True}.get(args[0].dtype, 1)
         out = func(*args, **(kwargs or {}))
         self.operations += _operations(func, args, kwargs or {}, out)
@@ -102,21 +102,21 @@ def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 PASSES = {"none": None, "device": flat, "layer": per_layer, "norms": flat, "sums": flat}
-"""Kinds of backward passes, and how each partitions the layers of its stage: no clipping, one group per stage, one
-group per layer, and the two passes of flat clipping over all stages, first for norms and then for sums."""
+"""Kinds of backward passes, and how each partitions the layers of a stage: no clipping, one group per stage, one group
+per layer, and the two passes of flat clipping over all stages, first for norms and then for sums."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of every stage, as far as it determines bytes and operations.
+    """The settings that determine bytes and operations of all stages.
 
     Args:
         config: transformers' configuration of the whole model.
         microbatch: b.
         length: T.
         rank, dtype: see `shapes.build`.
-        rematerialize: as `split.cut` takes it.
-        rates: of the device's arithmetic, by which layers choose how to find norms.
+        rematerialize: see `split.cut`.
+        rates: arithmetic speeds of the device, by which layers choose their norm method.
     """
 
     config: Any = field(compare=False)
@@ -129,7 +129,7 @@ class Work:
 
     @property
     def half(self) -> bool:
-        """Whether frozen weights are narrower than what trains, so that passes run under autocast."""
+        """Whether frozen weights are narrower than trained ones, so that passes run under autocast."""
         return self.rank > 0 and self.dtype != "float32"
 
 
@@ -143,10 +143,10 @@ class Kind:
 
 
 def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
-    """A stage of this kind, cut out of the smallest model that has one, with random weights."""
+    """Return a stage of this kind, from the smallest model that has one, with random weights."""
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
-    dtype = "bfloat16" if work.half else work.dtype  # float16 is as wide, and nothing is clipped under it
+    dtype = "bfloat16" if work.half else work.dtype  # float16 has the same size, but clipping does not support it
     model = build(with_blocks(work.config, stops[-1]), work.rank, dtype, device)
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.half else nullcontext
@@ -154,7 +154,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
 
 
 def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
-    """A stage's input and its other arguments; one token of each row is padding."""
+    """Return a stage's input and its other arguments. One token of each row is padding."""
     b, length = work.microbatch, work.length
     mask = torch.ones(b, length, dtype=torch.long)
     mask[:, -1:] = 0
@@ -171,7 +171,7 @@ def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class BatchFirst(ClipPlan):
-    """The plan of a stage, whose layers all have the batch as first axis: without numbers nothing is traced."""
+    """A plan in which every layer's first axis is the batch, since fake tensors cannot be traced."""
 
     def find(self, label: str, nth: int, x: Tensor, examples: int) -> Layout:
         """See `ClipPlan`."""
@@ -183,11 +183,11 @@ class BatchFirst(ClipPlan):
 
 
 class Passes:
-    """One microbatch at a time through one stage.
+    """Runs one microbatch at a time through a stage.
 
     Args:
         stage: from `cut_out`.
-        work: what it was cut out for.
+        work: the settings that were given to `cut_out`.
         name: one of `PASSES`.
     """
 
@@ -199,12 +199,12 @@ class Passes:
             self._engine.plan = BatchFirst()
 
     def forward(self, x: Tensor, kwargs: dict[str, Tensor]) -> Tensor:
-        """The stage's output, or its losses."""
+        """Return the stage's output, or its losses."""
         with nullcontext() if self._engine is None else self._engine.forward(self._work.microbatch, 0):
             return self.stage(x, **kwargs)
 
     def backward(self, out: Tensor, gradient: Tensor | None) -> None:
-        """From what `forward` returned; the gradient is None on the last stage."""
+        """Run the backward pass from the output of `forward`; `gradient` is None on the last stage."""
         with self._clipped():
             torch.autograd.backward(out.sum() if gradient is None else out, gradient)
 
@@ -217,19 +217,19 @@ class Passes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one stage and of one microbatch there, and operations.
+    """Bytes of a stage and of one microbatch in it, and operations.
 
     Args:
-        frozen: weights that do not train.
-        trained: weights that do.
-        largest: the largest tensor among these.
-        received: what comes from the stage before, 0 on the first.
-        sent: what goes to the next stage, 0 on the last.
-        stored: kept from the forward pass to the backward pass, `sent` among it and `received` not.
-        forward: the most that a forward pass adds, what it stores among it.
-        backward: the most that a backward pass adds to what is held at its beginning.
-        forward_operations: of a microbatch.
-        backward_operations: the same, recomputation and clipping included.
+        frozen: weights that are not trained.
+        trained: weights that are trained.
+        largest: the largest trained tensor.
+        received: the message from the previous stage, 0 for the first stage.
+        sent: the message to the next stage, 0 for the last stage.
+        stored: memory kept from the forward to the backward pass, with `sent` and without `received`.
+        forward: peak of a forward pass, with what it stores.
+        backward: peak of a backward pass, above the memory that is held when it starts.
+        forward_operations: operations of a microbatch's forward pass.
+        backward_operations: operations of its backward pass, recomputation and clipping included.
     """
 
     frozen: int
@@ -245,8 +245,8 @@ class Footprint:
 
 
 def footprint(work: Work, kind: Kind, name: str) -> Footprint:
-    """Run a microbatch on fake tensors through a stage of this kind: forward, then backward with the passes `name`."""
-    matmul.used()  # compares two libraries' products, which fake ones have not
+    """Return the footprint of a stage of this kind, from a forward and a backward pass `name` on fake tensors."""
+    matmul.used()  # times two libraries' matrix products, which fake tensors cannot
     meter, fake, stage = Meter(), FakeTensorMode(allow_non_fake_inputs=True), cut_out(work, kind)
     _imagine(stage, fake)
     parameters = list(stage.parameters())

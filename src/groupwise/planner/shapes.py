@@ -1,4 +1,4 @@
-"""Makes the planned model on the meta device: its shape by name or from a folder, and its adapters."""
+"""Makes the planned model on the meta device, from a known name or a folder, with its adapters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from groupwise.torchvision_import import import_torchvision_first
 
 
 def _opt(width: int) -> dict[str, int]:
-    """OPT's configuration has no rule for the width of its feed-forward layers, 4d; the others' defaults are right."""
+    """OPT's configuration does not compute the width of its feed-forward layers, 4d, as the others do."""
     return {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Brown et al., 2020, table 2.1; as a GPT-2, whose blocks these are (every second one was sparse in GPT-3).
+    # Brown et al., 2020, table 2.1, as a GPT-2, which has the same blocks (in GPT-3 every second one was sparse).
     "gpt3_175b": ("gpt2", {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}),
     # Zhang et al., 2022, table 1.
     "opt_66b": ("opt", {"num_hidden_layers": 64, "num_attention_heads": 72, **_opt(9216)}),
@@ -36,10 +36,10 @@ NO_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_d
 
 
 def configuration(name: str) -> Any:
-    """transformers' configuration of a model of `SHAPES`, or of a folder with a config.json, without dropout.
+    """Return transformers' configuration for a name of `SHAPES`, or a folder with a config.json, without dropout.
 
     Raises:
-        UserError: neither; a folder that transformers cannot read.
+        UserError: an unknown name, or a folder that transformers cannot read.
     """
     import_torchvision_first()
     from transformers import AutoConfig
@@ -52,7 +52,7 @@ def configuration(name: str) -> Any:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             first = str(error).strip().splitlines()[0].rstrip(".")
-            raise UserError(f"model={name} has a config.json that transformers cannot read ({first}).") from error
+            raise UserError(f"transformers cannot read the config.json of model={name} ({first}).") from error
     else:
         known = ", ".join(SHAPES)
         raise UserError(
@@ -66,7 +66,7 @@ def configuration(name: str) -> Any:
 
 
 def with_blocks(config: Any, blocks: int) -> Any:
-    """The configuration with another number of blocks."""
+    """Return the configuration with another number of blocks."""
     changed = deepcopy(config)
     changed.num_hidden_layers = blocks
     if hasattr(changed, "layer_types") and changed.layer_types is not None:
@@ -75,15 +75,16 @@ def with_blocks(config: Any, blocks: int) -> Any:
 
 
 def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module:
-    """The causal language model of a configuration, in training mode.
+    """Return the causal language model of a configuration, in training mode.
 
     Args:
         config: from `configuration`.
-        rank: of the adapters, in float32, beside frozen weights in `dtype`; 0 trains everything, in float32.
-        device: "meta" allocates nothing.
+        rank: rank of float32 adapters on frozen weights in `dtype`; 0 trains all parameters, in float32.
+        dtype: dtype of frozen weights, by torch's name.
+        device: "meta" allocates no memory.
 
     Raises:
-        UserError: no causal language model.
+        UserError: the architecture has no causal language model.
     """
     import_torchvision_first()
     from transformers import AutoModelForCausalLM
@@ -97,5 +98,5 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
         if rank:
             model = add_adapters(model, LoraConfig(rank=rank, alpha=float(rank)))
         else:
-            untie(model)  # the first and the last stage cannot train one weight together
+            untie(model)  # the first and the last stage cannot share a trained weight
     return model.train()
