@@ -63,7 +63,7 @@ def test_a_row_has_all_columns_and_no_audit_is_made_twice():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["clip=none"], "nothing to audit"),
+        (["clip=none"], "no epsilon to audit"),
         (["privacy=shuffle"], "no guarantee"),
         (["privacy.epsilon=inf"], "Without noise"),
         (["model=gpt2_tiny"], "give task=sst2"),

@@ -56,5 +56,5 @@ def test_an_unknown_model_is_refused(name):
 
 def test_a_folder_that_transformers_cannot_read_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    with pytest.raises(UserError, match=r"config\.json that transformers cannot read"):
+    with pytest.raises(UserError, match=r"transformers cannot read the config\.json"):
         configuration(str(tmp_path))
