@@ -52,26 +52,6 @@ def a_step_within_a_step() -> None:
     uses[0].train()
 
 
-def stepping(fused: bool) -> None:
-    """Another optimizer over the model's parameters, or its own, which steps inside of the losses."""
-    model = network()
-    inside = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    in_the_losses(lambda *_: inside.step(), model)
-
-
-def optimizer_in_the_losses() -> None:
-    uses: list[Use] = []
-    model = network()
-
-    def losses(model: nn.Module, batch: Any) -> Tensor:
-        for use in uses:
-            use.optimizer.step()
-        return cross_entropy(model, batch)
-
-    uses.append(Use(model, losses=losses))
-    uses[0].train()
-
-
 def backward_in_the_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
     cross_entropy(model, (x, y)).sum().backward()
 
@@ -342,9 +322,6 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a buffer that the losses change": (buffer_in_the_losses, "losses changed 'seen', a buffer or parameter"),
     "frozen weights that the losses change": (frozen_in_the_losses, "losses changed '2.bias', a buffer or parameter"),
-    "another optimizer that steps in the losses": (lambda: stepping(fused=False), "stepped inside of a private step"),
-    "the same by one kernel (`fused=True`)": (lambda: stepping(fused=True), "stepped inside of a private step"),
-    "`optimizer.step()` in the losses": (optimizer_in_the_losses, "stepped inside of a private step"),
     "`private.step()` in the losses": (a_step_within_a_step, "begun inside another one"),
     "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
     "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),

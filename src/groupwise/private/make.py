@@ -27,7 +27,7 @@ from groupwise.private.private import Private
 from groupwise.private.settings import resolve_clip, resolve_plan
 from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.graphs import Graphs, recorder_of
-from groupwise.training.guards import optimizers_blocked, unfitted
+from groupwise.training.guards import unfitted
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
 from groupwise.training.private_step import PrivateStep, are_shards
@@ -147,7 +147,7 @@ def make_private(
         graphs = Graphs(recorder_of(device), model) if cuda_graph else None
         sums = DatasetSums(model, dataset, losses, microbatch or 1, graphs, **reading)
         quiet = secret_randomness(source.child("trace"), 0, device=device)
-        with quiet, optimizers_blocked(trainable), unfitted(model):
+        with quiet, unfitted(model):
             rows = choose_examples(dataset, dataset_size)
             check_items(sums.items, rows)
             losses_of = sums.losses_of(rows, now=True)  # read here: draws of the dataset are not draws of the losses

@@ -1,34 +1,14 @@
 """Detects, during a step, code that would use clipped sums without noise, or change them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from groupwise.errors import UserError
 from groupwise.privacy.randomness import refuse_another_seed
-
-
-@contextmanager
-def optimizers_blocked(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, an optimiser step on any of these parameters raises a `UserError`: their gradients have no noise yet."""
-    blocked = {id(parameter) for parameter in parameters}
-
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(id(p) in blocked for group in optimizer.param_groups for p in group["params"]):
-            raise UserError(
-                "An optimizer stepped inside of a private step, on gradients that have no noise yet: leave "
-                "optimizer.step() out of the losses and of hooks, as the private step calls it."
-            )
-
-    hook = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -70,12 +50,11 @@ class StepGuard:
         """Use it around the computation of a batch's sums.
 
         Raises:
-            UserError: an optimiser stepped; a parameter has a hook; a buffer or parameter was changed.
+            UserError: a parameter has a hook; a buffer or parameter was changed.
         """
         self._refuse_hooks()
         before = self._versions()
-        with optimizers_blocked(self._trainable.values()):
-            yield
+        yield
         after = self._versions()
         for name in (*before, *after):
             if before.get(name) != after.get(name):
