@@ -106,7 +106,7 @@ def test_of_a_loader_its_dataset_and_how_it_reads_are_taken_with_a_warning(worke
 
     seen: list[int] = []
     loader = DataLoader(DATA, 4, shuffle=True, collate_fn=collate, num_workers=workers)
-    with pytest.warns(UserWarning, match=r"its sampler and batch size are not, as every step draws") as told:
+    with pytest.warns(UserWarning, match=r"Its sampler and batch size are not, as every step draws") as told:
         given = Use(data=loader)
     assert told[0].filename == __file__.replace("test_private_harmless", "private_use"), "where make_private was called"
     assert torch.equal(given.train().weights, Use().train().weights)

@@ -261,27 +261,27 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a dataset that mixes the items it reads together": (
         lambda: Use(data=Centred(X, Y)),
-        "another example 0 in one batch than in another",
+        "Example 0 of the data differs between batches",
     ),
     "a dataset that mixes the items it reads together, with random numbers": (
         lambda: Use(data=NoisedMixUp(X, Y)),
-        "another example 0 in one batch than in another",
+        "Example 0 of the data differs between batches",
     ),
     "a dataset that returns the same tensor each time": (
         lambda: Use(data=Reused(X, Y)),
-        "another example 0 in one batch than in another",
+        "Example 0 of the data differs between batches",
     ),
     "a buffer that the first forward pass fits to its batch": (
         lambda: Use(network(Fitted(trains=None)), microbatch=None),
-        "'2.mean', a buffer or parameter, was changed by the first forward pass",
+        "first forward pass changed '2.mean', a buffer or parameter",
     ),
     "a parameter that the first forward pass fits to its batch": (
         lambda: Use(network(Fitted(trains=True)), microbatch=None),
-        "'2.mean', a buffer or parameter, was changed by the first forward pass",
+        "first forward pass changed '2.mean', a buffer or parameter",
     ),
     "frozen weights that the first forward pass fits to its batch": (
         lambda: Use(network(Fitted(trains=False))),
-        "'2.mean', a buffer or parameter, was changed by the first forward pass",
+        "first forward pass changed '2.mean', a buffer or parameter",
     ),
     "losses of all pairs: (B, 1) minus (B,)": (
         lambda: with_losses(all_pairs),
@@ -322,13 +322,13 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a buffer that the losses change": (buffer_in_the_losses, "losses changed 'seen', a buffer or parameter"),
     "frozen weights that the losses change": (frozen_in_the_losses, "losses changed '2.bias', a buffer or parameter"),
-    "`private.step()` in the losses": (a_step_within_a_step, "begun inside another one"),
+    "`private.step()` in the losses": (a_step_within_a_step, "began inside another one"),
     "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
     "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),
-    "`GradScaler.step`": (lambda: between_steps(scaled), r"optimizer.step\(\) is part of private.step"),
+    "`GradScaler.step`": (lambda: between_steps(scaled), r"private.step\(\) calls optimizer.step"),
     "`optimizer.step()` between steps": (
         lambda: between_steps(lambda use: use.optimizer.step()),
-        r"optimizer.step\(\) is part of private.step",
+        r"private.step\(\) calls optimizer.step",
     ),
     "more steps than were planned": (lambda: Use().train().private.step(), "All 3 steps"),
     "a parameter frozen or unfrozen later": (frozen_later, "frozen"),

@@ -71,11 +71,11 @@ class Apart(Ranks):
 
 STATES: dict[str, Misuse] = {
     "a state of another plan": (other_state, "was made with .*give the same"),
-    "a state of another threshold": (other_threshold, r"was made with threshold=1\.0, and here it is 5\.0"),
+    "a state of another threshold": (other_threshold, r"was made with threshold=1\.0, but here it is 5\.0"),
     "a state of another model": (does_not_fit, "does not fit this model"),
-    "a state taken in the middle of a step": (state_within_a_step, "within a step"),
+    "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
-    "a state of another kind of optimizer": (of_another_optimizer, "an optimizer with other settings than Adam has"),
+    "a state of another kind of optimizer": (of_another_optimizer, "optimizer does not have the settings of Adam"),
     "a state of something else": (no_state, "has no noise key"),
     "a state loaded after steps were taken (the same noise again)": (back_in_time, "resuming would repeat"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "cannot be copied"),

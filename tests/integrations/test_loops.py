@@ -72,8 +72,8 @@ def module(step, automatic: bool, wrapped: bool = False):
 @pytest.mark.parametrize(
     ("step", "options", "words"),
     [
-        (lambda self: cross_entropy(self.network, (X, Y)).mean(), {"automatic": True}, "is part of private.step"),
-        (lambda self: self.optimizers().step(), {"automatic": False}, "is part of private.step"),
+        (lambda self: cross_entropy(self.network, (X, Y)).mean(), {"automatic": True}, "calls optimizer.step"),
+        (lambda self: self.optimizers().step(), {"automatic": False}, "calls optimizer.step"),
         (None, {"automatic": False, "wrapped": True}, "wrapped in LightningSGD"),
     ],
 )
@@ -99,5 +99,5 @@ def test_one_of_several_processes_does_not_draw_alone(monkeypatch):
     private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, cross_entropy, **SETTINGS)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(UserError, match="2 processes train, and make_private knows of 1"):
+    with pytest.raises(UserError, match="2 processes train, but make_private was called for 1"):
         private.step()

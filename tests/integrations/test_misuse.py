@@ -116,7 +116,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a dataset without numbered examples": (
         lambda f: trainer(f, train_dataset=Stream()).train(),
-        "without a length or numbered examples",
+        "without __len__ or __getitem__",
     ),
     "neither epsilon nor noise_multiplier, or both": (
         lambda f: trainer(f, budget=privacy(epsilon=8.0)).train(),
@@ -131,12 +131,12 @@ AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
     "train() where a killed run can go on": (lambda f: trainer(f).train(), "a private training that did not end"),
     "resuming with other settings": (
         lambda f: resume(f, weight_decay=0.1),
-        "made with weight_decay=0.0, and here it is 0.1",
+        "made with weight_decay=0.0, but here it is 0.1",
     ),
-    "resuming with another optimizer": (other_optimizer, "made with optimizer=AdamW, and here it is Adam"),
+    "resuming with another optimizer": (other_optimizer, "made with optimizer=AdamW, but here it is Adam"),
     "resuming with another budget": (
         lambda f: resume(f, budget=privacy(threshold=2.0)),
-        "made with threshold=1.0, and here it is 2.0",
+        "made with threshold=1.0, but here it is 2.0",
     ),
     "resuming without the optimiser's state": (no_optimizer_state, "is no whole checkpoint of a private training"),
     "resuming on other data": (lambda f: resume(f, train_dataset=Texts(48)), "was made with dataset_size="),

@@ -158,7 +158,7 @@ def test_a_checkpoint_of_other_stages_or_without_a_file_is_refused(tmp_path):
     path = tmp_path / "checkpoint.pt"
     for stages, words in (
         (4, r"was written by 4 stages, not 2: give pipeline.stages=4"),
-        (2, "there is no checkpoint"),
+        (2, "There is no checkpoint"),
     ):
         save_checkpoint(path, {"stages": stages, "folder": "checkpoint-1"})
         with pytest.raises(UserError, match=words):

@@ -60,7 +60,7 @@ def test_the_backward_pass_is_float32_whatever_the_user_set(clip: ClipConfig, pa
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
-    with pytest.raises(UserError, match=r"train\.precision=tf32 needs an NVIDIA GPU, and this run is on cpu"):
+    with pytest.raises(UserError, match=r"train\.precision=tf32 needs an NVIDIA GPU, but this run is on cpu"):
         autocast("tf32", torch.device("cpu"))
 
 

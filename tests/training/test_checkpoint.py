@@ -87,17 +87,17 @@ def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
 )
 def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> None:
     save_checkpoint(path, {"step": 1})
-    with pytest.raises(UserError, match=r"cannot hold this state \(.+\), as reading it back") as caught:
+    with pytest.raises(UserError, match=r"cannot store this state \(.+\), as reading it back") as caught:
         save_checkpoint(path, {"step": 2, "scheduler": {"order": [0, value]}}, keep=previous(path))
     assert "\n" not in str(caught.value)
     assert load_checkpoint(path) == {"step": 1} and list(path.parent.iterdir()) == [path]
 
 
 def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:
-    with pytest.raises(UserError, match="there is no checkpoint"):
+    with pytest.raises(UserError, match="There is no checkpoint"):
         load_checkpoint(path)
     torch.save([1, 2], path)
-    with pytest.raises(UserError, match="holds a list"):
+    with pytest.raises(UserError, match="contains a list"):
         load_checkpoint(path)
     path.write_text("not a checkpoint")
     with pytest.raises(UserError, match="truncated or altered"):

@@ -172,7 +172,7 @@ STEPS_OF_THEIR_OWN = {"generator": lambda task: float(OWN.random()), "counter": 
 def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     scaled(trainer, lambda _: 1.0 + own(trainer.task))
-    with pytest.raises(UserError, match="at launch 1 of a graph the losses are not"):
+    with pytest.raises(UserError, match="at launch 1 of a graph its losses differ"):
         state(recorded(trainer))
 
 
@@ -191,7 +191,7 @@ def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(chan
     read, task = trainer.task.read, trainer.task
     task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
     scaled(trainer, lambda _: task.weight)
-    with pytest.raises(UserError, match=r"at launch 1 of a graph the losses are not .* Put it into the batch"):
+    with pytest.raises(UserError, match=r"at launch 1 of a graph its losses differ .* Put it into the batch"):
         state(recorded(trainer))
 
 
@@ -200,7 +200,7 @@ def test_inputs_that_would_stand_still_are_refused():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     read = trainer.task.read
     trainer.task.read = lambda rows, even=False: read(rows) | {"more": read(rows)["x"].to("meta")}
-    with pytest.raises(UserError, match=r"the batch holds a Tensor that is not on cpu"):
+    with pytest.raises(UserError, match=r"the batch contains a Tensor that is not on cpu"):
         state(recorded(trainer))
 
 
@@ -237,7 +237,7 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
 
 
 def test_another_device_and_what_cannot_be_recorded_are_refused():
-    with pytest.raises(UserError, match="needs an NVIDIA GPU, and this run is on cpu"):
+    with pytest.raises(UserError, match="needs an NVIDIA GPU, but this run is on cpu"):
         recorder_of(CPU)
     for options in (
         ["train.compile=true"],

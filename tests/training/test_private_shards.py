@@ -182,7 +182,7 @@ def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
     [
         ("flat", "use one group a layer"),
         ("tied", "untie them"),
-        ("part", "call fully_shard on the model, last"),
+        ("part", "call fully_shard on the whole model"),
         ("halves", "leave mp_policy out"),
     ],
 )

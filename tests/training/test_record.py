@@ -108,7 +108,7 @@ def test_a_line_cut_off_by_a_kill_is_forgotten(config: RunConfig) -> None:
 
 def test_another_process_with_the_same_configuration_is_refused(config: RunConfig) -> None:
     first = begun(config)
-    with pytest.raises(UserError, match="another process"):
+    with pytest.raises(UserError, match="Another process"):
         begun(config)
     first.close()
     begun(config)
@@ -139,7 +139,7 @@ def test_resume_takes_the_folder_it_is_given(config: RunConfig, tmp_path: Path) 
 def test_resume_from_what_is_no_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     config.resume = str(tmp_path / what)
-    with pytest.raises(UserError, match=r"is no folder|not a run's config"):
+    with pytest.raises(UserError, match=r"is not a folder|not a run's config"):
         RunRecord.open(config)
 
 
@@ -150,7 +150,7 @@ def test_other_data_on_resume_are_refused(config: RunConfig) -> None:
     first.close()
     record = begun(config)
     record.write_data({"sha256": {"images": "ab"}})
-    with pytest.raises(UserError, match="data differ"):
+    with pytest.raises(UserError, match="data are not those"):
         record.write_data({"sha256": {"images": "cd"}})
 
 

@@ -133,7 +133,7 @@ def test_a_run_whose_last_evaluation_does_not_end_goes_on_with_it_alone(ends, to
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-@pytest.mark.parametrize(("error", "words"), [(-1, "released 0 steps"), (+1, "released 5 steps|spent epsilon")])
+@pytest.mark.parametrize(("error", "words"), [(-1, "released 0 of"), (+1, "released 5 of|spent epsilon")])
 def test_the_account_is_of_the_steps_that_were_released(error, words, tmp_path, monkeypatch):
     step = PrivateStep.step
 

@@ -1,4 +1,4 @@
-"""Makes the training of a model of one's own private, in one call; needs no Hydra."""
+"""Makes the training of any PyTorch model private, in one call and without Hydra."""
 
 from groupwise.private.fix import fix_model
 from groupwise.private.make import make_private

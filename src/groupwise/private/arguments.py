@@ -1,4 +1,4 @@
-"""Checks single arguments of `make_private`: the model, the optimiser, unknown names."""
+"""Checks the model, the optimiser and the argument names that are passed to `make_private`."""
 
 import inspect
 from collections.abc import Callable
@@ -16,28 +16,28 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 
 PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
-"""Modules that are in a private training."""
+"""The modules of all private trainings that were not detached."""
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
-"""Optimizers of private trainings, whose state comes from private steps."""
+"""The optimisers of private trainings, whose state comes from private steps."""
 
 INSTEAD = {
-    **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
+    **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "set it in the optimizer"),
     "sample_rate": "give batch_size, which is sample_rate times the number of examples",
     "poisson_sampling": "leave it out, as batches are always Poisson samples",
     "loss_reduction": "leave it out, as losses(model, batch) gives one loss for each example",
     "batch_first": "leave it out, as the trace finds the batch axis",
-    **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source, NoiseSource.fresh(secure=True) say"),
+    **dict.fromkeys(("noise_generator", "secure_mode"), "give noise_source=NoiseSource.fresh(secure=True)"),
 }
-"""Names that are not arguments of `make_private` -> what to do instead."""
+"""Names in other libraries that `make_private` does not have -> what to do instead."""
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimiser is not wrapped, and has exactly the model's trainable parameters.
+    """Check that the optimiser is not wrapped, and has exactly the trainable parameters of the model.
 
     Raises:
-        UserError: naming a parameter.
+        UserError: it is wrapped; a parameter is missing, or is not the model's.
     """
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # Accelerate's and Lightning's step by themselves
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # by Accelerate or Lightning
         raise UserError(f"The optimizer is wrapped in {type(optimizer).__name__}: give optimizer.optimizer.")
     known = {id(parameter) for parameter in model.parameters()}
     moved = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -50,7 +50,7 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in moved:
             raise UserError(
-                f"Parameter {name!r} trains but is not in the optimizer: freeze it before make_private, or add it."
+                f"Parameter {name!r} is trainable but not in the optimizer: freeze it before make_private, or add it."
             )
 
 
@@ -59,10 +59,10 @@ T = TypeVar("T")
 
 
 def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
-    """Decorator of `make_private` that refuses names which are neither its arguments nor fields of `ClipConfig`.
+    """Make `make_private` refuse names that are neither its arguments nor fields of `ClipConfig`.
 
-    It checks this first, so that Opacus' ``module`` and ``data_loader`` raise an error with the right names, and not
-    Python's error that ``model`` and ``data`` are missing.
+    This happens before the call. So the error for Opacus' ``module`` and ``data_loader`` gives the right names, where
+    Python would only say that ``model`` and ``data`` are missing.
     """
     known = {*inspect.signature(make).parameters} | {field.name for field in fields(ClipConfig)}
     known -= {"name", "grouping", "mapping"}
@@ -83,19 +83,19 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UserError` for an optimiser with state (momentum, say) from steps that were not private."""
+    """Raise a `UserError` if the optimiser has state (such as momentum) from steps that were not private."""
     moved = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in moved):
         raise UserError(
             f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
-            "still influence the model: make a new one over the same parameters."
+            "still influence the model: make a new optimizer for the same parameters."
         )
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that is in a private training already, with a `UserError`."""
+    """Raise a `UserError` if the model is already in a private training."""
     if any(module in PRIVATE_MODULES for module in model.modules()):
         raise UserError(
-            "The model, or a part of it, is in a private training already, and a second would add noise twice: "
-            "private.detach() ends the first."
+            "The model, or a part of it, is already in a private training: end that training first, with "
+            "private.detach()."
         )

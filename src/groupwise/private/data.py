@@ -1,4 +1,4 @@
-"""Checks the data that is passed to `make_private`, and how to read it."""
+"""Checks the data that are passed to `make_private`, and how examples are read."""
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -21,59 +21,61 @@ def length_of(data: Any) -> int:
     """The number of examples, N.
 
     Raises:
-        UserError: a table, columns of examples, or anything without a length and numbered examples.
+        UserError: the data have no length or no indices, or are columns and not examples, such as a pandas table.
     """
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
-            f"data is a {type(data).__name__} without a length or numbered examples; Poisson sampling needs both: give "
-            "a dataset with __len__ and __getitem__."
+            f"data is a {type(data).__name__} without __len__ or __getitem__, which Poisson sampling needs: give a "
+            "dataset that has both."
         )
     few = data if isinstance(data, tuple | list) and len(data) < 5 else ()
-    rows = {each.shape[0] for each in few if getattr(each, "ndim", 0)}  # tensors, arrays, tables of pandas
+    rows = {each.shape[0] for each in few if getattr(each, "ndim", 0)}  # tensors, arrays or pandas tables
     columns = len(rows) == 1 and max(rows) > len(data)
-    if columns or hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # iloc: of pandas
+    if columns or hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # pandas has iloc
         raise UserError(
             f"data is a {type(data).__name__} of columns, not of examples: give torch.utils.data.TensorDataset(x, y) "
-            "of tensors whose rows are the examples (x in float32), or a list of examples."
+            "with tensors whose rows are the examples (x in float32), or a list of examples."
         )
     return len(data)
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset, and how to read it: as given, else as the DataLoader does.
+    """The dataset, and the arguments of a DataLoader for reading it: those given, else those of the DataLoader.
 
     Args:
         data: a dataset, or a DataLoader, whose sampler and batch size are not used.
-        given: arguments of a DataLoader; None for those that were not given.
+        given: arguments of a DataLoader by name; None if an argument was not given.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
         return data, asked
     warn(
-        "data is a DataLoader: its dataset, collate function and workers are used; its sampler and batch size are "
-        "not, as every step draws each example with probability batch_size / N (a weighted sampler balances nothing)."
+        "data is a DataLoader: its dataset, collate function and workers are used. Its sampler and batch size are not, "
+        "as every step draws each example with probability batch_size / N (so a weighted sampler has no effect)."
     )
     return data.dataset, {name: getattr(data, name) for name in given} | asked
 
 
 SAMPLE = 12
-"""How many examples are read, to choose those that are traced."""
+"""The number of examples that are read to choose those for the trace."""
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
-    """Indices of examples for the trace, spread over the dataset, the largest first."""
+    """Choose examples for the trace, spread over the dataset; returns their indices, the largest example first."""
     some = dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist())
     sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
     return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
 
 
 def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
-    """Check that reading several examples (by their indices) does not mix them; raise a `UserError` that names one.
+    """Check that reading several examples does not mix them.
 
-    Items without random numbers must be the same in a batch and alone. Others must stay the same if the last one of the
-    batch is replaced, with the same seed of the default generators.
+    An example without random augmentation must be the same in a batch and alone. Other examples must stay the same if
+    the last one of the batch is replaced, with the same seed of the default generators.
+
+    Raises:
+        UserError: an example changed.
     """
-
     generators = Generators(())
 
     def digests(rows: list[int]) -> list[str]:
@@ -87,8 +89,8 @@ def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None
     for row, one, two, three, four, five in zip(rows, alone, alone_again, batch, batch_again, replaced, strict=True):
         if one == two != three or three == four != five:
             raise UserError(
-                f"The data give another example {row} in one batch than in another, so reading mixes the examples of "
-                "a batch: transform each item by itself, and return tensors of its own."
+                f"Example {row} of the data differs between batches, so reading mixes the examples of a batch: "
+                "transform each example by itself, and return new tensors for it."
             )
 
 
@@ -99,9 +101,9 @@ def _numel(leaf: Any) -> int:
 
 
 def digest(item: Any) -> str:
-    """SHA-256 of an example: tensors and arrays by dtype, shape and bytes, numbers and strings by value.
+    """The SHA-256 of an example: of dtype, shape and bytes of tensors and arrays, and of numbers and strings.
 
-    Of any other value only the type is used.
+    Of any other object only the type is included.
     """
     leaves, spec = tree_flatten(item)
     found = sha256(repr(spec).encode())
@@ -120,7 +122,7 @@ def digest(item: Any) -> str:
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
     """A digest of the first, middle and last example, to compare the data of several processes.
 
-    The default generators are seeded from the key meanwhile. None if an example differs each time that it is read.
+    The default generators are seeded from the noise key. None if an example differs each time it is read.
     """
     digests = set()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Forms the clipped sums of batches of a dataset; its random augmentation is seeded from the noise key."""
+"""Computes the clipped sums of batches of a dataset, whose random augmentation is seeded from the noise key."""
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
@@ -20,18 +20,21 @@ from groupwise.training.private_step import LossesOf, PrivateStep
 from groupwise.training.task import to_device
 
 Place = tuple[int, int, Sequence[int]]
-"""A microbatch: its step, where it begins in this process's share of the batch, and its examples."""
+"""A microbatch: its step, the index of its first example in this process's share of the batch, and its examples."""
 
 
 class DatasetSums(Microbatches):
-    """Clipped sums of batches that are drawn from a dataset.
+    """Clipped sums of batches of a dataset.
 
     Args:
-        model: what `losses` gets.
-        data: the dataset, with `len` and `[]`.
-        losses: (model, batch) -> one loss for each of the batch's examples, (b,).
-        size, graphs: as `Microbatches` has them.
-        collate_fn, num_workers, pin_memory: how examples become a batch, as in ``torch.utils.data.DataLoader``.
+        model: the model, the first argument of `losses`.
+        data: the dataset, with ``__len__`` and ``__getitem__``.
+        losses: a function of (model, batch) that returns one loss for each of the batch's examples, (b,).
+        size: see `Microbatches`.
+        graphs: see `Microbatches`.
+        collate_fn: makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``.
+        num_workers: the number of processes that read examples, as in ``DataLoader``.
+        pin_memory: whether tensors are copied to pinned memory, as in ``DataLoader``.
     """
 
     def __init__(
@@ -51,17 +54,17 @@ class DatasetSums(Microbatches):
         self.collate_fn, self.num_workers, self.pin_memory = collate_fn, num_workers, pin_memory
         self._model = model
         self._at_once = _rows_of(data) if collate_fn is default_collate else None
-        """For a `TensorDataset`, a function that reads all rows of a microbatch at once."""
+        """For a `TensorDataset`, a function that reads all examples of a microbatch at once."""
         self._batches: Iterator[Any] | None = None
         """The microbatches that worker processes prefetch."""
         self._step = -1
         """The step of the last microbatch."""
 
     def losses_of(self, rows: Sequence[int], now: bool = False) -> LossesOf:
-        """A function that returns the losses of some of these examples.
+        """A function that returns the losses of some of the examples in `rows`.
 
-        The examples are read once, now or in the first call, and reading does not change the random generators. So
-        examples and dropout masks are the same in every call.
+        The examples are read only once, in its first call, or at once with `now`. Reading leaves the random generators
+        unchanged. So examples and dropout masks are the same in every call.
         """
 
         @cache
@@ -78,7 +81,7 @@ class DatasetSums(Microbatches):
         return losses_of
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
-        """See `Microbatches`; a microbatch that has to be traced is read a second time."""
+        """See `Microbatches`. A microbatch that must be traced is read a second time."""
         batch = self._batch(private, step, start, rows)
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
@@ -105,7 +108,7 @@ class DatasetSums(Microbatches):
         reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
         if not self.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
-        if self._batches is None or (start == 0 and self._step == step):  # the step begins again
+        if self._batches is None or (start == 0 and self._step == step):  # the step starts again
             loader = DataLoader(
                 reader,
                 batch_size=None,
@@ -113,7 +116,7 @@ class DatasetSums(Microbatches):
                 collate_fn=_identity,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
-                generator=torch.Generator(),  # else the loader draws its workers' seeds from the caller's
+                generator=torch.Generator(),  # otherwise the loader would draw seeds from the caller's generator
             )
             self._batches = iter(loader)
         self._step = step
@@ -134,14 +137,14 @@ class DatasetSums(Microbatches):
         return self.collate_fn(self.items(rows))
 
     def items(self, rows: Sequence[int]) -> list[Any]:
-        """These examples, read one after the other, or together if the dataset has a method for that."""
+        """Read examples: together if the dataset has ``__getitems__``, otherwise one after the other."""
         if hasattr(self.data, "__getitems__"):
             return list(self.data.__getitems__(list(rows)))
         return [self.data[row] for row in rows]
 
 
 def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
-    """Reads rows of a `TensorDataset`, or a `Subset` of one, as the default collate function would; None for others."""
+    """A function that reads a batch of a `TensorDataset`, or of a `Subset` of one, at once; None for other datasets."""
     if type(data) is Subset:
         inner, places = _rows_of(data.dataset), np.asarray(data.indices)
         return None if inner is None else lambda rows: inner(places[rows])
@@ -152,11 +155,11 @@ def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
 
 @dataclass(frozen=True)
 class _Reader(Dataset[Any]):
-    """Reads a microbatch; the default generators are seeded from the key meanwhile, in worker processes too."""
+    """Reads microbatches. Inside, the default generators are seeded from the noise key, in worker processes too."""
 
     read: Callable[[Sequence[int]], Any]
     noise: NoiseSource
-    """Not the source of the model's dropout masks, so that augmentation is independent of these."""
+    """Another source than that of dropout masks, so that augmentation is independent of them."""
     process: int
 
     def __getitem__(self, place: Place) -> Any:

@@ -1,4 +1,4 @@
-"""Replaces the BatchNorm layers of a model, which private training refuses, by GroupNorm."""
+"""Replaces the BatchNorm layers of a model, which mix examples, by GroupNorm."""
 
 from typing import Any
 
@@ -9,27 +9,28 @@ from groupwise.errors import UserError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 MOST_GROUPS, LEAST_CHANNELS = 32, 4
-"""Limits of a GroupNorm. With one channel per group, a global average pooling would return a constant."""
+"""The most groups of a GroupNorm, and the least channels of a group if possible. With one channel per group, a global
+average pooling would return a constant."""
 
 
 def fix_model(model: nn.Module) -> list[str]:
-    """Replace each BatchNorm that `make_private` refuses by a GroupNorm, in place, and return what has changed.
+    """Replace each BatchNorm that `make_private` refuses by a GroupNorm, in place.
 
     A BatchNorm is refused in training mode, or without running statistics. Weight and bias stay the same objects, so an
     existing optimiser remains valid. Running statistics are lost. The GroupNorm has at most 32 groups, of at least 4
-    channels if possible. **It does not compute the same function:** a pretrained model has to be fine-tuned. A
-    BatchNorm in eval mode is not refused, and is not replaced: to keep the function of a pretrained model, call
-    `.eval()` on its BatchNorm layers before `make_private`.
+    channels if possible. **It does not compute the same function,** so a pretrained model must be fine-tuned. A
+    BatchNorm in eval mode is neither refused nor replaced. To keep the function of a pretrained model, call `.eval()`
+    on its BatchNorm layers before `make_private`.
 
     Args:
-        model: any; a layer that occurs in several places is replaced in all of them.
+        model: the model. A layer that occurs in several places is replaced in all of them.
 
     Returns:
-        One sentence per replaced layer; an empty list if there was none.
+        One sentence for each layer that was replaced.
 
     Raises:
-        UserError: a subclass of BatchNorm, whose own forward would be lost; ``model`` itself is a BatchNorm. Nothing
-            has been changed then.
+        UserError: a layer is a subclass of BatchNorm with a forward of its own, or ``model`` itself is a BatchNorm. The
+            model is then unchanged.
     """
     replaced = {
         module: _group_norm(name, module)
@@ -47,14 +48,14 @@ def fix_model(model: nn.Module) -> list[str]:
 
 
 def _group_norm(name: str, module: Any) -> tuple[nn.Module, str]:
-    """The replacement of a BatchNorm, and a sentence about it."""
+    """The GroupNorm that replaces a BatchNorm, and a sentence about it."""
     kind = type(module).__name__
     if not name:
-        raise UserError(f"The model is a {kind} itself, which cannot be replaced within it: give the model around it.")
+        raise UserError(f"The model itself is a {kind}, which cannot be replaced in place: give a model that has it.")
     if type(module) not in BATCH_NORMS:
         raise UserError(
-            f"Layer {name!r} ({kind}) is a BatchNorm of another class, whose own forward a standard layer would not "
-            "have: replace it yourself, or call .eval() on it before make_private."
+            f"Layer {name!r} ({kind}) is a subclass of BatchNorm, and may compute something else: replace it yourself, "
+            "or call .eval() on it before make_private."
         )
     channels = module.num_features
     groups = max(
@@ -62,7 +63,7 @@ def _group_norm(name: str, module: Any) -> tuple[nn.Module, str]:
     )
     new: Any = nn.GroupNorm(groups, channels, eps=module.eps, affine=False).train(module.training)
     new.affine, new.weight, new.bias = module.affine, module.weight, module.bias
-    kept = "weight and bias are kept" if module.affine else "neither has a weight"
+    kept = "weight and bias are kept" if module.affine else "it has no weight and bias"
     seen = module.num_batches_tracked is not None and int(module.num_batches_tracked) > 0
-    lost = ", what it had learnt of the data's mean and variance is dropped" if seen else ""
+    lost = ", the running mean and variance are dropped" if seen else ""
     return new, f"{kind}({channels}) became GroupNorm({groups}, {channels}); {kept}{lost}."

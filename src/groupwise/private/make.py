@@ -65,45 +65,50 @@ def make_private(
 
     Formal guarantee: the weights and thresholds after all steps, taken together, are (ε, δ)-DP under adding or removing
     one example of ``data``, with N public and with the ε and δ of ``private.plan``, if each of the ``losses`` depends
-    on its own example alone.
+    only on its own example.
 
-    Before training a few examples are traced, and compared with a loop over single examples. A model, loss or collate
-    function that mixes these examples raises an error that names it (see `groupwise.clipping.verify`).
+    Before training, a few examples are traced and compared with a loop over single examples. If the model, the loss or
+    the collate function mixes these examples, the error says where (see `groupwise.clipping.verify`).
 
     Args:
-        model: any that `groupwise.clipping.attach` takes; it is a plain model between steps.
-        optimizer: any of ``torch.optim`` but LBFGS and SparseAdam, over the model's trainable parameters.
-        data: N examples, with ``__len__`` and ``__getitem__``; or a DataLoader, whose dataset, collate function and
+        model: any model that `groupwise.clipping.attach` supports. Between steps it is a plain model.
+        optimizer: any of ``torch.optim`` but LBFGS and SparseAdam, for the model's trainable parameters.
+        data: N examples, with ``__len__`` and ``__getitem__``, or a DataLoader, whose dataset, collate function and
             workers are used.
-        losses: (model, batch) -> one loss for each of the batch's b examples, (b,): ``reduction="none"``.
-        epsilon, noise_multiplier, plan: one of the three: a target ε, a noise multiplier σ, or a plan.
+        losses: a function of (model, batch) that returns one loss for each of the batch's b examples, (b,), as losses
+            with ``reduction="none"`` do.
+        epsilon: the target ε. Give one of epsilon, noise_multiplier and plan.
+        noise_multiplier: σ, the standard deviation of the noise relative to the sensitivity.
+        plan: a plan of `groupwise.privacy.make_plan`, instead of epsilon, delta, steps and batch_size.
         delta: δ; by default N^-1.1.
-        epochs, steps: one of the two, the length of the run; an epoch is N / batch_size steps.
-        batch_size: B, the expected number of examples that a step draws.
-        microbatch: the most examples at once; by default as many as fit into memory. Halved if memory runs out.
-        collate_fn, num_workers, pin_memory: as in ``torch.utils.data.DataLoader``.
-        clip: the name of a mode, a partition of the model's layers (adaptive, unless ``policy="fixed"`` is given), or a
-            `ClipConfig`.
-        threshold: C, the norm to which a whole gradient is clipped: each of K groups gets C/√K (adaptive ones begin
-            there).
-        noise: "global", "equal_budget" or "weighted": how the noise is allocated to the groups.
+        epochs: the length of the run in epochs of N / batch_size steps. Give one of epochs and steps.
+        steps: the length of the run in steps.
+        batch_size: B, the expected number of examples of a step.
+        microbatch: the largest number of examples at once; by default as many as fit into memory. It is halved if
+            memory runs out.
+        collate_fn, num_workers, pin_memory: see ``torch.utils.data.DataLoader``.
+        clip: the name of a clipping mode, a `ClipConfig`, or a partition of the model's layers, whose thresholds are
+            adaptive unless ``policy="fixed"`` is given.
+        threshold: C, the norm to which the whole gradient of an example is clipped. Each of K groups gets C/√K, which
+            is where adaptive thresholds start.
+        noise: how the noise is allocated to the groups: "global", "equal_budget" or "weighted".
         accountant: "prv", "pld" or "rdp".
-        cuda_graph: on an NVIDIA GPU, launch a microbatch as one CUDA graph: faster where the host is the bottleneck, as
-            with transformers in bfloat16. The batch is moved to the model's device; there should be few shapes.
-        noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
-        ranks: the processes of the run, by default those of ``torch.distributed``; each calls everything at the same
-            time, and draws its share. Weights and key become those of the first. Parameters may be in shards of
-            all processes (``torch.distributed.fsdp.fully_shard``, before the optimiser is made), for clipping per layer
-            or by ghost norms.
+        cuda_graph: whether to launch a microbatch as one CUDA graph, on an NVIDIA GPU. This is faster if the host is
+            the bottleneck, as with transformers in bfloat16. Batches are moved to the GPU, and should have few shapes.
+        noise_source: the source of all randomness; by default a new secret key. Never use one key for two runs.
+        ranks: the processes of the run; by default those of ``torch.distributed``. All processes call everything
+            together, and each computes its share of a batch. They use the first one's weights and key. For clipping per
+            layer or with ghost norms, the parameters may be sharded over all processes
+            (``torch.distributed.fsdp.fully_shard``, called before the optimiser is made).
         **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
 
     Raises:
-        UserError: the model, data or arguments cannot be clipped, accounted for or trained; says what to do.
+        UserError: the model, data or arguments cannot be used. The message says what to do.
     """
     if isinstance(losses, nn.Module):
         raise UserError(
-            f"losses is a {type(losses).__name__}, which does not take (model, batch): write losses(model, batch), "
-            "where batch is what the collate function makes, and return one loss per example."
+            f"losses is a {type(losses).__name__}, which does not take (model, batch): write a function losses(model, "
+            "batch), where batch comes from the collate function, that returns one loss for each example."
         )
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
         kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
@@ -118,8 +123,8 @@ def make_private(
     dataset_size = length_of(dataset)
     if not model.training:
         warn(
-            "The model is in eval mode, and every step will run it so, without dropout and with BatchNorm's statistics "
-            "fixed: call model.train() first if that is not intended."
+            "The model is in eval mode, and all steps will run it in this mode, without dropout and with fixed "
+            "BatchNorm statistics: call model.train() first if that is not intended."
         )
     config = resolve_clip(clip, threshold, settings)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -143,24 +148,24 @@ def make_private(
             warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.")
         source = noise_source or NoiseSource.fresh()
         if cuda_graph and sharded:
-            raise UserError("cuda_graph=True is not for parameters in shards: leave it out.")
+            raise UserError("cuda_graph=True does not work with sharded parameters: leave it out.")
         graphs = Graphs(recorder_of(device), model) if cuda_graph else None
         sums = DatasetSums(model, dataset, losses, microbatch or 1, graphs, **reading)
         quiet = secret_randomness(source.child("trace"), 0, device=device)
         with quiet, unfitted(model):
             rows = choose_examples(dataset, dataset_size)
             check_items(sums.items, rows)
-            losses_of = sums.losses_of(rows, now=True)  # read here: draws of the dataset are not draws of the losses
+            losses_of = sums.losses_of(rows, now=True)  # now, so that random augmentation does not look like dropout
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = fill_evenly(min(ranks.gather(fits)), made.expected_batch_size / ranks.replicas)
-            if sharded:  # single examples need a whole model
+            if sharded:  # the check by single examples needs unsharded parameters
                 engine.trace(losses_of, rows)
             else:
                 check = partial(verify, engine, losses_of, rows[:CHECKED])
                 halve_on_oom(sums.size, lambda most: check(most=most), "checking", alone=True)
         if sharded:
-            reshard(model)  # the trace left the outermost parameters whole
+            reshard(model)  # the trace left the outermost parameters gathered
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
             model=model,

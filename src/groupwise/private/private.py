@@ -1,4 +1,4 @@
-"""The private training that `make_private` returns, which takes steps in the user's own loop."""
+"""The private training that `make_private` returns, whose steps the user takes in a loop."""
 
 import math
 import os
@@ -25,22 +25,22 @@ from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
-EARLY = "\n  This epsilon is a guarantee if nothing of the run decided when to stop; else the plan's is."
+EARLY = "\n  This epsilon is a guarantee only if no result decided when to stop. Otherwise the plan's epsilon is."
 OPACUS = {"get_epsilon": "epsilon_at(delta)", "accountant": "plan", "remove_hooks": "detach()"}
 USED: set[bytes] = set()
-"""Digests of the noise keys of all trainings that have begun in this process."""
+"""Digests of the noise keys of all trainings that have taken a step in this process."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The report of a step; everything but `nonprivate` may be published.
+    """The report of a step. Everything but `nonprivate` may be published.
 
     Args:
-        number: how many steps were taken, this one included.
-        plan: of the training.
-        nonprivate: computed from the data without noise, over all processes. "loss": the mean over the drawn examples
-            (NaN without any); "batch_size": their number; "clipped": the share that was clipped, by group name;
-            "nonfinite": how many were left out; "examples_per_second", which reveals their number too.
+        number: the number of steps taken so far, including this one.
+        plan: the privacy plan of the training.
+        nonprivate: values over all processes, without noise. "loss": the mean over the drawn examples (NaN for an empty
+            batch); "batch_size": their number; "clipped": the fraction that was clipped, by group name; "nonfinite":
+            the number that was left out; "examples_per_second", which also reveals their number.
     """
 
     number: int
@@ -49,13 +49,13 @@ class Step:
 
     @property
     def epsilon(self) -> float:
-        """ε of the steps up to and including this one, at the plan's δ; computed when read, which can take seconds."""
+        """ε of the steps up to and including this one, at the plan's δ. Computing it can take seconds."""
         return self.plan.spent_epsilon(self.number)
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The next steps of a private training, up to number `last`: iterating takes them, with progress on a terminal."""
+    """The next steps of a private training, up to number `last`. Iterating takes them, and shows the progress."""
 
     private: "Private"
     last: int
@@ -74,7 +74,7 @@ class Steps:
 
 
 class Private:
-    """A private training: what `make_private` returns.
+    """A private training, which `make_private` returns.
 
     Example::
 
@@ -86,10 +86,10 @@ class Private:
     def __init__(self, core: PrivateStep, undo: ExitStack, settings: dict[str, Any]) -> None:
         assert core.engine is not None and isinstance(core.sums, DatasetSums), "make_private makes no other"
         self.core, self.engine, self._sums, self.settings = core, core.engine, core.sums, settings
-        """`settings`, which may not change when the training resumes."""
+        """`settings` may not change when the training resumes."""
         self._names = [group.name for group in core.engine.groups]
         self._restore = undo
-        """Restores the model."""
+        """Its callbacks restore the model."""
         self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
         self._modes = {module: module.training for module in core.model.modules()}
         self._closed = self._agreed = self._resumed = False
@@ -99,7 +99,7 @@ class Private:
         PRIVATE_OPTIMIZERS.add(core.optimizer)
 
     def __repr__(self) -> str:
-        """The model, and how many steps were taken."""
+        """The type of the model, the number of steps taken, and the plan's guarantee."""
         kind = type(self.model).__name__
         plan = self.plan
         return (
@@ -108,15 +108,15 @@ class Private:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        """For names of Opacus, raise an error that names what to use."""
+        """Raise an AttributeError; for names of Opacus it says what to use."""
         hint = f": use private.{OPACUS[name]}" if name in OPACUS else ""
         raise AttributeError(f"'Private' object has no attribute {name!r}{hint}", name=name, obj=self)
 
-    # -- what was promised and spent -----------------------------------------------------------------------------------
+    # -- the guarantee and the spent budget ----------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        """The model; outside of a step it is a plain model, without clipping."""
+        """The model. Between steps it is a plain model, without clipping."""
         return self.core.model
 
     @property
@@ -126,38 +126,42 @@ class Private:
 
     @property
     def executed(self) -> int:
-        """The number of steps taken, including those with an empty batch."""
+        """The number of steps taken so far, including those with an empty batch."""
         return self.core.executed
 
     @property
     def epsilon(self) -> float:
-        """ε of the executed steps at the plan's δ; computing it after a step can take seconds.
+        """ε of the steps taken so far, at the plan's δ. Computing it can take seconds.
 
-        It is a guarantee only if no result of the run decided when to stop; otherwise quote the plan's ε
+        It is a guarantee only if no result of the run decided when to stop. Otherwise report the plan's ε
         (docs/privacy.md).
         """
         return self.plan.spent_epsilon(self.executed)
 
     def epsilon_at(self, delta: float) -> float:
-        """ε of the executed steps at another δ, with the same noise; takes seconds."""
+        """ε of the steps taken so far at another δ, with the same noise. Computing it can take seconds."""
         return replace(self.plan, delta=delta).spent_epsilon(self.executed)
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The thresholds C_k of the next step, by group name; adaptive ones have noise, so they may be published."""
+        """The thresholds C_k of the next step by group name. They may be published, as adaptive ones are noisy."""
         return self.core.named_thresholds()
 
     def set_threshold(self, threshold: float) -> None:
-        """Clip to C = ``threshold`` from the next step on, C/√K in each of K groups. The noise scales with it, so ε is
-        unchanged. Like a learning rate, it may depend on the step number, but not on the data.
+        """Clip to C = ``threshold`` from the next step on, with C/√K in each of K groups.
+
+        The noise scales with it, so ε does not change. Like a learning rate, the threshold may depend on the step
+        number, but not on the data.
 
         Raises:
-            UserError: the thresholds are adaptive; a number that is not above 0; called within a step.
+            UserError: the thresholds are adaptive; ``threshold`` is not above 0; the call is inside a step.
         """
         self._check_open()
         thresholds = self.core.thresholds
         if self.core.running or type(thresholds) is not FixedThresholds:
-            raise UserError("set_threshold is for fixed thresholds, between steps: make_private(clip='fixed_layer').")
+            raise UserError(
+                "set_threshold is for fixed thresholds, between steps: use a clipping mode such as clip='fixed_layer'."
+            )
         groups = len(thresholds.clip_thresholds)
         thresholds.load_state_dict({"thresholds": torch.full((groups,), threshold / groups**0.5, dtype=torch.float64)})
 
@@ -171,7 +175,7 @@ class Private:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, count: int | None = None) -> Steps:
-        """Iterate over the remaining steps, or the next ``count`` of them; each iteration takes one step.
+        """Iterate over the remaining steps, or over the next ``count`` of them. Each iteration takes one step.
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
@@ -182,10 +186,10 @@ class Private:
         """Take one step: draw a batch, clip each example's gradient, add noise, update the model, count the step.
 
         Modules run in the mode (train or eval) that they had when `make_private` was called. A step that fails before
-        its noise, for lack of memory say, has released nothing. The next call repeats it.
+        the noise is added, when memory runs out for example, has released nothing. The next call repeats it.
 
         Raises:
-            UserError: all steps of the plan were taken; the data grew or shrank; losses that cannot be clipped.
+            UserError: all steps of the plan were taken; the number of examples changed; the losses cannot be clipped.
         """
         self._check_open()
         self._check_data()
@@ -210,7 +214,7 @@ class Private:
         self._check_agreed()
         if self.executed >= self.plan.steps:
             raise UserError(
-                f"All {self.plan.steps} steps of the plan were taken, and one more would exceed the plan's epsilon: "
+                f"All {self.plan.steps} steps of the plan were taken, and another would exceed the plan's epsilon: "
                 "plan more epochs or steps in make_private."
             )
         core = self.core
@@ -219,27 +223,27 @@ class Private:
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
                 f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: call "
-                "make_private again, as the plan depends on their number."
+                "make_private again, as the plan depends on this number."
             )
 
-    # -- what is refused -----------------------------------------------------------------------------------------------
+    # -- misuse --------------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self.core.running:
             raise UserError(
-                "optimizer.step() is part of private.step(), which gives it gradients with noise: leave it out of the "
-                "loop, with loss.backward(), zero_grad() and any GradScaler."
+                "private.step() calls optimizer.step() itself, on gradients with noise: remove it from the loop, and "
+                "loss.backward(), zero_grad() and any GradScaler too."
             )
 
     def _check_agreed(self) -> None:
-        """Refuse processes whose keys, steps, plans or data differ, and the key of another training."""
+        """Raise a `UserError` if the processes' keys, steps, plans or data differ, or the key was used before."""
         if self._agreed:
             return
         core, ranks = self.core, self.core.ranks
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if processes > ranks.replicas:
             raise UserError(
-                f"{processes} processes train, and make_private knows of {ranks.replicas}: call it after "
+                f"{processes} processes train, but make_private was called for {ranks.replicas}: call it after "
                 "init_process_group, or start one process (devices=1, num_processes=1)."
             )
         if ranks.replicas > 1:
@@ -250,13 +254,13 @@ class Private:
                 if len({*of} - {None}) > 1:
                     raise UserError(
                         f"The processes do not have the same {what}: give make_private the same arguments and the "
-                        "whole dataset in each process (it divides each batch itself), and load the same state."
+                        "whole dataset in each process, as it divides each batch itself, and load the same state."
                     )
         used = core.noise.derive("used")
         if used in USED and core.noise.is_secret and not self._resumed:
             raise UserError(
                 "noise_source was used by another training, and the same noise on other gradients would reveal their "
-                "difference: leave it out, or give NoiseSource.fresh() to each."
+                "difference: leave it out, or give each training its own NoiseSource.fresh()."
             )
         USED.add(used)
         self._agreed = True
@@ -267,14 +271,14 @@ class Private:
         if os.getpid() != self._process:
             raise UserError(
                 "This private training belongs to another process, and a fork would add the same noise to other "
-                "gradients: call make_private in each process, with a privacy budget of its own."
+                "gradients: call make_private in each process, with its own privacy budget."
             )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies and pickles: two trainings with one key would add the same noise twice."""
+        """Raise a `UserError` for copies and pickles, as two trainings with one key would add the same noise twice."""
         raise UserError(
             "A private training cannot be copied or pickled, as the copy would add the same noise again: save "
-            "private.state_dict(), and load it into a new one."
+            "private.state_dict(), and load it into a new training."
         )
 
     # -- saving and resuming ----------------------------------------------------------------------------------------
@@ -285,39 +289,40 @@ class Private:
         return f"{replicas} process{'' if replicas == 1 else 'es'}{' in shards' if self.core.in_shards else ''}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, after the last complete step. It holds the noise key: keep it secret.
+        """Everything that a resumed training needs. It contains the noise key: keep it secret.
 
         Its tensors are copies, which later steps do not change. With sharded parameters every process must call this,
-        and gets whole tensors on the CPU.
+        and gets the gathered tensors on the CPU.
         """
         return tree_map_only(Tensor, torch.clone, self._state())
 
     def _state(self) -> dict[str, Any]:
         self._check_open()
         if self.core.running:
-            raise UserError("state_dict() within a step would repeat its noise later: call it between steps.")
+            raise UserError("state_dict() inside a step would repeat its noise later: call it between steps.")
         return self.core.state_dict() | {"processes": self._processes, "clip": self.settings}
 
     def save(self, path: str | Path) -> None:
-        """Write `state_dict` atomically to a file that only its owner may read; replicas write a single file."""
+        """Write `state_dict` atomically to a file that only its owner can read. Replicas write one file together."""
         state = self._state()
         if self.core.ranks.main:
             save_checkpoint(path, state)
 
     def load(self, path: str | Path) -> None:
-        """Resume from what `save` wrote."""
+        """Resume from a file that `save` wrote; see `load_state_dict`."""
         self.load_state_dict(load_checkpoint(Path(path), self.core.device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict`, bit for bit; only before the first step. Restores the microbatch size too.
+        """Resume from a `state_dict`, bit for bit, before the first step. This also restores the microbatch size.
 
         Raises:
-            UserError: a step was taken already; the state belongs to another plan, model or optimiser.
+            UserError: a step was taken already; the state has another plan, clipping, model, optimiser, or number of
+                processes.
         """
         self._check_open()
         if self.executed:
             raise UserError(
-                "Steps were taken here already, and resuming would repeat their noise on other gradients: call "
+                "This training has already taken steps, and resuming would repeat their noise on other gradients: call "
                 "make_private again, and load the state before the first step."
             )
         named = state if isinstance(state, dict) else {}
@@ -326,13 +331,13 @@ class Private:
             if isinstance(there, dict) and there != here:
                 name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
                 raise UserError(
-                    f"The state was made with {name}={there.get(name)}, and here it is {here.get(name)}: give the "
-                    "same, as the same noise on two different gradients would reveal their difference."
+                    f"The state was made with {name}={there.get(name)}, but here it is {here.get(name)}: give the same "
+                    "value, as the same noise on two different gradients would reveal their difference."
                 )
         if named.get("processes", self._processes) != self._processes:
             raise UserError(
-                f"The state was made by {named['processes']}, and here are {self._processes}: these divide a batch "
-                "differently, so its noise would be added to other gradients. Start as many processes as before."
+                f"The state was made by {named['processes']}, but here are {self._processes}, which divide a batch "
+                "differently, so the same noise would be added to other gradients: start as many processes as before."
             )
         try:
             noise = NoiseSource.from_state(state)
@@ -342,15 +347,15 @@ class Private:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"The state does not fit this model and optimiser ({reason(error)}): create them as before. The key "
-                "of the noise was not loaded."
+                f"The state does not fit this model and optimiser ({reason(error)}): create them as before. The noise "
+                "key was not loaded."
             ) from error
         self._sums.forget()
-        self.core.use_key(noise)  # last: where anything failed, no noise of that run may meet other gradients
+        self.core.use_key(noise)  # last, so that after an error above the key is not used for other gradients
         self._resumed = True
 
     def detach(self) -> None:
-        """End the training and restore the model and the optimiser; no further steps can be taken."""
+        """End the training, and restore the model and the optimiser. No further steps can be taken."""
         if not self._closed:
             self._closed = True
             self._sums.forget()
@@ -361,7 +366,7 @@ class Private:
 
 
 def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError for the state of another type of optimiser, whose settings have other names."""
+    """Raise a ValueError if the state is of another type of optimiser, whose settings have other names."""
     names = [sorted(set(group) - {"params"}) for group in saved["param_groups"]]
     if names != [sorted(set(group) - {"params"}) for group in optimizer.state_dict()["param_groups"]]:
-        raise ValueError(f"it is from an optimizer with other settings than {type(optimizer).__name__} has")
+        raise ValueError(f"its optimizer does not have the settings of {type(optimizer).__name__}")

@@ -1,4 +1,4 @@
-"""Turns the settings of `make_private` into a configuration of clipping and a privacy plan."""
+"""Makes the clipping configuration and the privacy plan from the arguments of `make_private`."""
 
 import math
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ MODES: dict[str, dict[str, Any]] = {
     "adaptive_layer": {"grouping": "layer", "policy": "adaptive"},
     "adaptive_block": {"grouping": "block", "policy": "adaptive"},
 }
-"""The clipping modes of `conf/clip/`, except `none` and those of pipelines, which only `run.py` has."""
+"""The clipping modes of `conf/clip/`, except for `none` and those of pipelines, which only `run.py` supports."""
 
 
 def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
-    """The configuration for the name of a clipping mode, a `ClipConfig`, or a partition.
+    """Make the clipping configuration for the name of a mode, a `ClipConfig`, or a partition.
 
     Args:
-        clip: as `make_private` has it. threshold: C. settings: other fields of `ClipConfig`.
+        settings: other fields of `ClipConfig`, by name.
 
     Raises:
-        UserError: an unknown mode or setting; one that is out of range, or has no effect; no clipping at all.
+        UserError: a mode or setting is unknown, out of range, or has no effect; there would be no clipping.
     """
     threshold, settings = plain(threshold), plain(settings)
     given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
@@ -49,7 +49,7 @@ def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings:
         mode = {"name": clip, **MODES[clip]} if isinstance(clip, str) else {"name": "custom", "grouping": "custom"}
         config = ClipConfig(**{"threshold": threshold, **mode, **settings})
     checked = config
-    if config.grouping == "custom" and not config.mapping:  # the layers are the partition's
+    if config.grouping == "custom" and not config.mapping:  # the partition defines the groups
         one = {"grouping": "flat", "rescale": False} if config.norms == "ghost" else {"grouping": "layer"}
         checked = replace(config, **one)  # type: ignore[arg-type]
     try:
@@ -71,56 +71,57 @@ def resolve_plan(
     budget: Mapping[str, Any],
     length: Mapping[str, Any],
 ) -> PrivacyPlan:
-    """The plan for N examples and K groups: a new one, or the given one if it fits.
+    """Make the privacy plan of a run, or check the given one.
 
     Args:
-        budget: epsilon and noise_multiplier. length: batch_size, epochs, steps and delta; None where not given.
+        budget: epsilon and noise_multiplier; None if not given.
+        length: batch_size, epochs, steps and delta; None if not given.
 
     Raises:
-        UserError: too few or too many of the arguments; values out of range; a plan for something else.
+        UserError: arguments are missing, too many, or out of range; the given plan is for another run.
     """
     given = sum(value is not None for value in (*budget.values(), plan))
     if given != 1:
-        raise UserError(f"{given} of epsilon, noise_multiplier and plan were given: give exactly one of the three.")
+        raise UserError(f"{given} of epsilon, noise_multiplier and plan were given: give exactly one of them.")
     batch_size, epochs, steps = length["batch_size"], length["epochs"], length["steps"]
     if plan is not None:
         if any(value is not None for value in length.values()):
-            raise UserError("plan has delta, steps and batch_size already: leave delta, epochs, steps, batch_size out.")
+            raise UserError("plan sets delta, steps and batch_size: leave out delta, epochs, steps and batch_size.")
         _check_plan(plan, dataset_size, num_groups, adaptive=clip.policy == "adaptive")
         return plan
     if batch_size is None:
-        raise UserError("batch_size is missing: give the number of examples that a step draws in expectation.")
+        raise UserError("batch_size is missing: give the expected number of examples of a step.")
     if (epochs is None) == (steps is None):
-        how = "neither of epochs and steps was" if steps is None else "both of epochs and steps were"
-        raise UserError(f"{how} given: give one, as epsilon depends on the number of steps.")
+        how = "Neither epochs nor steps was" if steps is None else "Both epochs and steps were"
+        raise UserError(f"{how} given: give one of them, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
-        raise UserError(f"batch_size={batch_size} for {dataset_size} examples: give a number above 0, at most as many.")
+        raise UserError(f"batch_size={batch_size} is not above 0 and at most {dataset_size}, the number of examples.")
     if batch_size < 1:
         warn(f"batch_size={batch_size} is a number of examples, not a rate.")
     if steps is None and not 0 < epochs < math.inf:
-        raise UserError(f"epochs={epochs} cannot be the length of a run: give a finite number above 0.")
+        raise UserError(f"epochs={epochs} is not a valid length of a run: give a finite number above 0.")
     return plan_of(clip, dataset_size=dataset_size, num_groups=num_groups, accountant=accountant, **budget, **length)
 
 
 def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive: bool) -> None:
-    """Raise a `UserError` for a plan for other data, groups or kinds of release."""
+    """Raise a `UserError` if the plan is for another sampling, dataset size, number of groups or kind of threshold."""
     if plan.sampling != "poisson":
         raise UserError(
-            f"the plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
+            f"The plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
         )
     for name, planned, there in (
         ("dataset_size", plan.dataset_size, dataset_size),
         ("num_groups", plan.num_groups, num_groups),
     ):
         if planned != there:
-            raise UserError(f"the plan is for {name}={planned}, and here it is {there}: make a plan for this run.")
+            raise UserError(f"The plan is for {name}={planned}, but this run has {there}: make a plan for this run.")
     if (plan.quantile_budget > 0) != adaptive:
         raise UserError(
-            f"the plan has quantile_budget={plan.quantile_budget:g}, which does not go with "
-            f"{'adaptive' if adaptive else 'fixed'} thresholds: they need {'some of the budget' if adaptive else '0'}."
+            f"The plan has quantile_budget={plan.quantile_budget:g}, but {'adaptive' if adaptive else 'fixed'} "
+            f"thresholds need {'a value above 0' if adaptive else 'the value 0'}: make a plan with that."
         )
     if (spent := plan.spent_epsilon(plan.steps)) > plan.epsilon * (1 + 1e-6):
         raise UserError(
-            f"the plan says epsilon={plan.epsilon:g}, but its noise gives {spent:.4g} by {plan.accountant}: make it "
-            "with make_plan, and change nothing in it."
+            f"The plan states epsilon={plan.epsilon:g}, but its noise gives {spent:.4g} by {plan.accountant}: make it "
+            "with make_plan, and do not change it."
         )

@@ -1,1 +1,1 @@
-"""Trains: the step, the loop around it, and what a run leaves behind."""
+"""The private step, the training loop around it, and the files of a run."""

@@ -1,8 +1,8 @@
 """Sets the precision of float32 products on a GPU, independently of torch's own settings.
 
-NVIDIA's GPUs since 2020 can compute float32 products and convolutions in TF32, which keeps 10 bits of each factor, and
-torch allows that in cuDNN by default. A clipped sum is another product than the norm: in TF32 it may exceed the
-threshold by a relative 1e-3, which the noise does not cover. So norms and sums are float32.
+NVIDIA GPUs since 2020 can compute float32 products and convolutions in TF32, which keeps 10 bits of each factor. Torch
+allows this in cuDNN by default. Norms and clipped sums come from different products, so in TF32 a clipped gradient may
+exceed its threshold by a relative 1e-3, which the noise does not cover. Both are therefore computed in float32.
 """
 
 import os
@@ -14,40 +14,41 @@ import torch
 
 from groupwise.clipping.precision import kept_precisions
 
-PLACES: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
 
 
 @contextmanager
 def products(tf32: bool) -> Iterator[None]:
-    """Inside, allow or forbid TF32 in float32 products and convolutions on a GPU; restores the settings."""
-    before = [place.allow_tf32 for place in PLACES]
-    with kept_precisions():  # which setting `allow_tf32`, and setting it back, both change
-        for place in PLACES:
-            place.allow_tf32 = tf32
+    """Allow or forbid TF32 in float32 products and convolutions on a GPU, and restore the settings at the end."""
+    before = [backend.allow_tf32 for backend in BACKENDS]
+    with kept_precisions():  # setting `allow_tf32` also changes torch's newer precision settings
+        for backend in BACKENDS:
+            backend.allow_tf32 = tf32
         try:
             yield
         finally:
-            for place, value in zip(PLACES, before, strict=True):
-                place.allow_tf32 = value
+            for backend, value in zip(BACKENDS, before, strict=True):
+                backend.allow_tf32 = value
 
 
 @contextmanager
 def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[None]:
-    """The settings of a run: no TF32 unless its `train.precision` is tf32, and bfloat16 products summed in float32.
+    """Set the precision of a run on a GPU: forbid TF32, and sum bfloat16 products in float32; restored at the end.
 
     Args:
-        deterministic: the same bits each time on one model of GPU: deterministic algorithms of torch and cuDNN, and a
-            fixed order of sums in cuBLAS. For that an environment variable is set, which should happen before the first
-            product. Slower; torch raises RuntimeError at an operation that has no deterministic algorithm.
+        device: the device of the run; nothing is set for a CPU.
+        deterministic: use deterministic algorithms of torch, cuDNN and cuBLAS, so that a run repeats bit for bit on
+            the same model of GPU. This is slower. Torch raises RuntimeError for an operation that has none. It sets
+            CUBLAS_WORKSPACE_CONFIG, so use it before the first product.
     """
-    if device.type == "cpu":  # where sums have one order
+    if device.type == "cpu":
         yield
         return
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, torch.are_deterministic_algorithms_enabled()
     matmul.allow_bf16_reduced_precision_reduction = False
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS adds up in one order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS add in a fixed order
         torch.use_deterministic_algorithms(True)
     try:
         with products(tf32=False):

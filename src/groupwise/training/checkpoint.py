@@ -20,66 +20,72 @@ from groupwise.training.ranks import Ranks
 
 
 def previous(path: Path) -> Path:
-    """Where the checkpoint before ``path`` is kept: checkpoint.pt -> checkpoint-previous.pt."""
+    """The path of the checkpoint before the one at ``path``: checkpoint.pt -> checkpoint-previous.pt."""
     return path.with_stem(f"{path.stem}-previous")
 
 
 def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path | None = None) -> None:
-    """Write ``state`` (tensors, numbers, text, bytes, None, lists, dicts) to ``path`` atomically.
+    """Write ``state`` to ``path`` atomically, readable by its owner only.
 
-    Only the owner may read the file: it holds the noise key, and whoever has the key can remove the noise from what a
-    run released. An existing file is moved to ``keep``. Numpy's scalars are written as Python's numbers.
-    Raises `UserError` if the file cannot be written, or `load_checkpoint` could not read it; an existing file then
-    stays.
+    The file holds the noise key, and whoever has the key can remove the noise from what a run released.
+
+    Args:
+        state: tensors, numbers, text, bytes and None, in lists and dicts. NumPy scalars become Python numbers.
+        keep: the path to which an existing file is moved; None overwrites it.
+
+    Raises:
+        UserError: the file cannot be written, or `load_checkpoint` could not read it. An existing file then stays.
     """
     path, state = Path(path), plain(state)
     try:
         write_atomically(path, lambda file: _write(state, path, file), None if keep is None else Path(keep))
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise UserError(
-            f"the checkpoint {path} cannot be written ({error}): free space on the disk, or give another folder."
+            f"The checkpoint {path} cannot be written ({error}): free space on the disk, or give another folder."
         ) from error
 
 
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, tensors on ``device``, running no code from the file.
+    """Read what `save_checkpoint` wrote, with its tensors on ``device``. No code from the file is run.
 
-    Raises `UserError` if the file is missing, damaged or no checkpoint, or if reading it would run code.
+    Raises:
+        UserError: the file is missing, damaged or not a checkpoint, or reading it would run code.
     """
-    path = Path(path)
     try:
-        if zipfile.ZipFile(path).testzip() is not None:  # torch does not compare the checksums of its parts
+        if zipfile.ZipFile(path).testzip() is not None:  # torch does not compare the checksums
             raise zipfile.BadZipFile
         state = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint {path}: give the path of a saved one, or start without it.") from error
+        raise UserError(f"There is no checkpoint {path}: give the path of a saved one, or start without it.") from error
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL (\S+)", str(error))
         raise UserError(
-            f"the checkpoint {path} holds {name[1] if name else 'an object'}, which is not read, as that could run "
-            "code: if you wrote the file yourself, read it with torch.load(path, weights_only=False)."
+            f"The checkpoint {path} contains {name[1] if name else 'an object'}, and reading it could run code: if you "
+            "wrote the file yourself, read it with torch.load(path, weights_only=False)."
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"the checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
+        raise UserError(f"The checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
     if not isinstance(state, dict):
-        raise UserError(f"{path} is no checkpoint of a run: it holds a {type(state).__name__}, not a dict.")
+        raise UserError(f"{path} is not a checkpoint of a run: it contains a {type(state).__name__}, not a dict.")
     return state
 
 
 def load_newest(
     path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Ranks | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint or, if it cannot be read, the one before it, with a warning on stderr.
+    """Read the last checkpoint. If that fails, read the one before it, with a warning on stderr.
+
+    All processes of a run must call this together, and get the same checkpoint.
 
     Args:
-        path: of the last one. All processes of the run call this together, and get the same checkpoint.
-        read: reads a checkpoint with all of its files; raises `UserError` if it cannot.
+        path: the path of the last checkpoint.
+        read: a function that reads a checkpoint with all of its files, and raises `UserError` if it cannot.
 
     Returns:
-        The path and the content.
+        The path and the content of the checkpoint.
 
     Raises:
-        UserError: neither can be read on all processes.
+        UserError: there is no checkpoint that all processes can read.
     """
     ranks = ranks or Ranks()
     problems: list[str] = []
@@ -100,13 +106,13 @@ def load_newest(
 
 
 def forget_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a run's folder, and partial files of killed processes: they hold the noise key."""
+    """Remove all files from a run's folder that hold the noise key: checkpoints, and partial files of killed runs."""
     for entry in (*folder.glob("checkpoint*"), *folder.glob(".*.partial")):
         remove(entry)
 
 
 def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
-    """Write the state; refuse one that could be read back only by running code."""
+    """Write the state, or raise a `UserError` if reading it back would run code."""
     try:
         torch.save(state, file)
         file.seek(0)
@@ -115,6 +121,6 @@ def _write(state: Mapping[str, Any], path: Path, file: BufferedRandom) -> None:
         refused = reason(error)
     if refused:
         raise UserError(
-            f"the checkpoint {path} cannot hold this state ({refused}), as reading it back would run code: use "
-            "tensors, numbers, text, and lists and dicts of these."
+            f"The checkpoint {path} cannot store this state ({refused}), as reading it back would run code: use "
+            "tensors, numbers and text, in lists and dicts."
         )

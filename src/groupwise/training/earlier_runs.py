@@ -1,7 +1,7 @@
 """Adds up the privacy budgets of the earlier runs that a run's starting weights come from.
 
-The rule is in docs/privacy.md. A model from the hub, or from another folder without a record of this program, counts as
-public.
+The rule is in docs/privacy.md. A model from the Hugging Face Hub, or from any folder without a record of this program,
+counts as public.
 """
 
 import json
@@ -13,17 +13,18 @@ from typing import Any
 from groupwise.errors import UserError, reason
 
 Entry = dict[str, Any]
-"""An earlier run: "run", its hash; "public", whether its data are declared public, or synthetic; "epsilon", "inf" if it
-was not private; "delta"."""
+"""An earlier run: "run" (its hash), "public" (whether its data are public or synthetic), "epsilon" ("inf" if it was not
+private) and "delta"."""
 EXPORT = "provenance.json"
-"""The file that `export=FOLDER` writes beside a model."""
+"""The name of the file that `export=FOLDER` writes beside a model."""
 
 
 def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
-    """All runs that the starting weights come from, directly or through other runs.
+    """List all runs that the starting weights come from, directly or through other runs.
 
     Args:
-        weights: `model.weights`, a run's folder or a file in it. source: the folder of `model.source`, if it is one.
+        weights: `model.weights`: the folder of a run, or a file in it; None if it is not set.
+        source: the folder of `model.source`; None if it is not a folder.
 
     Raises:
         UserError: a record beside the weights cannot be read.
@@ -37,17 +38,17 @@ def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
 
 
 def counted(earlier: Sequence[Entry]) -> list[Entry]:
-    """Those whose budget adds to that of a run: all whose data are not public."""
+    """The earlier runs whose budgets are added: those whose data are not public."""
     return [run for run in earlier if not run["public"]]
 
 
 def total(runs: Sequence[Entry], epsilon: float, delta: float) -> tuple[float, float]:
-    """(ε, δ) of a run and of the `counted` earlier ones together, by basic composition: each is a sum."""
+    """(ε, δ) of a run together with the `counted` earlier runs, by basic composition: the sums of all ε and all δ."""
     return epsilon + sum(float(run["epsilon"]) for run in runs), delta + sum(run["delta"] for run in runs)
 
 
 def _entries(folder: Path) -> list[Entry]:
-    """The run recorded in a folder, and the earlier runs that it names; [] without a record."""
+    """The run that is recorded in a folder, followed by its own earlier runs; [] if there is no record."""
     try:
         if (folder / "config.yaml").is_file() and (folder / "result.json").is_file():
             config, privacy, data = (_read(folder / f"{name}.json") for name in ("result", "privacy", "data"))
@@ -75,11 +76,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def sentence(runs: Sequence[Entry]) -> str:
-    """Say what the `counted` earlier runs mean for the guarantee, in one sentence."""
+    """A sentence that says what the `counted` earlier runs mean for the guarantee."""
     if not runs:
-        return "The runs that the weights come from used public data, and add nothing to the budget."
+        return "The runs that the weights come from used public data, so they add nothing to the budget."
     names = ", ".join(run["run"] for run in runs)
     epsilon, delta = total(runs, 0.0, 0.0)
     if math.isinf(epsilon):
-        return f"NOT PRIVATE: the weights come from {names}, which had no guarantee and may reveal these data."
-    return f"The weights come from {names}, whose epsilon = {epsilon:.4g} and delta = {delta:.3g} are added."
+        return f"NOT PRIVATE: the weights come from {names}, which had no privacy guarantee and may reveal its data."
+    return f"The weights come from {names}; their epsilon = {epsilon:.4g} and delta = {delta:.3g} are added."

@@ -1,4 +1,4 @@
-"""Makes what a configuration names: engine and threshold policy, optimiser and schedule, precision."""
+"""Makes the clipping engine, thresholds, plan, optimiser, schedule and precision that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_bl
 
 
 def make_engine(
-    model: nn.Module,
-    clip: ClipConfig,
-    direct: bool = False,
-    *,
-    partition: Partition | None = None,
+    model: nn.Module, clip: ClipConfig, direct: bool = False, *, partition: Partition | None = None
 ) -> ClippingEngine | None:
-    """Attach the configured clipping to the model; None for `clip.grouping=none`, plain SGD through the same loop.
+    """Attach the configured clipping to the model; returns None for `clip.grouping=none`, which trains without it.
 
-    `direct` is for a model whose parameters are in shards (FSDP2); `partition` replaces `clip.grouping`.
+    Args:
+        direct: whether the model's parameters are sharded (FSDP2).
+        partition: the groups of layers; None makes those of `clip.grouping`.
     """
     if clip.grouping == "none":
         return None
@@ -53,9 +51,10 @@ def make_engine(
 def make_thresholds(
     clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
 ) -> FixedThresholds | AdaptiveThresholds:
-    """C_k = C/√K, fixed (appendix A.1), or as the start of adaptive thresholds (Algorithm 1, lines 15-18).
+    """Fixed thresholds C_k = C/√K (appendix A.1), or adaptive ones that start there (Algorithm 1, lines 15-18).
 
-    `here` is how many of the K groups this process hosts, if it hosts one stage of a pipeline.
+    Args:
+        here: the number of groups in this process, if it runs one stage of a pipeline; None for all K.
     """
     groups = plan.num_groups if here is None else here
     even = _even(clip, plan.num_groups)
@@ -70,7 +69,7 @@ def make_thresholds(
         expected_batch_size=plan.expected_batch_size,
         minimum=clip.minimum,
         maximum=clip.maximum,
-        rescale_to=clip.threshold if clip.rescale and plan.num_groups > 1 else None,  # one group would be pinned
+        rescale_to=clip.threshold if clip.rescale and plan.num_groups > 1 else None,  # with one group, C_1 = C always
     )
 
 
@@ -84,11 +83,13 @@ def plan_of(
     delta: float | None,
     **budget: Any,
 ) -> PrivacyPlan:
-    """The plan of a run of ``steps`` steps, else of ``epochs`` epochs of N / B steps. By default δ = N^-1.1.
+    """Make the privacy plan of a run.
 
     Args:
-        clip: adaptive thresholds release counts, which take their share of the budget.
-        budget: other arguments of `groupwise.privacy.make_plan`.
+        clip: the settings of clipping; adaptive thresholds get a part of the budget, as they release noisy counts.
+        epochs: the length of the run in epochs of N / B steps, used if ``steps`` is None.
+        delta: δ; None is N^-1.1.
+        **budget: other arguments of `groupwise.privacy.make_plan`.
     """
     if steps is None:
         steps = max(1, round((epochs or 0) * dataset_size / batch_size))
@@ -103,14 +104,14 @@ def plan_of(
 
 
 def _even(clip: ClipConfig, groups: int) -> float:
-    """C/√K: K groups of this threshold clip the whole gradient to norm C."""
+    """C/√K: if K groups have this threshold, the norm of the whole gradient is at most C."""
     return clip.threshold / math.sqrt(groups)
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> Optimizer:
-    """SGD, Adam or AdamW over the trainable ones of ``parameters``.
+    """Make SGD, Adam or AdamW for the trainable ones of ``parameters``.
 
-    It sees noisy gradients only, so whatever it computes is post-processing and costs no privacy.
+    An optimiser gets only noisy gradients. So it is post-processing, which costs no privacy.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     common: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
@@ -121,10 +122,11 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig
 
 
 def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> LambdaLR:
-    """Call ``.step()`` once after each of the ``steps`` updates; the rate depends on the step alone.
+    """Make the learning rate schedule; call its ``.step()`` after each of the ``steps`` updates.
 
-    It rises linearly over the first ``warmup * steps`` steps, never from zero, which would waste a release; then it
-    stays (constant), or falls (linear, cosine) towards zero, reached only after the last step.
+    The learning rate rises linearly over the first ``warmup * steps`` steps. Its first value is above zero, as a step
+    with rate zero would spend privacy for nothing. Then it is constant, or falls (linear, cosine) to zero after the
+    last step.
     """
     rising = round(config.warmup * steps)
 
@@ -139,21 +141,22 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, steps: int) -> Lamb
 
 
 def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A maker of contexts for the forward pass in `precision`; there is no loss scaling, which would break clipping.
+    """A function that returns the context in which a forward pass runs in `precision`.
 
-    With "tf32" the backward pass, which computes norms and sums, is float32.
+    With "tf32" the backward pass, which computes norms and sums, is in float32. There is no loss scaling, as it would
+    scale the gradients before clipping.
     """
     if precision == "float32":
         return nullcontext
     if precision == "bfloat16":
         return partial(torch.autocast, device.type, torch.bfloat16)
     if device.type != "cuda":
-        raise UserError(f"train.precision=tf32 needs an NVIDIA GPU, and this run is on {device.type}: use float32.")
+        raise UserError(f"train.precision=tf32 needs an NVIDIA GPU, but this run is on {device.type}: use float32.")
     return partial(products, tf32=True)
 
 
 def tolerances(precision: str) -> dict[str, float]:
-    """Tolerances of the check before training, if losses and norms are computed at reduced precision."""
+    """The tolerances of `verify` for losses and norms at reduced precision; {} (its defaults) for float32."""
     return {
         "tf32": {"tolerance": 0.1, "loss_tolerance": 0.01},
         "bfloat16": {"tolerance": 0.3, "loss_tolerance": 0.05},

@@ -1,15 +1,15 @@
-"""Captures the work of a microbatch as one CUDA graph per shape, and launches that instead of single kernels.
+"""Captures the work of a microbatch as a CUDA graph, one for each shape, and launches the graph instead of its kernels.
 
-In a small step on a GPU the host is the bottleneck: it launches a thousand kernels, layer by layer. A graph has the
-forward and the clipped backward pass of a microbatch, and takes one launch. Decisions of the host are not captured;
-they depend on shapes and on the model, not on values on the device, which a step reads once, after its last microbatch.
-Thresholds, weights, counts, gradients and the dropout seed are read from memory at each launch, so one graph serves all
-steps. Drawn batches have many sizes, so microbatches are padded to one of a few sizes (`Microbatches.split`) with
-filler rows, whose losses are multiplied by 0.
+In a small step on a GPU the host is the bottleneck, as it launches about a thousand kernels one by one. A graph has the
+forward and the clipped backward pass of a microbatch, and takes one launch. Python code runs only when a graph is
+captured. Its decisions depend on shapes and on the model, but not on values on the GPU, which a step reads only after
+its last microbatch. Each launch reads thresholds, weights, counts, gradients and the dropout seed from memory, so one
+graph serves all steps. As Poisson batches have many sizes, microbatches are padded to a few sizes with filler rows,
+whose losses are multiplied by 0 (`Microbatches.split`).
 
-A value that the model computes on the host would stay constant, as would a tensor that is not an input, parameter or
-buffer. So at the 1st, 2nd, 4th, 8th, … launch the losses are compared with those of an eager forward pass on the same
-inputs and masks, and a difference raises an error.
+A value that the model computes in Python would stay as it was when the graph was captured, and so would a tensor that
+is not an input, parameter or buffer. So the losses of the 1st, 2nd, 4th, 8th, … launch are compared with those of an
+eager forward pass on the same inputs and dropout masks, and a difference raises an error.
 """
 
 from collections import Counter
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from groupwise.training.private_step import LossesOf, PrivateStep
 
 WARM_UP = 2
-"""Microbatches of a shape that run eagerly before capture, while libraries choose their kernels."""
+"""The number of microbatches of a shape that run eagerly before capture, while libraries choose their kernels."""
 MAX_GRAPHS = 64
-"""Microbatches of further shapes run eagerly. All graphs share one pool of memory."""
+"""The largest number of graphs; microbatches of further shapes run eagerly. All graphs share one pool of memory."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs on a stream of its own."""
+    """Captures CUDA graphs on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -46,7 +46,7 @@ class CudaRecorder:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, work runs on a stream that can be recorded, in order with the work outside."""
+        """Run the work inside on the recorder's stream, after all earlier and before all later work of the caller."""
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
@@ -54,24 +54,21 @@ class CudaRecorder:
         outer.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Do the work once; returns a function that does it again, on the same memory, without the host.
-
-        Recording runs nothing, so the graph is launched once.
-        """
+        """Run the work once, as a graph; returns a function that launches the graph again, on the same memory."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
-        graph.replay()
+        graph.replay()  # as capturing runs nothing
         return graph.replay
 
     def forget(self) -> None:
-        """Drop all graphs, and start a new memory pool: one whose graphs are gone cannot be used again."""
+        """Start a new memory pool. Call it after all graphs were deleted, as their pool cannot be used again."""
         self._pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass
 class Recorded:
-    """A captured microbatch: its static inputs, and the tensors that its losses and squared norms are written to."""
+    """A captured microbatch: its static inputs, and the tensors to which its losses and squared norms are written."""
 
     inputs: list[Any]
     launch: Callable[[], None]
@@ -81,11 +78,11 @@ class Recorded:
 
 
 class Graphs:
-    """Runs microbatches, from the third of a shape on by a CUDA graph.
+    """Runs microbatches, as CUDA graphs from the third microbatch of a shape on.
 
     Args:
-        recorder: of the device.
-        model: whose losses are recorded.
+        recorder: captures the graphs on the model's device.
+        model: the model that is trained.
     """
 
     def __init__(self, recorder: CudaRecorder, model: nn.Module) -> None:
@@ -97,7 +94,7 @@ class Graphs:
         return len(self._recorded)
 
     def running(self) -> AbstractContextManager[None]:
-        """Inside, `clip` may be called."""
+        """The context in which `clip` must be called."""
         return self._recorder.running()
 
     def clip(
@@ -109,15 +106,20 @@ class Graphs:
         losses: Callable[[Any], Tensor],
         again: "LossesOf",
     ) -> Tensor:
-        """Do the same as `PrivateStep.clip` for these rows.
+        """Do the same as `PrivateStep.clip`, as a CUDA graph where that is possible.
 
         Args:
-            batch: the rows as read: tensors on the device and plain values, in tuples, lists and dicts.
-            losses: batch -> one loss a row, (b,).
-            again: some of the rows -> their losses, for a trace.
+            rows: the indices of the examples, (b,), fillers included.
+            present: (b,), False for filler rows.
+            batch: the examples: tensors on the device, numbers and text, in tuples, lists and dicts.
+            losses: a function of the batch that returns one loss for each row, (b,).
+            again: a function of some of the rows that returns their losses, for the trace.
+
+        Returns:
+            The losses, (b,), detached, and 0 for filler rows.
 
         Raises:
-            UserError: the work cannot be recorded; the batch holds something else.
+            UserError: the batch contains anything else; the losses of a graph differ from those of an eager pass.
         """
         leaves, spec = tree_flatten((present, batch))
 
@@ -127,7 +129,7 @@ class Graphs:
             def losses_of(some: Any) -> Tensor:
                 return losses(batch) if some is rows else again(some)
 
-            return private.clip(losses_of, rows, present)  # type: ignore[arg-type]  # an array is a sequence of numbers
+            return private.clip(losses_of, rows, present)  # type: ignore[arg-type]  # an array is a sequence too
 
         engine = private.engine
         key = self._key(leaves, spec, engine)
@@ -149,16 +151,16 @@ class Graphs:
         return known.losses
 
     def forget(self) -> None:
-        """Free the graphs and their memory; microbatches warm up again."""
+        """Free the graphs and their memory. Each shape warms up again."""
         self._recorded.clear()
         self._seen.clear()
         self._recorder.forget()
 
     def _launch(self, known: Recorded, leaves: list[Any], losses: Callable[[], Tensor]) -> None:
-        """Launch a graph on these inputs; after 1, 2, 4, 8, … launches compare its losses with an eager forward pass.
+        """Launch a graph on these inputs. At launches 1, 2, 4, 8, … compare its losses with an eager forward pass.
 
         Raises:
-            UserError: they differ, on the same inputs and masks.
+            UserError: the losses differ.
         """
         for held, leaf in zip(known.inputs, leaves, strict=True):
             if isinstance(leaf, Tensor):
@@ -169,25 +171,28 @@ class Graphs:
         known.launch()
         if expected is not None and not torch.allclose(known.losses, expected, rtol=0.05, atol=1e-3, equal_nan=True):
             raise UserError(
-                f"cuda_graph: at launch {known.launches} of a graph the losses are not those that an eager pass "
-                "computes now: something other than the batch changed. Put it into the batch, or keep it in a buffer "
-                "that is changed in place, or leave cuda_graph out."
+                f"cuda_graph: at launch {known.launches} of a graph its losses differ from those of an eager pass, as "
+                "something other than the batch has changed. Put it into the batch, or keep it in a buffer that is "
+                "changed in place, or leave cuda_graph out."
             )
 
     def _key(self, leaves: list[Any], spec: TreeSpec, engine: ClippingEngine | None) -> tuple[Any, ...] | None:
-        """What a graph is valid for: shapes, plain values, masked rows, modes, and the addresses of the model's
-        tensors and gradients; None while there are no gradients, or sparse ones.
+        """The key of a microbatch's graph: all that a graph keeps, and that may differ between microbatches.
+
+        These are shapes and dtypes, plain values of the batch, whether rows are masked, the modes of modules, and the
+        addresses of parameters, buffers and gradients. Returns None if a gradient is None or sparse.
 
         Raises:
-            UserError: a part of the batch that is neither on the device nor plain.
+            UserError: a tensor of the batch is on another device, or the batch contains other objects.
         """
         parameters = list(self._model.parameters())
         device = parameters[0].device
         for leaf in leaves:
             if not (leaf.device == device if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN)):
                 raise UserError(
-                    f"cuda_graph: the batch holds a {type(leaf).__name__} that is not on {device}, which no graph "
-                    "would update: give tensors, numbers and text in tuples, lists or dicts, or leave cuda_graph out."
+                    f"cuda_graph: the batch contains a {type(leaf).__name__} that is not on {device}, so a graph "
+                    "cannot update it: use tensors, numbers and text, in tuples, lists or dicts, or leave cuda_graph "
+                    "out."
                 )
         gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]
         if any(gradient is None or gradient.layout != torch.strided for gradient in gradients):
@@ -198,19 +203,19 @@ class Graphs:
         return engine is not None and engine.masks_rows, spec, shown, addresses, modes
 
     def _record(self, add: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """The losses of a microbatch, and what launches its graph."""
+        """Run a microbatch as a new graph; returns its losses, and the function that launches the graph again."""
         made = list[Tensor]()
 
         def work() -> None:
             made[:] = [add()]
 
-        launch = self._recorder.record(work)  # torch raises RuntimeError where the model waits for the GPU
+        launch = self._recorder.record(work)  # torch raises RuntimeError if the model reads values from the GPU
         return made[0], launch
 
     def _eager(self, losses: Callable[[], Tensor]) -> Tensor:
-        """The losses (b,) by a forward pass past the engine that leaves generators and buffers as they were.
+        """The losses, (b,), of a forward pass without clipping, which leaves generators and buffers unchanged.
 
-        It is one with gradients, as attention without may draw other masks.
+        Gradients are enabled, as attention may draw other dropout masks without them.
         """
         device = next(self._model.parameters()).device
         drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
@@ -219,7 +224,7 @@ class Graphs:
 
 
 def recorder_of(device: torch.device) -> CudaRecorder:
-    """The recorder of a GPU; raises `UserError` on another device."""
+    """The recorder for a GPU; raises `UserError` for any other device."""
     if device.type != "cuda":
-        raise UserError(f"cuda_graph needs an NVIDIA GPU, and this run is on {device.type}: leave it out.")
+        raise UserError(f"cuda_graph needs an NVIDIA GPU, but this run is on {device.type}: leave it out.")
     return CudaRecorder(device)

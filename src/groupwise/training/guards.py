@@ -1,4 +1,4 @@
-"""Detects, during a step, code that would use clipped sums without noise, or change them."""
+"""Detects code in the losses that reads or changes clipped sums before the noise, or puts data into the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from groupwise.privacy.randomness import refuse_another_seed
 
 @contextmanager
 def unfitted(model: nn.Module) -> Iterator[None]:
-    """Use it around the passes before training, in which some modules set their state from the first batch.
+    """Detect modules that set buffers or parameters from the first batch, in the passes before training.
 
     Raises:
-        UserError: a buffer or parameter of the same shape has other values afterwards.
+        UserError: a buffer or parameter has other values at the end, but the same shape.
     """
 
     def totals() -> dict[tuple[str, torch.Size], str]:
@@ -29,13 +29,13 @@ def unfitted(model: nn.Module) -> Iterator[None]:
     for (name, shape), total in totals().items():
         if before.get((name, shape), total) != total:
             raise UserError(
-                f"{name!r}, a buffer or parameter, was changed by the first forward pass, so it keeps data of the "
-                "examples without clipping and noise: run that pass on public data before make_private."
+                f"The first forward pass changed {name!r}, a buffer or parameter, so it now depends on examples "
+                "without clipping and noise: run that pass on public data before make_private."
             )
 
 
 class StepGuard:
-    """Watches a model while the clipped sums of a batch are formed.
+    """Checks a model while the clipped sums of a batch are computed.
 
     Args:
         model: the model that is trained privately.
@@ -47,26 +47,33 @@ class StepGuard:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Use it around the computation of a batch's sums.
+        """The context in which the clipped sums of a batch must be computed.
 
         Raises:
             UserError: a parameter has a hook; a buffer or parameter was changed.
         """
-        self._refuse_hooks()
+        for name, parameter in self._trainable.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise UserError(
+                    f"Parameter {name!r} has a hook, which could read or change clipped sums before the noise: remove "
+                    "the hook."
+                )
         before = self._versions()
         yield
         after = self._versions()
         for name in (*before, *after):
             if before.get(name) != after.get(name):
                 raise UserError(
-                    f"The losses changed {name!r}, a buffer or parameter, which then holds data of the examples "
-                    "without clipping and noise: do not change it there; put modules with running statistics into "
-                    "eval mode before make_private."
+                    f"The losses changed {name!r}, a buffer or parameter, so it now depends on examples without "
+                    "clipping and noise: do not change it there, and put modules with running statistics into eval "
+                    "mode before make_private."
                 )
 
     @contextmanager
     def losses(self) -> Iterator[None]:
-        """Use it around the losses of a microbatch. Inside, `.grad` is None, to hide the sums of earlier microbatches.
+        """The context in which the losses of a microbatch must be computed.
+
+        Each `.grad` is None inside, so that the losses cannot read the clipped sums of earlier microbatches.
 
         Raises:
             UserError: torch was seeded; a parameter got a gradient.
@@ -78,24 +85,14 @@ class StepGuard:
             yield
             if any(parameter.grad is not None for parameter in self._trainable.values()):
                 raise UserError(
-                    "The losses set gradients of the model themselves, without clipping and noise: leave backward() "
-                    "out of them."
+                    "The losses set gradients of the model, which would get no clipping: remove backward() from them."
                 )
         finally:
             for parameter, gradient in zip(self._trainable.values(), sums, strict=True):
                 parameter.grad = gradient
         refuse_another_seed()
 
-    def _refuse_hooks(self) -> None:
-        for name, parameter in self._trainable.items():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise UserError(
-                    f"Parameter {name!r} has a hook, which could read or change clipped sums before the noise: remove "
-                    "it."
-                )
-
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """The identity of each buffer and parameter, and its in-place version counter."""
-        frozen = {name: p for name, p in self._model.named_parameters() if not p.requires_grad}
-        there: dict[str, Any] = {**dict(self._model.named_buffers()), **frozen, **self._trainable}
-        return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in there.items()}
+        """The identity of each buffer and parameter, and torch's counter of its in-place changes."""
+        named: tuple[tuple[str, Any], ...] = (*self._model.named_buffers(), *self._model.named_parameters())
+        return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in named}

@@ -21,13 +21,13 @@ from groupwise.errors import UserError
 
 T = TypeVar("T")
 MEASURED = 2
-"""Examples in the forward pass whose activations are measured."""
+"""The number of examples in the forward pass whose activations are measured."""
 OVERHEAD = 3.0
-"""Peak memory divided by saved activations: there are output gradients and temporaries too."""
+"""Peak memory divided by the memory of saved activations: it includes output gradients and temporaries."""
 GPU_SHARE = 0.6
 CPU_BUDGET = 2 << 30
 CPU_MOST = 256
-"""More examples at once make a CPU no faster."""
+"""The largest microbatch on a CPU, which gets no faster with more examples at once."""
 
 
 def choose_microbatch(
@@ -37,18 +37,17 @@ def choose_microbatch(
     examples: np.ndarray,
     most: int | None = None,
 ) -> int:
-    """The largest power of two whose activations fit the budget, measured in a forward pass of two examples.
+    """Choose the microbatch size: the largest power of two whose activations fit the memory budget.
 
-    On a CPU the budget is an eighth of the machine's memory, and at most 2 GiB. On a GPU it is three fifths of its
-    memory, minus the model, its gradients and two optimiser moments. It does not depend on what is free at the moment,
-    so that the choice is always the same. If other processes use the GPU, the first step may halve it.
+    Activations are measured in a forward pass of two examples. On a CPU the budget is an eighth of the machine's
+    memory, and at most 2 GiB. On a GPU it is three fifths of the memory that the model, its gradients and two optimiser
+    moments leave. It does not depend on the memory that is free now, so the choice is always the same. If other
+    processes use the GPU, the first step may halve the microbatch.
 
     Args:
-        losses_of: indices of training examples -> losses, with gradients on.
-        model: the model, whose own weights are not activations.
-        device: where it is.
-        examples: all training examples, or a few of them, the largest first.
-        most: how many training examples there are; by default as many as `examples`.
+        losses_of: a function of the indices of examples that returns their losses, with gradients.
+        examples: the indices of all training examples or of a few, the largest examples first.
+        most: the number of training examples; None is the length of `examples`.
     """
     held: dict[int, int] = {}
     most = most or len(examples)
@@ -77,32 +76,32 @@ def choose_microbatch(
 
 
 def fill_evenly(size: int, batch_size: float) -> int:
-    """A microbatch of about `size` examples, so that nearly every Poisson batch needs the same number of microbatches.
+    """A microbatch size near `size` with which nearly every Poisson batch needs the same number of microbatches.
 
-    A batch of B examples in expectation has up to B + 4·√B. With microbatches of B, every second batch would need one
-    more, of a few examples.
+    A batch of B expected examples rarely has more than B + 4·√B. With microbatches of B examples, every second batch
+    would need another microbatch for a few examples.
     """
     largest = batch_size + 4 * math.sqrt(batch_size)
     return size if size >= largest else math.ceil(largest / math.ceil(batch_size / size))
 
 
 def gpu_budget(model: nn.Module, device: torch.device) -> float:
-    """Bytes for activations: a share of the GPU's whole memory, not of what is free."""
+    """The memory budget of activations in bytes: a share of the GPU's whole memory, whether it is free or not."""
     held = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
     return GPU_SHARE * max(torch.cuda.get_device_properties(device).total_memory - held, 0)
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""glibc's codes of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, and below the largest value of the first."""
+"""The numbers of M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in glibc; `_LARGEST_INT` is their largest value."""
 _LARGEST_INT = (1 << 31) - 1
 
 
 def keep_freed_blocks() -> bool:
-    """Let this process keep the memory that a step frees. Returns whether it does, as it needs glibc.
+    """Make this process keep the memory that a step frees; returns False if the C library is not glibc.
 
-    By default a freed block of 32 MiB or more returns to the system, which fills the next one with zeros. That takes a
-    fifth of a small network's private step on a CPU. Blocks of 2 GiB and more still return. It cannot be undone, so
-    call it only in processes that do nothing but a run.
+    By default a freed block of 32 MiB or more returns to the system, which fills the next block with zeros. For a small
+    network on a CPU this takes a fifth of the time of a private step. Blocks of 2 GiB and more still return. The
+    setting cannot be undone, so use it only in a process that does nothing but train.
     """
     if (library := _glibc()) is None:
         return False
@@ -110,14 +109,14 @@ def keep_freed_blocks() -> bool:
 
 
 TRIMMED = 100
-"""Steps on a CPU between two calls of `return_freed_memory`."""
+"""The number of steps on a CPU between two calls of `return_freed_memory`."""
 
 
 def return_freed_memory() -> None:
-    """Return free memory between blocks in use to the system, if the C library is glibc.
+    """Return the free memory between used blocks to the system, if the C library is glibc.
 
-    The batches of a run have as many sizes as steps, so freed blocks seldom fit again: without this a process grows for
-    thousands of steps, to several times what it needs.
+    Poisson batches have many sizes, so a freed block seldom fits the next batch. Without this a process grows for
+    thousands of steps, to several times the memory that it needs.
     """
     if (library := _glibc()) is not None:
         library.malloc_trim(ctypes.c_size_t(0))
@@ -136,22 +135,24 @@ OOM_MESSAGES = (
     "ALLOC_FAILED",
     "Cannot allocate memory",
 )
-"""In the RuntimeErrors of CUDA, of torch's allocator on a CPU, of oneDNN, of cuBLAS and cuDNN, and of the system."""
+"""Parts of the RuntimeErrors of CUDA, torch's CPU allocator, oneDNN, cuBLAS and cuDNN, and the operating system."""
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether memory ran out, on a GPU or a CPU."""
+    """Whether the error says that memory ran out, on a GPU or a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, RuntimeError) and any(word in str(error) for word in OOM_MESSAGES):
         return True
-    return error.__context__ is not None and is_oom(error.__context__)  # a failed recording raises another error
+    return error.__context__ is not None and is_oom(error.__context__)  # torch.cuda.graph raises another error
 
 
 def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
-    """Return `work(size)`; while memory runs out, try again with half the size.
+    """Return `work(size)`. If memory runs out, halve the size and try again, down to one example.
 
-    With several processes there is no second try, unless `alone` says that `work` does not communicate.
+    Args:
+        doing: what `work` does, for the warning.
+        alone: whether `work` does not communicate. If it does, there is no second try in runs of several processes.
     """
     while True:
         try:
@@ -159,7 +160,7 @@ def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating",
         except (RuntimeError, MemoryError) as error:
             if size == 1 or (dist.is_initialized() and not alone) or not is_oom(error):
                 raise
-        size //= 2  # outside of `except`, which holds the memory of the failed try
+        size //= 2  # outside of `except`, as the error keeps the memory of the failed try in use
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         print(f"warning: memory ran out; {doing} with {size} examples at once.", file=sys.stderr)
@@ -167,13 +168,13 @@ def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating",
 
 @contextmanager
 def oom_as_user_error() -> Iterator[None]:
-    """An out-of-memory error inside becomes a `UserError`."""
+    """Turn an out-of-memory error into a `UserError`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_oom(error):
             raise
         raise UserError(
-            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size; if the run "
-            "has a checkpoint, add resume=<the run's folder>."
+            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size. If the run has "
+            "a checkpoint, add resume=<the run's folder>."
         ) from error

@@ -1,4 +1,4 @@
-"""Forms the clipped sums of a batch in microbatches that fit into memory."""
+"""Computes the clipped sums of a batch in microbatches that fit into memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from groupwise.training.ranks import Ranks
 from groupwise.training.task import Task, to_device
 
 ROUNDED = 16
-"""With CUDA graphs, a microbatch has a multiple of a sixteenth of the usual number of rows: each number has a graph."""
+"""With CUDA graphs, the rows of a microbatch are padded to a multiple of 1/16 of the usual number, for few graphs."""
 
 
 class Microbatches(ABC):
     """A `BatchSums` that runs one microbatch after the other.
 
     Args:
-        size: the most examples per microbatch. It changes only rounding and dropout masks.
+        size: the largest number of examples in a microbatch. It affects only rounding and dropout masks.
         graphs: runs microbatches as CUDA graphs; None runs them eagerly.
     """
 
@@ -32,27 +32,30 @@ class Microbatches(ABC):
         self.rounds = self.keeps_gradients = graphs is not None
 
     def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
-        """This process's examples of a batch, (n,), in the order in which they share microbatches."""
+        """The part of a batch that this process computes, (n,), in the order in which it forms microbatches."""
         return ranks.share(drawn)
 
     @abstractmethod
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
-        """Add the clipped sums of the microbatch that begins at `start` in the share; returns its losses, (b,).
+        """Add the clipped sums of a microbatch to the gradients; returns its losses, (b,).
 
-        `present`, (b,), is False for filler rows; None: there are none.
+        Args:
+            start: the index of the microbatch's first example in this process's share of the batch.
+            rows: the indices of its examples in the dataset, (b,).
+            present: (b,), False for filler rows; None if there are none.
         """
 
     def forget(self) -> None:
-        """Free what is kept for microbatches of this size."""
+        """Free everything that is kept for microbatches of this size."""
         if self.graphs is not None:
             self.graphs.forget()
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         """See `groupwise.training.private_step.BatchSums`.
 
-        If memory runs out, the batch is restarted with microbatches of half the size. If an example's norm is not
-        finite and rows were not masked, it is restarted with masks. Nothing has been released by then, and the step's
-        noise stays the same.
+        If memory runs out, the batch starts again with microbatches of half the size. If the norm of an example is not
+        finite and rows were not masked, it starts again with masks. This is safe, as nothing was released before, and
+        the step's noise does not change.
         """
         share, engine = self.share(drawn, private.ranks), private.engine
 
@@ -66,7 +69,7 @@ class Microbatches(ABC):
             return self._run_all(private, step, share, drawn)
 
         if engine is not None:
-            engine.masks_rows = private.in_shards  # where other processes wait, no batch can begin again
+            engine.masks_rows = private.in_shards  # with shards a batch cannot start again, as other processes wait
         with nullcontext() if self.graphs is None else self.graphs.running():
             loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
             if engine is not None and engine.has_nonfinite:
@@ -77,10 +80,11 @@ class Microbatches(ABC):
     def split(
         self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
     ) -> Iterator[tuple[int, np.ndarray, int]]:
-        """The microbatches of a share: the start of each, its rows, and how many of its last rows are fillers.
+        """Split a share into microbatches: yields the start of each, its rows, and how many of its last are fillers.
 
         With shards all processes run the same number of microbatches, as each needs the others' parameters. A process
-        without further examples takes the batch's first as a filler. If sizes are rounded, the last one is repeated.
+        that has no examples left uses the first example of the batch as a filler. If sizes are rounded, fillers are
+        copies of the last row.
         """
         replicas = private.ranks.replicas
         most = -(-len(drawn) // replicas) if private.in_shards else len(share)
@@ -108,8 +112,8 @@ class TaskSums(Microbatches):
     """Clipped sums of batches of a task.
 
     Args:
-        task: whose examples are read and whose losses are computed.
-        size, graphs: as `Microbatches` has them.
+        task: reads the examples, and computes their losses.
+        size, graphs: see `Microbatches`.
     """
 
     def __init__(self, task: Task, size: int, graphs: Graphs | None = None) -> None:
@@ -117,22 +121,22 @@ class TaskSums(Microbatches):
         self.task = task
 
     def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
-        """This process's part of the batch in the task's order, so that all replicas have equally long examples."""
+        """See `Microbatches`; in the task's order, so that all replicas get examples of similar sizes."""
         return ranks.share(self.task.order(drawn))
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`."""
         if self.graphs is None or present is None:
-            return private.clip(self.task.losses_of, rows, present)  # type: ignore[arg-type]  # rows are numbers
+            return private.clip(self.task.losses_of, rows, present)  # type: ignore[arg-type]  # an array is a sequence
         losses, read = partial(self.task.losses, self.task.model), partial(self.task.read, even=True)
         return self.graphs.clip(private, rows, present, read(rows), losses, lambda some: losses(read(some)))
 
 
 CHECKED = 5
-"""How many examples are compared with a loop over single examples before training."""
+"""The number of examples that are compared with a loop over single examples before training."""
 
 
 def examples_to_trace(ordered: Sequence[int] | np.ndarray, most: int = 6) -> list[int]:
-    """From examples that are sorted by size: the first, the last, and evenly spaced ones in between."""
-    places = np.linspace(0, len(ordered) - 1, min(most, len(ordered))).round().astype(int).tolist()
-    return [int(ordered[place]) for place in dict.fromkeys([*places[:1], *places[-1:], *places[1:-1]])]
+    """Choose up to `most` of the examples, which are sorted by size: first, last, and evenly spaced ones between."""
+    at = np.linspace(0, len(ordered) - 1, min(most, len(ordered))).round().astype(int).tolist()
+    return [int(ordered[index]) for index in dict.fromkeys([*at[:1], *at[-1:], *at[1:-1]])]

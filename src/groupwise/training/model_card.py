@@ -1,4 +1,4 @@
-"""Writes the privacy of a trained model into its card, a README.md as the Hugging Face Hub reads it."""
+"""Writes the privacy guarantee of a trained model into its model card, a README.md for the Hugging Face Hub."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,15 +8,15 @@ from groupwise.atomic import write_text
 
 TAGS = ("differential-privacy", "dp-sgd", "groupwise")
 SETTINGS = ("task", "model.name", "clip.name", "clip.threshold", "optim.name", "optim.learning_rate", "seed")
-"""Of a run's configuration: what a reader of the card wants to know."""
+"""The settings of a run that its card lists."""
 
 
 def privacy_section(privacy: Mapping[str, Any]) -> str:
-    """What is promised, in Markdown.
+    """The section of a model card on privacy, in Markdown.
 
     Args:
-        privacy: fields of a `PrivacyPlan`; ``private``, whether its ε is a guarantee; ``neighbours_differ_by`` in
-            words; and, where the first weights have cost before, ``total`` with their ε and δ together.
+        privacy: the fields of a `PrivacyPlan`, and ``private``, whether its ε is a guarantee. Optional:
+            ``neighbours_differ_by``, a phrase, and ``total``, the ε and δ with the runs of the starting weights.
     """
     spent = privacy.get("total", privacy)
     rows = {
@@ -31,8 +31,8 @@ def privacy_section(privacy: Mapping[str, Any]) -> str:
         "accountant": privacy["accountant"],
     }
     claim = (
-        "Trained with differential privacy: the weights are (ε, δ)-DP. Not covered: choosing settings or checkpoints "
-        "by results, and data that the model learned from elsewhere."
+        "Trained with differential privacy: the weights are (ε, δ)-DP. Not covered: the choice of settings or "
+        "checkpoints by their results, and other data that the model was trained on."
         if privacy["private"]
         else "**This model has no guarantee of differential privacy.**"
     )
@@ -43,7 +43,7 @@ def privacy_section(privacy: Mapping[str, Any]) -> str:
 
 
 def write_model_card(folder: Path, provenance: Mapping[str, Any]) -> None:
-    """Write README.md beside an exported model: privacy, settings, metrics; of a folder's provenance, and no more."""
+    """Write README.md beside an exported model, with the privacy, settings and metrics of its ``provenance`` only."""
     config, metrics = provenance.get("config", {}), provenance.get("metrics", {})
     tags = TAGS if provenance["privacy"]["private"] else TAGS[2:]
     parts = [

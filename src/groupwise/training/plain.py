@@ -1,4 +1,4 @@
-"""Turns numpy's numbers in a state into Python's, which a file returns without running code."""
+"""Replaces NumPy scalars in a state by Python numbers, which can be read from a file without running code."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def plain(value: Any) -> Any:
-    """``value`` with Python's numbers and texts for numpy's scalars in it; without any, it is the same object."""
+    """``value`` with its NumPy scalars replaced by Python numbers and strings; the same object if it has none."""
     if not any(isinstance(leaf, np.generic) for leaf in tree_leaves(value)):
         return value
     return tree_map_only(np.generic, lambda scalar: scalar.item(), value)

@@ -1,7 +1,7 @@
 """The private step: Algorithm 1, from sampling the batch to counting the step.
 
-All trainings use it: `run.py`, `groupwise.make_private`, transformers' Trainer, replicas, shards and pipeline stages.
-They differ only in how the clipped sums of a batch are formed (`BatchSums`).
+All training uses it: `run.py`, `groupwise.make_private`, `PrivateTrainer`, replicas, shards and pipeline stages. They
+differ only in how they compute the clipped sums of a batch (`BatchSums`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,50 +33,50 @@ from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Ranks
 
 LossesOf = Callable[[Sequence[int]], Tensor]
-"""Indices of examples -> one loss for each, (n,), computed from that example alone."""
+"""A function of the indices of n examples that returns their losses, (n,), each computed from its own example alone."""
 
 
 class Sampler(Protocol):
     """Draws batches."""
 
     def indices(self, step: int, /) -> np.ndarray:
-        """The examples of step `step`, (n,) int64."""
+        """The indices of the examples of step `step`, (n,) int64."""
 
 
 class BatchSums(Protocol):
-    """Forms the clipped sums of drawn batches."""
+    """Computes the clipped sums of drawn batches."""
 
     size: int
-    """The most examples per microbatch."""
+    """The largest number of examples in a microbatch."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether to set gradients to zero between batches, not to None, because CUDA graphs write to their memory."""
+        """Whether gradients are set to zero between batches and not to None, as CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
-        """Call `PrivateStep.clear`, and set .grad to the clipped sums of this process's share of a batch.
+        """Call `PrivateStep.clear`, and set `.grad` to the clipped sums of this process's share of a batch.
 
-        Returns:
-            The sum of its losses, (), which is not private.
+        `drawn` has the indices of the whole batch of step `step`, (n,) int64. Returns the sum of the losses of the
+        share, (), which is not private.
         """
 
 
 NONFINITE = (
     "The gradients of some examples are not finite, so these examples are left out: look for NaN in the data or in the "
-    "losses. nonprivate counts them at each step (as nonfinite). This warning comes from the data, without noise."
+    "losses. nonprivate['nonfinite'] counts them at each step. This warning depends on the data, and is not private."
 )
 
 
 @dataclass(frozen=True)
 class Released:
-    """The result of a step; only `noise_norm` may be published.
+    """The result of a step. Only `noise_norm` may be published.
 
     Args:
-        drawn: size of the batch, over all replicas.
-        counts: b̄_k, how many examples were not clipped, (K,); (0,) without clipping.
-        loss: the sum of this process's losses.
-        nonfinite: examples of this process that were left out because a norm was not finite.
-        noise_norm: expected ℓ2 norm of the noise in the update; None without clipping.
+        drawn: the size of the batch, over all replicas.
+        counts: b̄_k, the numbers of examples that were not clipped, (K,); (0,) without clipping.
+        loss: the sum of the losses in this process.
+        nonfinite: the number of examples in this process that were left out because a norm was not finite.
+        noise_norm: the expected ℓ2 norm of the noise in the averaged gradient; None without clipping.
     """
 
     drawn: int
@@ -88,18 +88,18 @@ class Released:
 
 @dataclass(kw_only=True)
 class PrivateStep:
-    """A model, its data and its privacy mechanism; `step` takes one private step.
+    """A model, its data and its privacy mechanism. `step` takes one private step.
 
     Args:
-        model: its trainable parameters are released.
-        engine: attached to the model; None trains without clipping, noise or guarantee.
+        model: the model, whose trainable parameters are released.
+        engine: the clipping engine that is attached to the model; None trains without clipping, noise and guarantee.
         thresholds: C_k of the engine's groups; None without an engine.
-        plan: sets all noise scales.
+        plan: the privacy plan, which sets all noise scales.
         noise: the source of the run's randomness, the same in all processes.
-        allocation: how the groups share the noise: "global", "equal_budget" or "weighted".
-        optimizer: over the trainable parameters.
-        device: of the model.
-        sums: forms the clipped sums of a batch.
+        allocation: how the noise is allocated to the groups: "global", "equal_budget" or "weighted".
+        optimizer: the optimiser of the trainable parameters.
+        device: the device of the model.
+        sums: computes the clipped sums of a batch.
         ranks: the processes of the run.
     """
 
@@ -114,30 +114,30 @@ class PrivateStep:
     sums: BatchSums
     ranks: Ranks = field(default_factory=Ranks)
     sampler: Sampler = field(init=False)
-    """The plan's sampler, seeded from the run's key."""
+    """The plan's sampler, seeded from the noise key."""
     executed: int = field(init=False, default=0)
-    """The number of released steps, from which ε is computed."""
+    """The number of steps that were released, from which ε is computed."""
     running: bool = field(init=False, default=False)
     """Whether a step is running."""
     _rewind: Callable[[], None] | None = field(init=False, default=None)
-    """Resets the generators to their state at the beginning of the current microbatch."""
+    """Resets the random generators to their state at the beginning of the current microbatch."""
 
     def __post_init__(self) -> None:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.in_shards = are_shards(self.trainable)
-        """Whether each process holds a shard of every parameter (FSDP2), and gradients are summed over processes."""
+        """Whether each process has a shard of every parameter (FSDP2), so that FSDP2 sums gradients over processes."""
         self._guard = StepGuard(self.model)
         self.use_key(self.noise)
 
     @property
     def process(self) -> int:
-        """The number of this process."""
+        """The rank of this process."""
         return self.ranks.replica * self.ranks.stages + self.ranks.stage
 
     def use_key(self, noise: NoiseSource) -> None:
-        """Draw batches, dropout masks and noise from this source."""
+        """Use this source for batches, dropout masks and noise from now on."""
         self.noise = self.gradient_noise = self.count_noise = noise = noise.settled(self.device)
-        if self.in_shards:  # each process adds noise to its own shards, from a stream of its own
+        if self.in_shards:  # each process adds noise to its own shards, from its own stream
             self.gradient_noise = noise.child(f"shard {self.ranks.replica}")
         self.sampler = sampler_of(self.plan, noise)
 
@@ -146,14 +146,14 @@ class PrivateStep:
     def step(self) -> Released:
         """Take one step of Algorithm 1: one batch, one release, one update.
 
-        A step that fails before its noise has released nothing. The next call repeats it, with the same batch and
-        noise.
+        A step that fails before the noise is added has released nothing. The next call repeats it, with the same batch
+        and noise.
 
         Raises:
-            UserError: called inside another step; see also `StepGuard` and `ClippingEngine.clip`.
+            UserError: the call is inside another step. See also `StepGuard` and `ClippingEngine.clip`.
         """
         if self.running:
-            raise UserError("A private step was begun inside another one: end that one first.")
+            raise UserError("A private step began inside another one: call step() outside of the losses.")
         self.reshard()
         self.running, step = True, self.executed
         try:
@@ -172,7 +172,7 @@ class PrivateStep:
                 self.engine.set_thresholds(self.thresholds.clip_thresholds, self.thresholds.count_thresholds)
             loss = self.sums.add(self, step, drawn)  # lines 7-12
         counts = self._sum_over_replicas()
-        self.executed += 1  # before the noise: if anything fails from here on, no step repeats this noise
+        self.executed += 1  # before the noise, so that no later step repeats it if anything fails from here on
         noise_norm = self._release(step)  # line 13, with the thresholds that clipped
         self.optimizer.step()  # line 14
         if self.thresholds is not None:
@@ -181,34 +181,34 @@ class PrivateStep:
             return_freed_memory()
         nonfinite = 0 if self.engine is None else self.engine.nonfinite
         if nonfinite:
-            warn(NONFINITE)  # Python shows the same warning from the same line only once
+            warn(NONFINITE)  # Python shows it only once for each line
         return Released(len(drawn), counts, float(loss), nonfinite, noise_norm)
 
     def clear(self) -> None:
-        """Clear gradients and counts before a batch is processed, or processed again."""
+        """Clear gradients and counts, before a batch is computed for the first time or again."""
         self.optimizer.zero_grad(set_to_none=not self.sums.keeps_gradients)
         if self.engine is not None:
             self.engine.reset()
 
     @contextmanager
     def microbatch(self, step: int, start: int) -> Iterator[None]:
-        """Inside, generators are seeded from the key, the step and the microbatch's start in this process's share."""
+        """Seed the random generators from the key, the step, and the microbatch's start in this process's share."""
         generators = secret_randomness(self.noise, step, start, process=self.process, device=self.device)
         with generators as self._rewind:
             yield
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients; on a GPU without TF32.
+        """Add the clipped sums of a microbatch to the gradients. On a GPU, TF32 is off.
 
         Args:
-            losses_of: the losses (b,) of the microbatch, or of some of its examples.
-            rows: the microbatch, (b,).
-            present: (b,), False for filler rows, which are not in the batch: their losses are multiplied by 0, and
-                their norms are not counted. None: there are no fillers.
+            losses_of: returns the losses of the microbatch, (b,), or of some of its examples.
+            rows: the indices of the microbatch's examples, (b,).
+            present: (b,), False for filler rows, which are not in the batch. Their losses are multiplied by 0, and
+                their norms are not counted. None if there are no fillers.
 
         Returns:
-            The losses, detached, 0 for filler rows.
+            The losses, (b,), detached, and 0 for filler rows.
 
         Raises:
             UserError: see `StepGuard.losses` and `ClippingEngine.clip`.
@@ -225,11 +225,11 @@ class PrivateStep:
         return losses.detach()
 
     def _sum_over_replicas(self) -> Tensor:
-        """Sum gradients over the replicas, in place, and counts; returns the counts, (K,), or (0,) without clipping."""
+        """Sum gradients over the replicas in place; returns the summed counts, (K,), or (0,) without clipping."""
         counts = torch.zeros(0) if self.engine is None else self.engine.counts
         if self.ranks.replicas > 1:
             on_device = counts.to(self.device)
-            own = [] if self.in_shards else self._gradients()  # FSDP2 has summed shards already
+            own = [] if self.in_shards else self._gradients()  # FSDP2 has already summed shards
             self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
             counts = on_device.cpu()
         return counts
@@ -260,12 +260,12 @@ class PrivateStep:
 
     @cached_property
     def group_sizes(self) -> list[int]:
-        """d_k, the number of trainable entries in each of the engine's groups."""
+        """d_k, the number of trainable entries of each of the engine's groups."""
         groups = () if self.engine is None else self.engine.groups
         return [sum(parameter.numel() for parameter in group.parameters) for group in groups]
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group name -> C_k for the next batch; {} without clipping."""
+        """The thresholds C_k of the next step by group name; {} without clipping."""
         if self.engine is None or self.thresholds is None:
             return {}
         names = [group.name for group in self.engine.groups]
@@ -274,9 +274,9 @@ class PrivateStep:
     # -- the state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, including the noise key; all processes must call this together.
+        """Everything that the next step depends on, including the noise key. All processes must call this together.
 
-        For a sharded model every tensor is whole, and on the CPU.
+        The tensors of a sharded model are gathered, on the CPU.
         """
         self.reshard()
         state = {
@@ -309,12 +309,12 @@ class PrivateStep:
         """Restore a `state_dict`, except for the plan and the key, which the caller handles.
 
         Raises:
-            UserError: it was saved with CUDA graphs and there are none here, or the other way round.
+            UserError: the state was saved with CUDA graphs, and this step has none, or vice versa.
         """
         if state.get("cuda_graph", self.sums.keeps_gradients) != self.sums.keeps_gradients:
             raise UserError(
-                f"The state was made with cuda_graph={state['cuda_graph']}: give the same, as graphs pad microbatches, "
-                "so that dropout masks would differ under the same noise."
+                f"The state was made with cuda_graph={state['cuda_graph']}: give the same value, as graphs pad "
+                "microbatches, so a repeated step would have other dropout masks with the same noise."
             )
         if self.in_shards:
             from groupwise.training.shards import in_shards
@@ -332,7 +332,7 @@ class PrivateStep:
         self.executed = state["step"]
 
     def reshard(self) -> None:
-        """Shard parameters again that a forward pass without a backward pass has left whole."""
+        """Shard the parameters that a forward pass without a backward pass has left gathered."""
         if self.in_shards:
             from groupwise.training.shards import reshard
 
@@ -345,7 +345,7 @@ def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:
-    """The plan's sampler, seeded from the run's key: it draws the same batches in every process."""
+    """The plan's sampler, seeded from the noise key. It draws the same batches in every process."""
     key = noise.derive("sampling")
     if plan.sampling == "shuffle":
         return ShuffleSampler(plan.dataset_size, round(plan.expected_batch_size), key)

@@ -1,4 +1,4 @@
-"""Shows the progress of a training: one updated line on a terminal, and a line now and then elsewhere."""
+"""Shows the progress of training: one line that is updated on a terminal, or a new line every 15 seconds elsewhere."""
 
 import sys
 from typing import Any
@@ -8,18 +8,20 @@ from tqdm import tqdm
 from groupwise.privacy import PrivacyPlan
 
 ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
-"""Seconds between two lines."""
+"""Seconds between two updates on a terminal, and between two lines elsewhere."""
 
 
 class Progress(tqdm):  # type: ignore[type-arg]
-    """Steps, a bound of the ε spent so far, and the time that is left, on stderr. Use it as a context manager.
+    """A progress bar on stderr: steps, an upper bound of the ε spent so far, and the time left; a context manager.
 
     Args:
-        plan: of the training. start: the steps taken before. end: after which the last line is written.
-        others: of tqdm.
+        plan: the privacy plan of the training.
+        start: the number of steps that were taken before.
+        end: the number of the last step.
+        **others: other arguments of tqdm.
     """
 
-    monitor_interval = 0  # no thread that writes lines earlier
+    monitor_interval = 0  # tqdm's monitor thread would write lines more often
 
     def __init__(self, plan: PrivacyPlan, start: int, end: int, **others: Any) -> None:
         seconds = ON_A_TERMINAL if sys.stderr.isatty() else ELSEWHERE
@@ -27,8 +29,8 @@ class Progress(tqdm):  # type: ignore[type-arg]
         self._plan, self._note = plan, ""
 
     def step(self, number: int, note: str = "") -> None:
-        """Step ``number`` is done; ``note`` (accuracy, say) stays on view."""
-        if self.disable:  # what ε is bounded by can take a second
+        """Show that step ``number`` is done. The last ``note``, the accuracy for example, stays visible."""
+        if self.disable:  # computing the bound of ε can take a second
             return
         plan, self._note = self._plan, note or self._note
         spent = f"ε {plan.progress(number):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""

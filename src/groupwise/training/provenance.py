@@ -1,4 +1,4 @@
-"""Records where a result came from: code, packages, machine."""
+"""Records the code, packages and machine that a result comes from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Python and of the packages that compute (``versions.<name>``), platform, CPU cores."""
+    """The versions of Python and of the main packages (``versions.<name>``), the platform, and the CPU cores."""
     versions = {"python": platform.python_version(), "groupwise": groupwise.__version__}
     for name in PACKAGES:
         try:
@@ -36,12 +36,12 @@ def environment() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory in bytes: of torch on a GPU, of the whole process on a CPU."""
+    """Peak memory in bytes: of torch's tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -51,8 +51,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resources(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Columns of every row about the machine: device, seconds of the run, memory."""
-    import torch  # not above: a sweep is checked without it
+    """The columns of a result row about the machine: device, seconds of the run, and peak memory."""
+    import torch  # imported here, as checking a sweep needs no torch
 
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
@@ -63,19 +63,20 @@ def resources(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 RECORDED = "git-state.json"
-"""In a copy of a checkout: what git said of the original when the copy was made."""
+"""A file in a copy of a checkout, with the `git_state` of the original when the copy was made."""
 
 
 def git_state(root: Path | None = None) -> dict[str, Any]:
-    """``sha``, ``dirty``, ``untracked`` and ``diff`` of the checkout at ``root`` (default: this package's).
+    """``sha``, ``dirty``, ``untracked`` and ``diff`` of the checkout at ``root`` (by default that of this package).
 
-    A copy says what was recorded with it. Without git, or outside of a checkout, sha and dirty are None.
+    A copy of a checkout has the state of the original (`RECORDED`). Otherwise, without git or outside of a checkout,
+    sha and dirty are None.
     """
     root = root or CHECKOUT
     if (root / RECORDED).is_file():
         return json.loads((root / RECORDED).read_text(encoding="utf-8"))
     top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top.strip()).resolve() != root.resolve():  # installed somewhere inside another project
+    if top is None or Path(top.strip()).resolve() != root.resolve():  # installed inside another project's checkout
         return {"sha": None, "dirty": None, "untracked": [], "diff": ""}
     sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
     diff = (_git(root, "diff", "HEAD") if sha else None) or ""

@@ -1,7 +1,7 @@
-"""The processes of one run: their ranks, communication between them, and sums over replicas.
+"""The processes of one run: their ranks, the communication between them, and sums over replicas.
 
-A run has D replicas of a pipeline of S stages, D·S processes; process r = d·S + s has stage s of replica d. One process
-alone, where torch.distributed is not initialised, is D = S = 1.
+A run has D replicas of a pipeline of S stages, in D·S processes. Process r = d·S + s runs stage s of replica d. If
+torch.distributed is not initialised, there is one process, and D = S = 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,33 +17,28 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from groupwise.errors import UserError
 
 BUCKET = 1 << 26
-"""Bytes per message: large enough for few messages, small enough for little extra memory."""
+"""Bytes per message: a compromise between the number of messages and extra memory."""
 
 
 class Ranks:
-    """The processes of torch's default group, of which this is one; without a group, this one alone.
+    """The processes of torch's default process group; without a group, only this process.
 
-    All of them call every method but `share` at the same time.
+    All processes must call each method together, except for `share`.
 
     Args:
-        stages: S; the number of processes is a multiple of it.
-        device: of this process; small sums go through it if the backend takes no tensors on the CPU (NCCL).
-        timeout: how long a process waits for the others; None takes torch's.
+        stages: S, the number of pipeline stages; the number of processes must be a multiple of it.
+        device: the device of this process, for small sums if the backend takes no tensors on the CPU (NCCL).
+        timeout: how long a process waits for the others; None is torch's default.
 
     Raises:
-        UserError: the processes do not divide into whole pipelines.
+        UserError: the number of processes is not a multiple of S.
     """
 
-    def __init__(
-        self,
-        stages: int = 1,
-        device: torch.device | str = "cpu",
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, stages: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:
         several = dist.is_available() and dist.is_initialized()
         world, rank = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
         if world % stages:
-            raise UserError(f"{world} processes cannot form pipelines of {stages} stages each: start a multiple of it.")
+            raise UserError(f"{world} processes cannot form pipelines of {stages} stages: start a multiple of that.")
         self.replicas, self.stages = world // stages, stages
         self.replica, self.stage = divmod(rank, stages)
         self.main = rank == 0
@@ -53,11 +48,11 @@ class Ranks:
         self.data = _group_of(places.T, rank, timeout)
         """The process group of this stage in every replica."""
         self.pipeline = _group_of(places, rank, timeout)
-        """That of every stage of this replica."""
+        """The process group of all stages of this replica."""
         self._device = "cpu" if several and "cpu:" in dist.get_backend_config() else device
 
     def agree(self, *numbers: float) -> list[float]:
-        """The sums over all processes, in float64 and the same everywhere, by one small all-reduce."""
+        """Sum each number over all processes, in float64, by one small all-reduce. All processes get the same sums."""
         if not self._several:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -65,7 +60,7 @@ class Ranks:
         return sums.tolist()
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over the replicas, in place; afterwards they are equal bit for bit.
+        """Sum tensors over the replicas in place. Afterwards they are equal bit for bit in all replicas.
 
         Each replica passes tensors of the same shapes in the same order.
         """
@@ -77,7 +72,7 @@ class Ranks:
 
     @torch.no_grad()
     def _in_buckets(self, tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
-        """Send few large messages: tensors of one kind in row-major order, whatever their memory layout."""
+        """Send tensors of the same type together, in row-major order whatever their memory layout."""
         for bucket in _take_tensors(tensors, BUCKET) if self.replicas > 1 else ():
             flat = _flatten_dense_tensors(bucket)
             send(flat)
@@ -85,21 +80,21 @@ class Ranks:
                 tensor.copy_(part)
 
     def share(self, examples: np.ndarray) -> np.ndarray:
-        """This replica's part of a drawn batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,); all parts together are the batch.
+        """This replica's share of a batch, (n,) -> (⌈n/D⌉ or ⌊n/D⌋,). The shares of all replicas form the batch.
 
-        A share is every D-th example, so that a batch that is sorted by length gives all replicas the same work.
+        A share is every D-th example. So if a batch is sorted by length, all replicas get similar work.
         """
         return examples[self.replica :: self.replicas]
 
     def broadcast(self, value: Any) -> Any:
-        """The main process's value, in every process; for small objects."""
+        """Send the main process's value, a small object, to all processes, and return it."""
         values = [value]
         if self._several:
             dist.broadcast_object_list(values, src=0)
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in their order, to all; for small things."""
+        """Return the values of all processes, small objects, by rank."""
         if not self._several:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -107,13 +102,13 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Wait until every process calls this."""
+        """Wait until all processes have called this."""
         self.gather(None)
 
 
 def _group_of(lines: np.ndarray, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The processes in the same row of `lines` as this one."""
+    """The process group of the row of `lines` that contains this rank."""
     if lines.shape[1] in (1, lines.size):
         return dist.group.WORLD
-    groups = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]  # all make all, in this order
+    groups = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]  # every process must make all groups
     return next(group for line, group in zip(lines, groups, strict=True) if rank in line)

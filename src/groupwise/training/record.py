@@ -1,4 +1,4 @@
-"""Keeps the folder of a run, `results/runs/<hash>`: its files, whether it is finished, and what may be exported."""
+"""Manages the folder of a run, `results/runs/<hash>`: its files, its state, and the provenance of an exported model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from groupwise.training.provenance import environment, git_state
 
 
 class RunRecord:
-    """The record of one run: `open` writes nothing, `begin` starts to write, `finish` closes it."""
+    """The record of one run. `open` writes nothing, `begin` starts writing, and `finish` closes the record."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
@@ -40,17 +40,17 @@ class RunRecord:
 
     @classmethod
     def open(cls, config: RunConfig) -> RunRecord:
-        """The record of ``config``, or that in the folder ``config.resume``.
+        """The record of ``config``, in the folder ``config.resume`` if that is set.
 
-        Raises `UserError` if that folder is no run, or was made with another configuration; it names the keys that
-        differ.
+        Raises:
+            UserError: that folder has no run, or a run of another configuration. The message names the settings.
         """
         if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
         else:
             folder = Path(config.resume).expanduser()
             if not folder.is_dir():
-                raise UserError(f"resume={config.resume} is no folder: name one of {config.paths.results}/runs.")
+                raise UserError(f"resume={config.resume} is not a folder: give one in {config.paths.results}/runs.")
             if differing := differences(load_config(folder / "config.yaml"), config):
                 raise UserError(
                     f"resume={config.resume} was made with another configuration: {'; '.join(differing)}. "
@@ -60,24 +60,25 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether this run is complete and overwrite=true was not given."""
+        """Whether the run is complete, and overwrite=true was not given."""
         written = (self.folder / "result.json").is_file() and not self._checkpoints()
         return (written or (self.folder / "DONE").is_file()) and not self.config.overwrite
 
     @property
     def checkpoint(self) -> Path:
-        """The path of the last checkpoint; `previous` gives that of the one before."""
+        """The path of the last checkpoint; `previous` returns the path of the one before it."""
         return self.folder / "checkpoint.pt"
 
     @property
     def resumable(self) -> bool:
-        """Whether there is a checkpoint to resume from that overwrite=true will not remove."""
+        """Whether there is a checkpoint to resume from, which overwrite=true will not remove."""
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
     def read(self, name: str) -> dict[str, Any]:
-        """The content of ``<name>.json``: git, privacy, data, or result, the flat row of a finished run.
+        """Read ``<name>.json``, for example privacy, data, or result, the flat row of a finished run.
 
-        Raises `UserError` if the file is missing or was altered.
+        Raises:
+            UserError: the file is missing or was altered.
         """
         path = self.folder / f"{name}.json"
         try:
@@ -91,26 +92,31 @@ class RunRecord:
     def begin(self, resumed_from: Path | None = None) -> None:
         """Make and lock the folder, and write the configuration, the state of git and the environment.
 
-        Without a checkpoint, files of an interrupted run are removed. ``resumed_from`` is the checkpoint that was
-        loaded; if it is the one before the last, it replaces the last, which is damaged. Raises `UserError` when
-        another process runs, or just ran, the same configuration.
+        If there is no checkpoint, the files of an interrupted run are removed.
+
+        Args:
+            resumed_from: the checkpoint that was loaded. If it is the one before the last, it replaces the last, which
+                is damaged. None for a new run.
+
+        Raises:
+            UserError: another process is running the same configuration, or has run it since `open`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or lock(self.folder / ".lock")
         if self._lock is None:
             raise UserError(
-                f"another process is running this configuration in {self.folder}: wait for it to end, or change a "
+                f"Another process is running this configuration in {self.folder}: wait until it ends, or change a "
                 "setting, such as the seed."
             )
         if self._state() != self._found:
             self.close()
-            raise UserError(f"another process was writing to {self.folder} just now: run the same command again.")
+            raise UserError(f"Another process was writing to {self.folder} just now: run the same command again.")
         if self.config.overwrite or not self.resumable:
             self._clear()
         if resumed_from == previous(self.checkpoint):
             os.replace(resumed_from, self.checkpoint)
         (self.folder / "result.json").unlink(missing_ok=True)
-        for left in self.folder.glob(".*.partial"):  # by a process that was killed while writing
+        for left in self.folder.glob(".*.partial"):  # from a process that was killed while it was writing
             left.unlink()
         write_text(self.folder / "config.yaml", save_config(self.config))
         write_text(self.folder / "config.hash", self.hash + "\n")
@@ -123,31 +129,28 @@ class RunRecord:
         write_json(self.folder / f"{name}.json", content)
 
     def write_outputs(self, outputs: Mapping[str, list[dict[str, Any]]]) -> None:
-        """Write outputs-<split>.jsonl: the texts that the model made, one line each."""
+        """Write outputs-<split>.jsonl, with one line for each text that the model generated."""
         for split, rows in outputs.items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             write_text(self.folder / f"outputs-{split}.jsonl", lines)
 
     def write_data(self, description: Mapping[str, Any]) -> None:
-        """Write data.json; raises `UserError` when a resumed run had other data."""
+        """Write data.json; raises `UserError` if a resumed run began with other data."""
         written = json.loads(json.dumps(description))
         if self.resumable and self._read_if_there("data") not in ({}, written):
             raise UserError(
-                f"the data differ from those that the run in {self.folder} began with: restore them, or start afresh "
-                "with overwrite=true."
+                f"The data are not those that the run in {self.folder} began with: restore them, or start afresh with "
+                "overwrite=true."
             )
         self.write("data", written)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl; it survives the death of the process."""
+        """Append one line to metrics.jsonl. The line stays if the process is killed later."""
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}, default=float) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, without an incomplete last line.
-
-        Raises `UserError` if the file was altered.
-        """
+        """The rows of metrics.jsonl, without an incomplete last line; raises `UserError` if the file was altered."""
         path = self.folder / "metrics.jsonl"
         try:
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
@@ -157,8 +160,8 @@ class RunRecord:
             raise UserError(_altered(path)) from error
 
     def cut_metrics(self, step: int) -> None:
-        """On resume: drop the rows after the checkpoint's ``step``, whose steps run again, and the final evaluation,
-        which is a second row of the last step."""
+        """Remove rows from metrics.jsonl on resume: those after the checkpoint's ``step``, as these steps run again,
+        and the row of the final evaluation, a second one of the last step."""
         kept: dict[int, dict[str, Any]] = {}
         for row in self.metrics():
             if row["step"] <= step:
@@ -166,18 +169,19 @@ class RunRecord:
         write_text(self.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept.values()))
 
     def replayed(self, start: int) -> int:
-        """How many steps of this run are run again, counting those after ``start``, where it resumes now."""
+        """The number of steps that ran again so far, including those after ``start``, where the run resumes now."""
         before = self._read_if_there("privacy").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
         self, metrics: Mapping[str, Any], *, plan: Mapping[str, Any], system: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Write system.json and result.json, remove the checkpoints, then DONE; returns the flat row.
+        """Write system.json and result.json, remove the checkpoints, and write DONE; returns the flat row.
 
-        ``metrics`` are the final ones (those without a guarantee are named ``nonprivate/...``), ``plan`` is
-        ``PrivacyPlan.to_dict()`` with other entries on privacy, ``system`` holds wall_seconds, peak_memory_bytes,
-        device and the like.
+        Args:
+            metrics: the final metrics; those without a guarantee are named ``nonprivate/...``.
+            plan: ``PrivacyPlan.to_dict()``, with other entries on privacy.
+            system: wall_seconds, peak_memory_bytes, device and other facts about the machine.
         """
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -194,14 +198,13 @@ class RunRecord:
         return row
 
     def mark_done(self) -> None:
-        """Remove the checkpoints of a `finished` run, since they hold the noise key, and write DONE if a killed process
-        did not."""
+        """Remove the checkpoints of a `finished` run, as they hold the noise key, and write DONE if it is missing."""
         forget_checkpoints(self.folder)
         if not (self.folder / "DONE").is_file():
             write_text(self.folder / "DONE", self.read("result")["finished_at"] + "\n")
 
     def close(self) -> None:
-        """Release the lock, as the end of the process also does."""
+        """Release the lock. The end of the process also releases it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -210,16 +213,16 @@ class RunRecord:
         return self.read(name) if (self.folder / f"{name}.json").is_file() else {}
 
     def _checkpoints(self) -> list[Path]:
-        """The last one and the one before it, if they exist."""
+        """The last checkpoint and the one before it, if they exist."""
         return [path for path in (self.checkpoint, previous(self.checkpoint)) if path.is_file()]
 
     def _state(self) -> list[tuple[str, int]]:
-        """Names and times of checkpoints, DONE and result.json: if they change, another process wrote here."""
+        """The names and times of checkpoints, DONE and result.json. If they change, another process wrote here."""
         ends = [path for path in (self.folder / "DONE", self.folder / "result.json") if path.is_file()]
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
     def _clear(self) -> None:
-        (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a half-cleared run is not done
+        (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a run that is half removed does not look done
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
                 remove(entry)
@@ -234,7 +237,7 @@ class RunRecord:
 
 
 def neighbours_of(config: RunConfig) -> str:
-    """What neighbouring training sets differ by; `data.holdout` and `data.train_limit` choose the N examples first."""
+    """What neighbouring data sets differ by, given that `data.holdout` and `data.train_limit` choose the N examples."""
     chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
     return (
         "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
@@ -242,17 +245,17 @@ def neighbours_of(config: RunConfig) -> str:
 
 
 PROMISED = ("private", "neighbours_differ_by", "earlier", "total")
-"""Entries of privacy.json that an exported model repeats, beside the plan."""
+"""The entries of privacy.json that are copied to an exported model, in addition to the plan."""
 
 
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Provenance of an exported model, from an explicit list of fields.
+    """The provenance of an exported model, from an explicit list of fields.
 
     Args:
-        record: of the run, with privacy.json written.
-        description: of the data; included only without noise, as the weights reveal as much then.
-        metrics: the final ones. With noise only those on held-out examples are included. With `data.holdout`, which
-            holds out a part of the training set, only those on the test set are.
+        record: the record of the run, with privacy.json written.
+        description: the description of the data. It is included only if no noise was added.
+        metrics: the final metrics. If noise was added, only those on held-out examples are included, and with
+            `data.holdout`, which holds out a part of the training set, only those on the test set.
     """
     git, privacy = record.read("git"), record.read("privacy")
     provenance: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Reports metrics to files and to a tracker while a run trains, and makes the lines that it ends with."""
+"""Reports metrics to files and a tracker during a run, and formats the lines that it prints at its end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from groupwise.training.record import RunRecord
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default. The id is kept in the run's folder: a resumed run continues the same run of
-    W&B, and overwrite=true starts another.
+    """Weights & Biases, offline by default.
 
-    The runs of a sweep are a group of that name (WANDB_RUN_GROUP, which wandb reads itself).
+    The id is kept in the run's folder, so a resumed run continues its run in W&B, and overwrite=true starts a new one.
+    The runs of a sweep are grouped under its name (by WANDB_RUN_GROUP, which wandb reads).
     """
 
     def __init__(self, record: RunRecord, step: int) -> None:
@@ -56,7 +56,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard's event files in the run's folder; a resumed run hides events after its checkpoint."""
+    """TensorBoard's event files in the run's folder. A resumed run hides the events after its checkpoint."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -72,8 +72,10 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server. The id is kept in the run's
-    folder, so a resumed run continues the same run of MLflow."""
+    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server.
+
+    The id is kept in the run's folder, so a resumed run continues its run in MLflow.
+    """
 
     def __init__(self, record: RunRecord, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -104,13 +106,14 @@ def _write_id(path: Path, text: str) -> None:
 
 
 class FilesTracker:
-    """Writes metrics.jsonl in the run's folder, and to the tracker. A tracker that fails is dropped, with one warning.
+    """Writes metrics to metrics.jsonl in the run's folder, and to the configured tracker.
 
-    Metrics without a guarantee are named ``nonprivate/...`` by the caller. Trackers are imported only if they are used.
+    The caller names metrics without a guarantee ``nonprivate/...``. A tracker is imported only if it is used. If it
+    fails during the run, there is one warning, and it gets no more metrics.
 
     Args:
-        record: of the run, after `begin`.
-        step: of the checkpoint that it resumes from.
+        record: the record of the run, after `begin`.
+        step: the step of the checkpoint from which the run resumes; 0 for a new run.
 
     Raises:
         UserError: the tracker cannot start.
@@ -124,7 +127,7 @@ class FilesTracker:
             return
         try:
             self._beside = BESIDE[name](record, step)
-        except Exception as error:  # their own kinds, and those of requests and sqlalchemy
+        except Exception as error:  # trackers raise errors of their own, of requests, and of sqlalchemy
             raise UserError(
                 f"tracker={name} cannot start ({reason(error)}): pip install {name} if it is missing, "
                 f"{'use tracker.mode=offline, ' if name == 'wandb' else ''}or use tracker=files."
@@ -144,7 +147,7 @@ class FilesTracker:
             act(self._beside)
         except Exception as error:
             name, self._beside = type(self._beside).__name__, None
-            warnings.warn(f"{name} failed ({reason(error)}) and is dropped; metrics.jsonl goes on", stacklevel=3)
+            warnings.warn(f"{name} failed ({reason(error)}) and gets no more metrics; metrics.jsonl does", stacklevel=3)
 
 
 BESIDE: dict[str, Callable[[RunRecord, int], Any]] = {
@@ -161,7 +164,7 @@ def _run_name(config: RunConfig) -> str:
 
 
 def result_lines(row: Mapping[str, Any]) -> list[str]:
-    """The lines that a run ends with, from its result row (`RunRecord.finish`); one on ε only if it trained."""
+    """The lines that a run prints at its end, from its result row (`RunRecord.finish`); ε only if it trained."""
     figures = [
         f"{key}\xa0{value:.2f}"
         for key, value in row.items()
@@ -175,7 +178,7 @@ def _spent(row: Mapping[str, Any]) -> list[str]:
     if "plan.spent_epsilon" not in row:
         return []
     if not row["plan.noise_multiplier"]:
-        return ["Spent: no noise was added; this model has no privacy guarantee"]
+        return ["Spent: no noise was added, so this model has no privacy guarantee"]
     total = float(row.get("plan.total_epsilon", row["plan.spent_epsilon"]))
     known = not row["seeds.noise_is_secret"] or total == math.inf
     stamp = " (NOT PRIVATE)" if known else " (as published, not a guarantee)"

@@ -1,8 +1,8 @@
-"""Trains replicas that share one copy of the parameters between them, in shards (FSDP2).
+"""Shards the parameters of a model over the replicas (FSDP2).
 
-A block's parameters are gathered while it runs. Each replica clips the gradients of its own examples, and the clipped
-sums are reduced over the replicas and sharded (reduce-scatter). A replica adds noise to its own shards from its own
-stream, so that together they add noise once to the whole gradient.
+The parameters of a block are gathered while it runs. Each replica clips the gradients of its own examples. The clipped
+sums are added over the replicas and sharded (reduce-scatter). Each replica adds noise to its own shards, from its own
+stream, so the whole gradient gets noise once.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,16 @@ from groupwise.training.ranks import Ranks
 def shard(
     model: nn.Module, engine: ClippingEngine | None, clip: ClipConfig, device: torch.device
 ) -> ClippingEngine | None:
-    """Shard `model` over all processes, block by block, and attach clipping again; `engine` is detached.
+    """Shard `model` over all processes, block by block, and attach clipping again.
+
+    Args:
+        engine: the engine that is attached to the model, which is detached; None without clipping.
 
     Returns:
-        The engine of the sharded model; None where there was none.
+        The engine of the sharded model; None without clipping.
 
     Raises:
-        UserError: layers that share parameters or have no rule, or groups of several layers that are not ghost's.
+        UserError: layers share parameters or have no rule, or groups have several layers and norms are not "ghost".
     """
     groups = per_block(model)
     blocks = [group.name for group in groups if all(layer.startswith(f"{group.name}.") for layer in group.layers)]
@@ -51,34 +54,34 @@ def shard(
 
 
 def use_shards(model: nn.Module, ranks: Ranks) -> None:
-    """Check a model that a user has sharded, and have its gradients summed.
+    """Check a model that the user has sharded, and set FSDP2 to sum its gradients.
 
     Raises:
-        UserError: not all parameters are sharded, over all processes, or sums have another dtype than the parameters.
+        UserError: a parameter is not sharded over all processes in one dimension; there is a MixedPrecisionPolicy.
     """
     if not isinstance(model, FSDPModule):
-        raise UserError("Parts of the model are in shards and the whole is not: call fully_shard on the model, last.")
+        raise UserError("Only parts of the model are sharded: call fully_shard on the whole model too, last.")
     for name, parameter in model.named_parameters():
         shard: Any = parameter
         if not hasattr(shard, "to_local") or any(not place.is_shard() for place in shard.placements):
-            raise UserError(f"Parameter {name!r} is whole in every process: put all parameters into shards, or none.")
+            raise UserError(f"Parameter {name!r} is not sharded: shard all parameters, or none.")
         if (mesh := tuple(shard.device_mesh.shape)) != (ranks.replicas,):
             raise UserError(
-                f"Parameter {name!r} is in shards over a mesh of shape {mesh}, and ranks has {ranks.replicas} "
-                "replicas: shard over all processes in one dimension."
+                f"Parameter {name!r} is sharded over a mesh of shape {mesh}, but ranks has {ranks.replicas} replicas: "
+                "shard over all processes in one dimension."
             )
     for module in sharded(model):
         policy: Any = module._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             raise UserError(
-                "The shards have a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy out, and use "
-                "torch.autocast for speed."
+                "The model is sharded with a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy "
+                "out, and use torch.autocast for speed."
             )
     sum_gradients(model)
 
 
 def sum_gradients(model: nn.Module, average: bool = False) -> None:
-    """Set FSDP2 to sum gradients over the processes, as the private step divides by the expected batch size.
+    """Set FSDP2 to sum gradients over the processes, as the private step divides them by the expected batch size.
 
     `average` restores FSDP2's default, the mean over the processes.
     """
@@ -88,26 +91,26 @@ def sum_gradients(model: nn.Module, average: bool = False) -> None:
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
-    """The modules that `fully_shard` was called on."""
+    """The modules on which `fully_shard` was called."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Put all parameters back into shards: a forward pass without a backward leaves the outermost ones whole."""
+    """Shard all parameters again. A forward pass without a backward pass leaves the outermost ones gathered."""
     for module in sharded(model):
         module.reshard()
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with every tensor whole and on the CPU; a collective operation, which all processes must call."""
+    """Gather all sharded tensors of a state, on the CPU. All processes must call this together."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
 def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """A state that `whole` returned, with the tensors of model and optimiser cut into shards again.
+    """Shard the tensors of the model and the optimiser in a state that `whole` returned.
 
     Args:
-        trainable: the parameters that the optimiser moves, in its order.
+        trainable: the parameters of the optimiser, in its order.
     """
     places = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
@@ -119,7 +122,7 @@ def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Pa
 
 
 def _like(value: Any, parameter: nn.Parameter | None) -> Any:
-    """This replica's shard of a whole tensor, where it belongs to a parameter in shards."""
+    """This replica's shard of a tensor that has the shape of a sharded parameter; other values as they are."""
     if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
         return value
     value = value.to(parameter.device)

@@ -1,7 +1,7 @@
-"""Takes the steps of a run: private steps on the examples of a task, with schedule, metrics and checkpoints.
+"""Takes the steps of a run: private steps on the examples of a task, with a schedule, metrics and checkpoints.
 
-Each replica processes its share of the batch. Gradients and counts are summed over replicas once per batch, before the
-noise. All replicas have the same key, so they add the same noise and stay equal bit for bit.
+Each replica computes its share of the batch. Gradients and counts are summed over the replicas once per batch, before
+the noise. All replicas have the same noise key, so they add the same noise and stay equal bit for bit.
 """
 
 from dataclasses import dataclass, field
@@ -18,9 +18,9 @@ from groupwise.training.task import Split, Task
 
 @dataclass
 class Trainer:
-    """A task and the private step that trains it; a run resumes from its `state_dict`.
+    """A task and the private step that trains it. A run resumes from its `state_dict`.
 
-    All processes of a run (replicas, stages of a pipeline) call the same methods at the same time.
+    All processes of a run (replicas, pipeline stages) must call each method together.
     """
 
     task: Task
@@ -29,7 +29,7 @@ class Trainer:
     _known: dict[str, float] = field(init=False, default_factory=dict)
 
     def step(self, step: int) -> list[float]:
-        """Run step `step` (0-based); returns this process's values, whose sums over all processes `report` takes."""
+        """Take step `step`, from 0; returns this process's values, which are summed over all processes for `report`."""
         rate = float(self.schedule.get_last_lr()[0])
         released = self.private.step()
         self.schedule.step()
@@ -41,7 +41,7 @@ class Trainer:
         return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:
-        """Metrics of the last step, from the sums over all processes; those without noise are named `nonprivate/…`."""
+        """The metrics of the last step, from the sums over all processes; those without noise are `nonprivate/…`."""
         loss = totals[0] / max(self._known["nonprivate/batch_size"], 1)
         return {**self._known, "nonprivate/loss": loss} | ({"nonprivate/nonfinite": totals[1]} if totals[1:] else {})
 
@@ -50,7 +50,7 @@ class Trainer:
         return self.private.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, except for noise key and plan, which the caller handles."""
+        """Restore a `state_dict`, except for the noise key and the plan, which the caller handles."""
         self.private.load_state_dict(state)
         self.schedule.last_epoch = state["step"]
         self.schedule._last_lr = [group["lr"] for group in self.private.optimizer.param_groups]
@@ -60,25 +60,25 @@ class Trainer:
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """The task's own metrics; each replica computes them for itself.
+        """Metrics of the task (see `Task.evaluate`), which each replica computes for itself.
 
-        `batch_size` is halved where memory runs out, unless there are other processes.
+        If memory runs out, `batch_size` is halved, unless there are several processes.
         """
         return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group name -> C_k; {} without clipping."""
+        """The thresholds C_k of the next step by group name; {} without clipping."""
         return self.private.named_thresholds()
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint, with the main process's `extra`, and keep the one before it."""
+        """Write a checkpoint with the main process's `extra`, and keep the checkpoint before it."""
         state = self.state_dict()
         if self.private.ranks.main:
             save_checkpoint(path, {**state, **extra}, keep=previous(path))
-        self.private.ranks.barrier()  # a process that ended meanwhile would end the run
+        self.private.ranks.barrier()  # a process that ends while the main one writes would end the run
 
     def save_model(self, path: Path) -> None:
-        """Write the weights alone."""
+        """Write only the weights."""
         state = self.private.weights()
         if self.private.ranks.main:
             save_checkpoint(path, state)

@@ -1,7 +1,8 @@
-"""Trains to the end: steps, checkpoints, metrics and evaluations, then the account of ε and the result row.
+"""The training loop: steps, checkpoints, metrics and evaluations, and at the end the spent ε and the result row.
 
-All processes of a run execute it in step. Decisions that depend on a clock or a signal (checkpoint now? stop?) are
-agreed on once per step, together with the sums that the step reports. Only the main process writes the record.
+All processes of a run execute the loop together. Whether to write a checkpoint or to stop depends on a clock or a
+signal, so the processes agree on it once per step, together with the step's metrics. Only the main process writes the
+record.
 """
 
 import math
@@ -27,7 +28,7 @@ from groupwise.training.reports import FilesTracker, result_lines
 from groupwise.training.step import Trainer
 
 CURVE = 100
-"""How many times a run logs its adaptive thresholds."""
+"""The number of times that a run logs its adaptive thresholds."""
 
 
 def train(
@@ -37,20 +38,20 @@ def train(
     state: dict[str, Any],
     earlier: Sequence[Entry] = (),
 ) -> dict[str, Any]:
-    """Train up to the last step, evaluate, account for ε, and write and close the record.
+    """Train up to the last step, evaluate, compute the spent ε, and write and close the record.
 
     Args:
-        record: `begin` was called on the main process; the other processes only read its folder's path.
-        state: the checkpoint that `trainer` was loaded from, for its times and counts; {} for a new run.
+        record: the record of the run; `begin` was called in the main process. The other processes use only its path.
+        state: the checkpoint that `trainer` has loaded, with the seconds and examples so far; {} for a new run.
         earlier: the runs that the starting weights come from.
 
     Returns:
-        The result row; {} on all processes but the main one.
+        The result row in the main process, and {} in all others.
 
     Raises:
-        UserError: more was spent than planned, or something cannot be written.
-        KeyboardInterrupt: on SIGINT or SIGTERM, after the current step and its checkpoint; during the final evaluation
-            at once.
+        UserError: more was spent than planned; a file cannot be written.
+        KeyboardInterrupt: SIGINT or SIGTERM arrived. It is raised after the current step and its checkpoint, but at
+            once during the final evaluation.
     """
     plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
     start = trainer.private.executed
@@ -60,7 +61,7 @@ def train(
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
-    kept = kept_steps(config, plan) - ranks.broadcast(there)  # replayed steps do not write them again
+    kept = kept_steps(config, plan) - ranks.broadcast(there)  # weights that may be published already are not replaced
 
     def save() -> None:
         seconds = elapsed + time.monotonic() - began
@@ -68,7 +69,7 @@ def train(
         trainer.save(record.checkpoint, {**times, "examples": examples})
 
     def measure(final: bool) -> dict[str, float]:
-        """Metrics now, and the seconds of training until now."""
+        """The metrics of the current model, and the seconds of training so far."""
         nonlocal evaluating
         paused = time.monotonic()
         training = elapsed + paused - began - evaluating
@@ -78,7 +79,7 @@ def train(
 
     with Progress(plan, start, plan.steps, disable=not ranks.main) as bar, _stop_flag() as stop:
         if start == 0:
-            save()  # the noise key is on disk before the first release
+            save()  # so that the noise key is on disk before the first release
             if 0 in kept:
                 trainer.save_model(record.folder / kept_name(0))
         for step in range(start, plan.steps):
@@ -97,7 +98,7 @@ def train(
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.step(step + 1, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            if due or stopping or step + 1 == plan.steps:  # the final evaluation may fail
+            if due or stopping or step + 1 == plan.steps:  # at the last step, as the final evaluation may fail
                 save()
                 saved = time.monotonic()
             if stopping:
@@ -118,7 +119,7 @@ def train(
 def _begin(
     record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], earlier: Sequence[Entry]
 ) -> dict[str, Any]:
-    """Write data, privacy and seeds before the first step, and refuse altered records; returns the privacy entries."""
+    """Write data, privacy and seeds before the first step, and check earlier files; returns the entries on privacy."""
     replayed = record.replayed(start) if state else 0
     data, plan = trainer.task.describe_data(), trainer.private.plan
     record.write_data(data)
@@ -141,17 +142,17 @@ def _begin(
 
 
 def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
-    """The steps after which weights are kept for `train.keep`, at most the last one."""
+    """The steps after which `train.keep` saves the weights; an epoch after the last step is the last step."""
     return {min(plan.steps, round(epoch * plan.dataset_size / plan.expected_batch_size)) for epoch in config.train.keep}
 
 
 def kept_name(step: int) -> str:
-    """The file of the weights after `step` steps."""
+    """The name of the file with the weights after `step` steps."""
     return f"weights-{step}.pt"
 
 
 def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
-    """Whether to evaluate after this step: every `eval.every` epochs, but not at the end."""
+    """Whether to evaluate after this step: every `eval.every` epochs, but not after the last step."""
     if config.eval.every is None or step >= plan.steps:
         return False
     between = max(1, round(config.eval.every * plan.dataset_size / plan.expected_batch_size))
@@ -159,7 +160,7 @@ def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
 
 
 def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
-    """Metrics on the first split, or on all if `final`, and on training data; the latter are not private."""
+    """Metrics on the first split, or on all splits if `final`, and on training data, which are not private."""
     splits, size = trainer.task.splits, config.eval.batch_size
     found: dict[str, float] = {}
     for split in splits if final else splits[:1]:
@@ -176,14 +177,14 @@ def _close(
     seconds: float,
     throughput: float,
 ) -> dict[str, Any]:
-    """Account for the steps that were released, write the result and the weights, and remove the key of the noise."""
+    """Compute the ε of the released steps, write the result and the weights, and remove the noise key."""
     plan, main = trainer.private.plan, trainer.private.ranks.main
     thresholds, machine = trainer.named_thresholds(), trainer.machine()
     report = plan.spent(trainer.private.executed)
     if report.executed_steps != plan.steps or report.epsilon > plan.epsilon * (1 + 1e-6):
         raise UserError(
-            f"The run released {report.executed_steps} steps of {plan.steps} and spent epsilon {report.epsilon:.4f} of "
-            f"{plan.epsilon:.4f}: do not use it."
+            f"The run released {report.executed_steps} of {plan.steps} steps and spent epsilon {report.epsilon:.4f} of "
+            f"{plan.epsilon:.4f}: do not use its result."
         )
     if main:
         spent = {**report.to_dict(), "guaranteed": privacy["private"]}
@@ -216,9 +217,10 @@ def _close(
 
 @contextmanager
 def _stop_flag(at_once: bool = False) -> Iterator[list[int]]:
-    """Yields a list that is empty until SIGINT or SIGTERM arrives: the loop then saves after its current step.
+    """Yield a list that stays empty until SIGINT or SIGTERM arrives, so that the loop can save after its current step.
 
-    Only a second Ctrl-C interrupts at once, unless `at_once` is set: a cluster may send SIGTERM more than once.
+    A second Ctrl-C raises KeyboardInterrupt at once. A second SIGTERM does not, as a cluster may send several. With
+    `at_once` the first signal of either kind does.
     """
     stop: list[int] = []
 
@@ -227,7 +229,7 @@ def _stop_flag(at_once: bool = False) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         stop.append(number)
 
-    here = threading.current_thread() is threading.main_thread()  # only it can set handlers
+    here = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
     try:
         yield stop
