@@ -27,7 +27,6 @@ from groupwise.privacy import (
     secret_randomness,
 )
 from groupwise.privacy.secure_noise import SecurePoissonSampler
-from groupwise.training.arithmetic import products
 from groupwise.training.guards import StepGuard
 from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Ranks
@@ -199,7 +198,7 @@ class PrivateStep:
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients. On a GPU, TF32 is off.
+        """Add the clipped sums of a microbatch to the gradients, without TF32.
 
         Args:
             losses_of: returns the losses of the microbatch, (b,), or of some of its examples.
@@ -220,8 +219,7 @@ class PrivateStep:
         with self._guard.losses():
             losses = self.engine.losses(losses_of, rows, self._rewind)
             losses = losses if present is None else losses * present
-        with products(tf32=False) if self.device.type == "cuda" else nullcontext():
-            self.engine.backward(losses, present)
+        self.engine.backward(losses, present)
         return losses.detach()
 
     def _sum_over_replicas(self) -> Tensor:
