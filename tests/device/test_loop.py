@@ -222,7 +222,7 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
         return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
 
     graphs = graphs_of(made)
-    with arithmetic(device), graphs._recorder.running():
+    with arithmetic(device), graphs.recorder.running():
         [sums(0) for _ in range(WARM_UP + 2)]  # the first makes the gradients, and the last is recorded
         assert len(graphs) == 1
         first, other, again = sums(0), sums(8), sums(0)

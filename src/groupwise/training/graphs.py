@@ -14,7 +14,7 @@ eager forward pass on the same inputs and dropout masks, and a difference raises
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,16 +86,12 @@ class Graphs:
     """
 
     def __init__(self, recorder: CudaRecorder, model: nn.Module) -> None:
-        self._recorder, self._model = recorder, model
+        self.recorder, self._model = recorder, model
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self._recorded: dict[tuple[Any, ...], Recorded] = {}
 
     def __len__(self) -> int:
         return len(self._recorded)
-
-    def running(self) -> AbstractContextManager[None]:
-        """The context in which `clip` must be called."""
-        return self._recorder.running()
 
     def clip(
         self,
@@ -106,7 +102,7 @@ class Graphs:
         losses: Callable[[Any], Tensor],
         again: "LossesOf",
     ) -> Tensor:
-        """Do the same as `PrivateStep.clip`, as a CUDA graph where that is possible.
+        """Do the same as `PrivateStep.clip`, as a CUDA graph where that is possible. Call it in `recorder.running()`.
 
         Args:
             rows: the indices of the examples, (b,), fillers included.
@@ -145,8 +141,9 @@ class Graphs:
             return add(leaves)
         else:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            made, launch = self._record(lambda: add(leaves))
-            known = Recorded(leaves, launch, made, {} if engine is None else engine.squared_norms)
+            made: list[Tensor] = []
+            launch = self.recorder.record(lambda: made.append(add(leaves)))  # RuntimeError if it reads from the GPU
+            known = Recorded(leaves, launch, made[0], {} if engine is None else engine.squared_norms)
             self._recorded[key] = known
         return known.losses
 
@@ -154,7 +151,7 @@ class Graphs:
         """Free the graphs and their memory. Each shape warms up again."""
         self._recorded.clear()
         self._seen.clear()
-        self._recorder.forget()
+        self.recorder.forget()
 
     def _launch(self, known: Recorded, leaves: list[Any], losses: Callable[[], Tensor]) -> None:
         """Launch a graph on these inputs. At launches 1, 2, 4, 8, … compare its losses with an eager forward pass.
@@ -201,16 +198,6 @@ class Graphs:
         addresses = tuple(t.data_ptr() for t in (*gradients, *parameters, *self._model.buffers()) if t is not None)
         modes = tuple(module.training for module in self._model.modules())
         return engine is not None and engine.masks_rows, spec, shown, addresses, modes
-
-    def _record(self, add: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run a microbatch as a new graph; returns its losses, and the function that launches the graph again."""
-        made = list[Tensor]()
-
-        def work() -> None:
-            made[:] = [add()]
-
-        launch = self._recorder.record(work)  # torch raises RuntimeError if the model reads values from the GPU
-        return made[0], launch
 
     def _eager(self, losses: Callable[[], Tensor]) -> Tensor:
         """The losses, (b,), of a forward pass without clipping, which leaves generators and buffers unchanged.

@@ -70,7 +70,7 @@ class Microbatches(ABC):
 
         if engine is not None:
             engine.masks_rows = private.in_shards  # with shards a batch cannot start again, as other processes wait
-        with nullcontext() if self.graphs is None else self.graphs.running():
+        with nullcontext() if self.graphs is None else self.graphs.recorder.running():
             loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
             if engine is not None and engine.has_nonfinite:
                 engine.masks_rows = True
