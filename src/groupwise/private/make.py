@@ -15,12 +15,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import (
-    check_fresh,
-    check_model,
-    check_parameters,
-    knows_names,
-)
+from groupwise.private.arguments import check_fresh, check_model, check_parameters, knows_names
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.private.private import Private
@@ -96,10 +91,9 @@ def make_private(
         cuda_graph: whether to launch a microbatch as one CUDA graph, on an NVIDIA GPU. This is faster if the host is
             the bottleneck, as with transformers in bfloat16. Batches are moved to the GPU, and should have few shapes.
         noise_source: the source of all randomness; by default a new secret key. Never use one key for two runs.
-        ranks: the processes of the run; by default those of ``torch.distributed``. All processes call everything
-            together, and each computes its share of a batch. They use the first one's weights and key. For clipping per
-            layer or with ghost norms, the parameters may be sharded over all processes
-            (``torch.distributed.fsdp.fully_shard``, called before the optimiser is made).
+        ranks: the processes of the run; by default those of ``torch.distributed``. Each makes the same calls, and
+            computes its share of a batch. They use the first one's weights and key. With clipping per layer or ghost
+            norms, parameters may be sharded over all processes (``fully_shard``, before the optimiser is made).
         **settings: other fields of `groupwise.config.schema.ClipConfig`: target_quantile, quantile_budget, rule, ….
 
     Raises:

@@ -44,10 +44,10 @@ class Ranks:
         self.main = rank == 0
         """Whether this process writes the record and shows the progress."""
         self._several = several
-        places = np.arange(world).reshape(self.replicas, stages)
-        self.data = _group_of(places.T, rank, timeout)
+        grid = np.arange(world).reshape(self.replicas, stages)
+        self.data = _group_of(grid.T, rank, timeout)
         """The process group of this stage in every replica."""
-        self.pipeline = _group_of(places, rank, timeout)
+        self.pipeline = _group_of(grid, rank, timeout)
         """The process group of all stages of this replica."""
         self._device = "cpu" if several and "cpu:" in dist.get_backend_config() else device
 
@@ -106,9 +106,9 @@ class Ranks:
         self.gather(None)
 
 
-def _group_of(lines: np.ndarray, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """The process group of the row of `lines` that contains this rank."""
-    if lines.shape[1] in (1, lines.size):
+def _group_of(grid: np.ndarray, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """The process group of the row of `grid` that contains this rank."""
+    if grid.shape[1] in (1, grid.size):
         return dist.group.WORLD
-    groups = [dist.new_group(line.tolist(), timeout=timeout) for line in lines]  # every process must make all groups
-    return next(group for line, group in zip(lines, groups, strict=True) if rank in line)
+    groups = [dist.new_group(row.tolist(), timeout=timeout) for row in grid]  # every process must make all groups
+    return next(group for row, group in zip(grid, groups, strict=True) if rank in row)

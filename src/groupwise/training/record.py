@@ -92,11 +92,8 @@ class RunRecord:
     def begin(self, resumed_from: Path | None = None) -> None:
         """Make and lock the folder, and write the configuration, the state of git and the environment.
 
-        If there is no checkpoint, the files of an interrupted run are removed.
-
-        Args:
-            resumed_from: the checkpoint that was loaded. If it is the one before the last, it replaces the last, which
-                is damaged. None for a new run.
+        If there is no checkpoint, the files of an interrupted run are removed. `resumed_from` is the checkpoint that
+        was loaded. If it is the one before the last, it replaces the last, which is damaged.
 
         Raises:
             UserError: another process is running the same configuration, or has run it since `open`.

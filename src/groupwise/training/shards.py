@@ -112,8 +112,8 @@ def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Pa
     Args:
         trainable: the parameters of the optimiser, in its order.
     """
-    places = dict(model.named_parameters(remove_duplicate=False))
-    weights = {name: _like(value, places.get(name)) for name, value in state["model"].items()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    weights = {name: _like(value, named.get(name)) for name, value in state["model"].items()}
     moments = {
         i: {name: _like(value, trainable[i]) for name, value in entries.items()}
         for i, entries in state["optimizer"]["state"].items()
