@@ -51,7 +51,7 @@ def _group_norm(name: str, module: Any) -> tuple[nn.Module, str]:
     """The GroupNorm that replaces a BatchNorm, and a sentence about it."""
     kind = type(module).__name__
     if not name:
-        raise UserError(f"The model itself is a {kind}, which cannot be replaced in place: give a model that has it.")
+        raise UserError(f"The model itself is a {kind}, which cannot be replaced in place: give the model around it.")
     if type(module) not in BATCH_NORMS:
         raise UserError(
             f"Layer {name!r} ({kind}) is a subclass of BatchNorm, and may compute something else: replace it yourself, "

@@ -231,8 +231,8 @@ class Private:
     def _before_optimizer(self, *_: Any) -> None:
         if not self.core.running:
             raise UserError(
-                "private.step() calls optimizer.step() itself, on gradients with noise: remove it from the loop, and "
-                "loss.backward(), zero_grad() and any GradScaler too."
+                "private.step() calls optimizer.step() itself, on gradients with noise: remove optimizer.step(), "
+                "loss.backward(), zero_grad() and any GradScaler from the loop."
             )
 
     def _check_agreed(self) -> None:

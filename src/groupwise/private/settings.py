@@ -95,7 +95,7 @@ def resolve_plan(
         how = "Neither epochs nor steps was" if steps is None else "Both epochs and steps were"
         raise UserError(f"{how} given: give one of them, as epsilon depends on the number of steps.")
     if not 0 < batch_size <= dataset_size:
-        raise UserError(f"batch_size={batch_size} is not above 0 and at most {dataset_size}, the number of examples.")
+        raise UserError(f"batch_size={batch_size} must be above 0, and at most the number of examples, {dataset_size}.")
     if batch_size < 1:
         warn(f"batch_size={batch_size} is a number of examples, not a rate.")
     if steps is None and not 0 < epochs < math.inf:
