@@ -29,7 +29,7 @@ NORMS_gradnorm_cifar := --examples 32
 NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-loop bench-full-size bench-page \
+.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-growth bench-full-size bench-page \
 	gpu-kit pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
@@ -72,9 +72,6 @@ bench-tiny: $(STAMP) ## the same at the smallest sizes, to see that all of it ru
 
 bench-growth: $(STAMP) ## time and memory as batch, length, width and depth double: minutes
 	$(BIN)/python -m benchmarks.growth
-
-bench-loop: $(STAMP) ## the loop of run.py around the bare step, on the demo: a minute
-	$(BIN)/python -m benchmarks.loop
 
 bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-xl (LoRA) at full size: minutes, 5 GiB
 	$(BIN)/python -m benchmarks.full_size

@@ -23,39 +23,27 @@ class Seconds:
     wall: float
 
 
-class Stopwatch:
-    """Runs from its making on."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._begin: torch.cuda.Event | None = None
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-            self._begin = torch.cuda.Event(enable_timing=True)
-        self._cpu, self._wall = time.process_time(), time.perf_counter()
-        if self._begin is not None:
-            self._begin.record()
-
-    def read(self, steps: int) -> Seconds:
-        """Seconds a step, if so many were taken."""
-        if self._begin is None:
-            wall = time.perf_counter() - self._wall
-        else:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            torch.cuda.synchronize()
-            wall = self._begin.elapsed_time(end) / 1000
-        return Seconds((time.process_time() - self._cpu) / steps, wall / steps)
-
-
 Step = Callable[[], object]
 
 
 def timed(step: Step, steps: int, device: torch.device | str) -> Seconds:
     """Seconds a step, of so many in a row."""
-    watch = Stopwatch(device)
+    begin = end = None
+    if torch.device(device).type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+    cpu, wall = time.process_time(), time.perf_counter()
+    if begin is not None:
+        begin.record()
     for _ in range(steps):
         step()
-    return watch.read(steps)
+    if begin is None or end is None:
+        taken = time.perf_counter() - wall
+    else:
+        end.record()
+        torch.cuda.synchronize()
+        taken = begin.elapsed_time(end) / 1000
+    return Seconds((time.process_time() - cpu) / steps, taken / steps)
 
 
 _MARK, _MEMORY = "benchmarks: the measured step", "[memory]"

@@ -97,32 +97,6 @@ def growth() -> pd.DataFrame:
 
 
 @pytest.fixture
-def loop() -> pd.DataFrame:
-    """Three rounds of one run."""
-    return pd.DataFrame(
-        {
-            "task": "cifar",
-            "scale": "demo",
-            "clip": "adaptive_layer",
-            "parameters": 78650,
-            "batch": 256,
-            "microbatch": 128,
-            "device": "cpu",
-            "hardware": "Made-up CPU",
-            "threads": 1,
-            "dtype": "float32",
-            "round": number,
-            "loop_cpu_seconds": 0.1 / ratio,
-            "bare_cpu_seconds": 0.1,
-            "loop_wall_seconds": 1.0,
-            "bare_wall_seconds": 1.0,
-            "ratio": ratio,
-        }
-        for number, ratio in enumerate((0.96, 0.99, 0.98))
-    )
-
-
-@pytest.fixture
 def beside() -> pd.DataFrame:
     """A search and three results of two methods; accuracies of 94, 95 and 96, seconds of 7, 8 and 9."""
     machine = {"device": "cpu", "hardware": "Made-up CPU", "threads": 1, "dtype": "float32"}

@@ -8,7 +8,6 @@ import pytest
 from benchmarks.workloads import WORKLOADS as KINDS
 from groupwise.analysis.benchmark_tables import (
     growth_tables,
-    loop_table,
     page,
     side_by_side_table,
     small_models_table,
@@ -70,10 +69,6 @@ def test_a_growth_table(growth):
     assert text.index("non-private") < text.index("book-keeping")
 
 
-def test_the_loop_table(loop):
-    assert "| 78,650 | 256 (128) | 100.0 | 102.0 | 0.980 [0.960..0.990] | 3 |" in loop_table(loop)
-
-
 def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
     slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
     text = throughput_summary(pd.concat([throughput, slower]))
@@ -108,7 +103,7 @@ def test_small_models_have_a_line_each_and_refusals_are_said(small):
     assert lines[2] == "| lstm, 1,234 parameters, batch 64 | 5.00 | 8.00 (0.62) | refused |"
 
 
-def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop, beside, small):
+def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, beside, small):
     prose, measured = blank(tmp_path / "benchmarks.md"), tmp_path / "benchmarks"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
@@ -117,8 +112,8 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, loop
     assert main(command) == 0
     text = prose.read_text()
     assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
-    assert tables.read_text().count("Not measured yet.") == 3
-    parts = {"throughput": throughput, "growth": growth, "loop": loop, "opacus_side_by_side": beside}
+    assert tables.read_text().count("Not measured yet.") == 2
+    parts = {"throughput": throughput, "growth": growth, "opacus_side_by_side": beside}
     for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
     assert main(command) == 0

@@ -12,8 +12,6 @@ MACHINE = ("device", "hardware", "threads", "dtype")
 """Columns that must agree for two measurements of one workload to be comparable."""
 CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
 """Columns that identify a measurement; rows that share them are its rounds."""
-LOOP_CELL = ("task", "scale", "clip", "parameters", "batch", "microbatch", *MACHINE)
-"""Columns of loop.csv that identify a run; rows that share them are its rounds."""
 METHODS = {
     "none": "non-private",
     "none_again": "non-private, again",
@@ -103,24 +101,6 @@ def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
     none = steps[steps["method"] == "none"].drop(columns="method")
     none = none.rename(columns={"time": "none_time", "memory": "none_memory"})
     return steps.merge(none, on=[*place, "start", "end"], how="left")
-
-
-def loop_cells(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row for each run of loop.csv.
-
-    Columns: `LOOP_CELL`; medians over rounds of ``loop`` and ``bare``, in seconds per step, and of ``ratio``;
-    ``ratio_least``, ``ratio_most``, ``rounds``.
-    """
-    gpu = rows["device"] == "cuda"
-    rows = rows.assign(
-        loop=rows["loop_cpu_seconds"].where(~gpu, rows["loop_wall_seconds"]),
-        bare=rows["bare_cpu_seconds"].where(~gpu, rows["bare_wall_seconds"]),
-    )
-    groups = rows.groupby(list(LOOP_CELL), sort=True)
-    table = groups[["loop", "bare", "ratio"]].median()
-    table["ratio_least"], table["ratio_most"] = groups["ratio"].min(), groups["ratio"].max()
-    table["rounds"] = groups["ratio"].count()
-    return table.reset_index()
 
 
 def in_order(methods: Iterable[str]) -> list[str]:

@@ -12,7 +12,6 @@ from groupwise.analysis.benchmark_rows import (
     growth_factors,
     in_order,
     in_words,
-    loop_cells,
     read_rows,
     was_measured,
 )
@@ -142,19 +141,6 @@ def _factors(own: pd.DataFrame, span: tuple[float, float]) -> str:
     return f"{own.loc[span, 'time']:.2f}, memory {own.loc[span, 'memory']:.2f}" if span in own.index else "–"
 
 
-def loop_table(rows: pd.DataFrame) -> str:
-    """One line a run."""
-    lines = []
-    for line in loop_cells(rows).to_dict("records"):
-        spread = f"{line['ratio']:.3f} [{line['ratio_least']:.3f}..{line['ratio_most']:.3f}]"
-        run = f"`task={line['task']} scale={line['scale']} clip={line['clip']}`"
-        batch = f"{line['batch']} ({line['microbatch']})"
-        times = [f"{1e3 * line['bare']:.1f}", f"{1e3 * line['loop']:.1f}"]
-        lines.append([run, f"{line['parameters']:,}", batch, *times, spread, str(line["rounds"])])
-    head = ["run", "parameters", "batch (microbatch)", "bare step, ms", "step of the loop, ms", "ratio", "rounds"]
-    return markdown(head, lines)
-
-
 def side_by_side_table(rows: pd.DataFrame) -> str:
     """One line per method: lines of code, and accuracy, CPU seconds and memory over seeds."""
     results = rows[rows["role"] == "result"]
@@ -211,11 +197,6 @@ def page(folders: Folders) -> Page:
         "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
         "can be doubled alone.",
         made("growth", growth_tables),
-        "## The loop around a step",
-        "A step of `run.py` (sampling, loading, logging, progress bar, thresholds, accounting) beside the bare step "
-        "(losses, clipped backward, noise, optimiser), on the same examples and in the same process. The ratio is bare "
-        "/ loop: 0.95 is a loop that adds 5 %.",
-        made("loop", loop_table),
     )
     parts = {
         "summary": made("throughput", throughput_summary),
