@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import groupwise
-from benchmarks.growing import Block
 from benchmarks.meters import timed
 from benchmarks.options import command, device, names, option, out
 from benchmarks.research_peers import load, put_on_path
@@ -70,13 +69,31 @@ class LSTMClassifier(nn.Module):
         return self.head(self.lstm(self.embed(tokens))[0][:, -1])
 
 
+class Block(nn.Module):
+    """A transformer block of linear layers and layer norms, which come first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
 class TinyTransformer(nn.Module):
     """Classifies texts by the mean of two blocks' outputs."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(1000, width), nn.Linear(width, 2)
-        self.blocks = nn.Sequential(*(Block(width, 4, causal=False) for _ in range(2)))
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(2)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) -> logits (B, 2)."""

@@ -71,32 +71,6 @@ def throughput() -> pd.DataFrame:
 
 
 @pytest.fixture
-def growth() -> pd.DataFrame:
-    """Non-private doubles its time and memory with the batch; flat takes 2.2 times as long and 2.5 times the memory."""
-    factors = {"none": (2.0, 2.0), "flat": (2.2, 2.5)}
-    return pd.DataFrame(
-        {
-            "network": "transformer",
-            "axis": "batch",
-            "value": 2 * 2**doubling,
-            "device": "cpu",
-            "hardware": "Made-up CPU",
-            "threads": 1,
-            "dtype": "float32",
-            "method": method,
-            "round": round_,
-            "cpu_seconds": time**doubling * (10 if round_ == 2 else 1),  # an outlier that the median forgets
-            "wall_seconds": 1.0,
-            "peak_bytes": 1000 * memory**doubling,
-            "status": "ok",
-        }
-        for method, (time, memory) in factors.items()
-        for doubling in range(3)
-        for round_ in range(3)
-    )
-
-
-@pytest.fixture
 def beside() -> pd.DataFrame:
     """A search and three results of two methods; accuracies of 94, 95 and 96, seconds of 7, 8 and 9."""
     machine = {"device": "cpu", "hardware": "Made-up CPU", "threads": 1, "dtype": "float32"}

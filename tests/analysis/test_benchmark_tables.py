@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.workloads import WORKLOADS as KINDS
 from groupwise.analysis.benchmark_tables import (
-    growth_tables,
     page,
     side_by_side_table,
     small_models_table,
@@ -62,13 +61,6 @@ def test_the_full_depths_are_those_of_the_workloads(throughput):
     assert "SmolLM2-135M shape, 4 of 30 layers, batch 4" in throughput_summary(throughput.assign(workload="llama"))
 
 
-def test_a_growth_table(growth):
-    text = growth_tables(growth)
-    assert "| batch | 2 → 4 | 4 → 8 | all |" in text
-    assert "| flat, book-keeping | 2.20, memory 2.50 | 2.20, memory 2.50 | 4.84, memory 6.25 |" in text
-    assert text.index("non-private") < text.index("book-keeping")
-
-
 def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
     slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
     text = throughput_summary(pd.concat([throughput, slower]))
@@ -103,7 +95,7 @@ def test_small_models_have_a_line_each_and_refusals_are_said(small):
     assert lines[2] == "| lstm, 1,234 parameters, batch 64 | 5.00 | 8.00 (0.62) | refused |"
 
 
-def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, beside, small):
+def test_a_page_is_filled_between_its_markers(tmp_path, throughput, beside, small):
     prose, measured = blank(tmp_path / "benchmarks.md"), tmp_path / "benchmarks"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
@@ -112,8 +104,8 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, growth, besi
     assert main(command) == 0
     text = prose.read_text()
     assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
-    assert tables.read_text().count("Not measured yet.") == 2
-    parts = {"throughput": throughput, "growth": growth, "opacus_side_by_side": beside}
+    assert tables.read_text().count("Not measured yet.") == 1
+    parts = {"throughput": throughput, "opacus_side_by_side": beside}
     for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
     assert main(command) == 0

@@ -79,30 +79,6 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def growth_factors(rows: pd.DataFrame) -> pd.DataFrame:
-    """The cost of doubling, from growth.csv: one row for each pair of successive values.
-
-    Columns: `MACHINE`, ``network``, ``axis``, ``method``, ``start``, ``end``, ``time`` and ``memory`` (factors from
-    start to end, of medians over rounds; CPU time on a CPU, else wall time), and those of non-private training beside
-    them, ``none_time`` and ``none_memory``.
-    """
-    rows = rows.assign(seconds=rows["cpu_seconds"].where(rows["device"] == "cpu", rows["wall_seconds"]))
-    place = [*MACHINE, "network", "axis"]
-    medians = rows.groupby([*place, "method", "value"], sort=False)[["seconds", "peak_bytes"]].median().dropna()
-    medians = medians.reset_index().sort_values([*place, "method", "value"], kind="stable")
-    before = medians.groupby([*place, "method"], sort=False)[["value", "seconds", "peak_bytes"]].shift()
-    steps = medians.assign(
-        start=before["value"],
-        end=medians["value"],
-        time=medians["seconds"] / before["seconds"],
-        memory=medians["peak_bytes"] / before["peak_bytes"],
-    ).dropna(subset="start")
-    steps = steps[[*place, "method", "start", "end", "time", "memory"]]
-    none = steps[steps["method"] == "none"].drop(columns="method")
-    none = none.rename(columns={"time": "none_time", "memory": "none_memory"})
-    return steps.merge(none, on=[*place, "start", "end"], how="left")
-
-
 def in_order(methods: Iterable[str]) -> list[str]:
     """Names of methods in the order of tables, others last."""
     return sorted(methods, key=lambda name: list(METHODS).index(name) if name in METHODS else len(METHODS))

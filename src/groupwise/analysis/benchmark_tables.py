@@ -9,7 +9,6 @@ from groupwise.analysis.benchmark_rows import (
     MACHINE,
     METHODS,
     cells,
-    growth_factors,
     in_order,
     in_words,
     read_rows,
@@ -120,27 +119,6 @@ def _depth(first: pd.Series) -> list[str]:
     return [f"{first['layers']:g} of {full} layers"] if first["layers"] < full else []  # NaN: no option
 
 
-def growth_tables(rows: pd.DataFrame) -> str:
-    """One table for each network and axis: the factors of time and memory for each doubling."""
-    table = growth_factors(rows)
-    written = []
-    for at, steps in table.groupby([*MACHINE, "network", "axis"], sort=False):
-        network, axis, machine = at[-2], at[-1], in_words(at[: len(MACHINE)])  # type: ignore[index]
-        spans = sorted({(start, end) for start, end in zip(steps["start"], steps["end"], strict=True)})
-        lines = []
-        for method in in_order(steps["method"].unique()):
-            own = steps[steps["method"] == method].set_index(["start", "end"])
-            whole = f"{own['time'].prod():.3g}, memory {own['memory'].prod():.3g}" if len(own) == len(spans) else "–"
-            lines.append([METHODS.get(method, method), *(_factors(own, span) for span in spans), whole])
-        head = [axis, *(f"{start:g} → {end:g}" for start, end in spans), "all"]
-        written.append(f"**{network}, {axis}** ({machine})\n\n{markdown(head, lines)}")
-    return "\n\n".join(written)
-
-
-def _factors(own: pd.DataFrame, span: tuple[float, float]) -> str:
-    return f"{own.loc[span, 'time']:.2f}, memory {own.loc[span, 'memory']:.2f}" if span in own.index else "–"
-
-
 def side_by_side_table(rows: pd.DataFrame) -> str:
     """One line per method: lines of code, and accuracy, CPU seconds and memory over seeds."""
     results = rows[rows["role"] == "result"]
@@ -192,11 +170,6 @@ def page(folders: Folders) -> Page:
         "non-private training in the same round [least..most], not quotients of the medians printed. *Floor*: the "
         "speed ratio that the counted operations would allow at one rate for all.",
         made("throughput", throughput_tables),
-        "## Growth",
-        "The factor of a step's time, and of its peak memory, when one size doubles; under `all` the product. "
-        "The networks are a small transformer and a small convolutional network of plain layers, of which every size "
-        "can be doubled alone.",
-        made("growth", growth_tables),
     )
     parts = {
         "summary": made("throughput", throughput_summary),
