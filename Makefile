@@ -29,7 +29,7 @@ NORMS_gradnorm_cifar := --examples 32
 NORMS_gradnorm_sst2 = --examples $(if $(filter paper,$(SCALE)),4096,512) --layers '*word_embeddings' '*value' '*out_proj'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-full-size bench-page \
+.PHONY: help env demo test test-slow test-slurm test-versions bench bench-tiny bench-page \
 	gpu-kit pretrained status plot view reproduce tables figures report audit verify trust goldens api notebooks coverage lint format types clean
 
 help: ## print this list
@@ -69,9 +69,6 @@ bench: $(STAMP) ## speed and memory, ours and Opacus's, against non-private: hou
 
 bench-tiny: $(STAMP) ## the same at the smallest sizes, to see that all of it runs: minutes
 	$(BIN)/python -m benchmarks.throughput tiny=true rounds=1 steps=1 out=results/runs/bench-tiny
-
-bench-full-size: $(STAMP) ## one whole update of RoBERTa-base, GPT-2 and GPT-2-xl (LoRA) at full size: minutes, 5 GiB
-	$(BIN)/python -m benchmarks.full_size
 
 bench-page: $(STAMP) ## docs/benchmarks.md and results/tables/benchmarks.md, from the measured rows
 	$(BIN)/python -m groupwise.analysis.tables benchmarks

@@ -2,7 +2,6 @@
 
 - ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
 - ``{"do": "round", "steps": 3}`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
-- ``{"do": "update"}`` -> peak_bytes, cpu_seconds, wall_seconds of one step with its noise and an optimiser's update
 - anything that fails -> ``{"refused": "the first line of what it said"}``
 """
 
@@ -18,8 +17,6 @@ from benchmarks.meters import Seconds, Step, count_operations, peak_bytes, timed
 from benchmarks.methods import Method, prepare
 from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
-
-LEARNING_RATE = 1e-4  # of `update`, where nothing is learned
 
 
 class Bench:
@@ -67,33 +64,6 @@ class Bench:
             "noise_seconds": noise.wall if self.job.device == "cuda" else noise.cpu,
         }
 
-    def update(self) -> dict[str, Any]:
-        """Memory of a whole update, the optimiser's state included, then its time."""
-        peak, step = peak_bytes(self._whole_step, self.job.device)
-        taken = self._time(step, 1)
-        workload, _ = self._get()
-        return {
-            "batch": workload.batch,
-            "tokens": workload.tokens,
-            "layers": workload.layers,
-            "parameters": sum(p.numel() for p in workload.model.parameters()),
-            "trainable": sum(p.numel() for p in workload.trainable),
-            "cpu_seconds": taken.cpu,
-            "wall_seconds": taken.wall,
-            "peak_bytes": peak,
-        }
-
-    def _whole_step(self) -> Step:
-        workload, method = self._get()
-        optimizer = torch.optim.AdamW(workload.trainable, lr=LEARNING_RATE)
-
-        def step() -> None:
-            method.step()
-            method.noise()
-            optimizer.step()
-
-        return step
-
     def _get(self) -> tuple[Workload, Method]:
         if self._built is None:
             self._built = prepare(self.job)
@@ -106,13 +76,7 @@ class Bench:
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     """Do what was asked; whatever is raised becomes an answer, as a peer may refuse in any way."""
     try:
-        match request["do"]:
-            case "measure":
-                return bench.measure()
-            case "update":
-                return bench.update()
-            case _:
-                return bench.round(request["steps"])
+        return bench.measure() if request["do"] == "measure" else bench.round(request["steps"])
     except (MemoryError, torch.OutOfMemoryError):
         return {"refused": "out of memory"}
     except Exception as error:

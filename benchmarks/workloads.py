@@ -37,7 +37,6 @@ class Workload:
         losses: runs the model on rows of the one batch and returns their losses, (n,); None means the whole batch.
         batch: B.
         layers: transformer blocks; None where the depth is no option.
-        tokens: T of a language model.
         data: the batch, the examples on the first axis of each.
     """
 
@@ -46,7 +45,6 @@ class Workload:
     losses: Callable[[Sequence[int] | None], Tensor]
     batch: int
     layers: int | None
-    tokens: int | None = None
     data: dict[str, Tensor] = field(default_factory=dict)
 
     def loss(self) -> Tensor:
@@ -111,7 +109,7 @@ def build(
         with torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else nullcontext():
             return built.losses(model, some)
 
-    made = Workload(name, model, losses, size, depth, length, data)
+    made = Workload(name, model, losses, size, depth, data)
     return made
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import device_table, full_size, pipeline, throughput
+from benchmarks import device_table, pipeline, throughput
 from benchmarks.options import read
 from benchmarks.throughput import Options, cases
 from groupwise.errors import UserError
@@ -37,7 +37,6 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (throughput, "dtype=float16", "float32"),
         (throughput, "device=tpu", "cpu, cuda"),
         (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
-        (full_size, "model=gpt3", "did you mean gpt2?"),
         (pipeline, "shape=weights_3", "did you mean weights_2?"),
     ],
 )

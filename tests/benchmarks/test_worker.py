@@ -5,7 +5,6 @@ import torch
 
 from benchmarks.job import Job
 from benchmarks.meters import peak_bytes
-from benchmarks.methods import prepare
 from benchmarks.worker import Bench, answer
 
 
@@ -17,17 +16,6 @@ def test_a_measurement_and_a_round() -> None:
     taken = answer(bench, {"do": "round", "steps": 2})
     assert set(taken) == {"cpu_seconds", "wall_seconds", "noise_seconds"}
     assert all(seconds > 0 for seconds in taken.values())
-
-
-def test_an_update_trains_and_its_memory_holds_the_optimizer_s_state() -> None:
-    job = Job("gpt2", "adaptive_layer", tiny=True)
-    before, bench = prepare(job)[0].trainable, Bench(job)
-    facts = answer(bench, {"do": "update"})
-    assert all(not torch.equal(old, new) for old, new in zip(before, bench._get()[0].trainable, strict=True))
-    assert (facts["batch"], facts["tokens"], facts["layers"]) == (4, 7, 2)
-    assert facts["parameters"] == facts["trainable"] == sum(p.numel() for p in before)
-    assert facts["peak_bytes"] > 4 * 4 * facts["parameters"]  # weights, gradients, two moments
-    assert facts["cpu_seconds"] > 0 and facts["wall_seconds"] > 0
 
 
 def test_of_the_memory_only_the_second_step_is_looked_at() -> None:
