@@ -1,12 +1,12 @@
 """Puts a training by Opacus beside the same one by `make_private`:  python -m benchmarks.opacus_side_by_side
 
-Two scripts of the same CNN on the same digits, at the same B, epsilon, delta, epochs, momentum, threshold and physical
-batch: examples/own_model.py and benchmarks/opacus_own_model.py. Each runs as it stands but for the learning rate, the
-seed of its weights and, for flat clipping, one argument. For each method the best of the learning rates on a seed of
-its own, then as many seeds as are asked for: lines, accuracy, seconds, memory.
+Two scripts train the same CNN on the same digits, at the same B, epsilon, delta, epochs, momentum, threshold and
+physical batch: examples/own_model.py and benchmarks/opacus_own_model.py. Only the learning rate, the seed of the
+weights and, for flat clipping, one argument are changed. The best learning rate of each method is chosen on a seed of
+its own. With it the method is trained on as many other seeds as are asked for. Rows hold accuracy, epsilon and lines of
+code; `benchmarks.small_models` measures time.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.options import command, option, out
 from benchmarks.results import MACHINE, Table
-from benchmarks.timed_script import lines
 from groupwise.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,10 +31,10 @@ METHODS: dict[str, tuple[Path, tuple[tuple[str, str], ...]]] = {
 }
 """Method -> its script, and what is replaced in it."""
 RATES = (0.1, 0.2, 0.4, 0.8)
-"""The grid of learning rates, the same for all."""
+"""The learning rates that each method tries."""
 TUNED_ON = 100
-"""The seed that the grid is tried on; those of the results are others."""
-SHOWN = ("method", "role", "learning_rate", "accuracy", "epsilon", "cpu_seconds", "peak_bytes")
+"""The seed that the learning rates are tried on; the results have other seeds."""
+SHOWN = ("method", "role", "learning_rate", "accuracy", "epsilon", "script_lines")
 TABLE = Table("opacus_side_by_side.csv", ("method", *MACHINE), SHOWN)
 
 
@@ -43,12 +42,19 @@ TABLE = Table("opacus_side_by_side.csv", ("method", *MACHINE), SHOWN)
 class SideBySideOptions:
     """What the command line may say."""
 
-    seeds: int = option(3, "of the results")
+    seeds: int = option(3, "trainings of each method at its best learning rate")
     limit: float = option(900.0, "seconds that one training may take")
     out: str = out("opacus_side_by_side.csv")
 
 
 Measure = Callable[[str, float], dict[str, Any]]
+
+
+def script_lines(script: Path) -> int:
+    """How many lines of code a script has, without its docstring, comments and blank lines."""
+    _, _, code = script.read_text(encoding="utf-8").split('"""', 2)
+    lines = (line.strip() for line in code.splitlines())
+    return sum(1 for line in lines if line and not line.startswith("#"))
 
 
 def variant(method: str, rate: float, seed: int) -> str:
@@ -69,22 +75,22 @@ def variant(method: str, rate: float, seed: int) -> str:
 
 
 def trained(source: str, limit: float) -> dict[str, Any]:
-    """Run a script in a process of its own, on one thread: what its loop took, and the epsilon and accuracy it prints.
+    """Run a script in a process of its own, on one thread; returns the epsilon and accuracy that it prints.
 
     Raises:
         UserError: it failed, took longer than `limit` seconds, or printed no such line.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
-    words = [sys.executable, "-m", "benchmarks.timed_script"]
+    words = [sys.executable, "-c", source]
     try:
-        done = subprocess.run(words, input=source, env=environment, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired as error:
         raise UserError(f"A training took more than {limit:g} s: give a larger limit.") from error
-    found = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)\n(.*)\n$", done.stdout)
+    found = re.search(r"epsilon ([\d.]+), accuracy ([\d.]+)\n$", done.stdout)
     if done.returncode or found is None:
         raise UserError(f"A training failed: {(done.stderr.strip().splitlines() or ['it printed no result'])[-1]}.")
-    return {"epsilon": float(found[1]), "accuracy": 100 * float(found[2]), **json.loads(found[3])}
+    return {"epsilon": float(found[1]), "accuracy": 100 * float(found[2])}
 
 
 def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[str, Any]]:
@@ -94,8 +100,8 @@ def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[s
 
     def take(method: str, role: str, rate: float, seed: int) -> None:
         trained = train(variant(method, rate, seed), options.limit)
-        counted = lines(METHODS[method][0].read_text(encoding="utf-8"))
-        row = {"method": method, "role": role, "seed": seed, "learning_rate": rate, **counted, **trained}
+        row = {"method": method, "role": role, "seed": seed, "learning_rate": rate, **trained}
+        row |= {"script_lines": script_lines(METHODS[method][0])}
         rows.append(row | {"device": "cpu", "threads": 1, "dtype": "float32"})
         print(f"{method:15} {role:7} seed {seed:3} rate {rate:g}: {trained['accuracy']:.1f} %", flush=True)
 

@@ -120,19 +120,16 @@ def _depth(first: pd.Series) -> list[str]:
 
 
 def side_by_side_table(rows: pd.DataFrame) -> str:
-    """One line per method: lines of code, and accuracy, CPU seconds and memory over seeds."""
+    """One line per method: lines of code, accuracy over seeds, and ε."""
     results = rows[rows["role"] == "result"]
     lines = []
     for method in in_order(results["method"].unique()):
         own = results[results["method"] == method]
-        first, accuracy, peak = own.iloc[0], own["accuracy"], own["peak_bytes"].median() / 2**20
+        first, accuracy = own.iloc[0], own["accuracy"]
         spread = f"{accuracy.mean():.1f} [{accuracy.min():.1f}..{accuracy.max():.1f}]"
-        code = f"{first['loop_lines']} of {first['script_lines']}"
         name = f"{METHODS.get(method, method)}, {first['learning_rate']:g}"
-        seconds = f"{own['cpu_seconds'].median():.1f}"
-        lines.append([name, code, spread, f"{own['epsilon'].max():.3f}", seconds, number(peak, ".0f")])
-    head = ["method, learning rate", "lines of the loop", "accuracy, %", "ε", "CPU s of the loop", "memory, MiB"]
-    return markdown(head, lines)
+        lines.append([name, str(first["script_lines"]), spread, f"{own['epsilon'].max():.3f}"])
+    return markdown(["method, learning rate", "lines of the script", "accuracy, %", "ε"], lines)
 
 
 def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
