@@ -160,13 +160,6 @@ def test_a_package_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "package 'nope' not found in config\n")
 
 
-def test_a_mistake_is_the_end_of_the_process(tmp_path: Path) -> None:
-    done = command(tmp_path, "clip=adaptve_layer")
-    assert (done.returncode, done.stdout) == (2, "")
-    _is_one_sentence(done.stderr, "did you mean adaptive_layer?")
-    assert list(tmp_path.iterdir()) == []
-
-
 def _is_one_sentence(message: str, words: str) -> None:
     [line] = message.splitlines()
     assert line.startswith("error: ")

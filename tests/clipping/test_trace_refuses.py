@@ -142,38 +142,6 @@ def test_a_layer_that_runs_once_for_each_example_is_refused():
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
 
-def contrastive(h: Tensor) -> Tensor:
-    return F.cross_entropy(h @ h.roll(1, 1).T, torch.arange(len(h)), reduction="none")
-
-
-def too_broad(h: Tensor) -> Tensor:
-    return (h[:, :1] - h.sum(1)).square().mean(0)
-
-
-def like_the_first(h: Tensor) -> Tensor:
-    return (h - h[:1]).square().sum(1) + h.square().sum(1)
-
-
-BY_THE_CHECK = {
-    "contrastive": contrastive,
-    "(B, 1) and (B,)": too_broad,
-    "like the first": like_the_first,
-    "of the whole batch": lambda h: h.square().sum(1) / h.detach().norm(),
-}
-
-
-@pytest.mark.parametrize("name", BY_THE_CHECK)
-def test_losses_that_mix_examples_are_refused_by_the_check_before_training(name):
-    model, x = nn.Linear(5, 4), torch.randn(8, 5)
-
-    def losses_of(rows):
-        return BY_THE_CHECK[name](model(x[list(rows)]).tanh())
-
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="mixes the examples"):
-        engine.trace(losses_of, range(6))
-        verify(engine, losses_of, range(6))
-
-
 @pytest.mark.parametrize("rows", [[3], [3, 3], []])
 def test_one_example_alone_shows_nothing(rows):
     model = nn.Linear(5, 4)

@@ -58,19 +58,6 @@ def test_every_entry_has_noise_of_its_groups_scale_and_is_divided_by_the_configu
     torch.testing.assert_close(found, expected.to(dtype))
 
 
-def test_an_empty_batch_is_noise_only():
-    groups = make_groups([(4,)], [(2,)])
-    for (parameter,) in groups:
-        parameter.grad = None
-    release(groups, [1.0, 1.0], expected_batch_size=1.0)
-    empty = [flat(group) for group in groups]
-    zero = make_groups([(4,)], [(2,)])
-    for (parameter,) in zero:
-        parameter.grad.zero_()
-    release(zero, [1.0, 1.0], expected_batch_size=1.0)
-    assert all(np.array_equal(a, flat(b)) and np.all(a != 0) for a, b in zip(empty, zero, strict=True))
-
-
 def test_without_noise_the_mean_is_left():
     groups = make_groups([(3,)])
     assert release(groups, [1.0], noise_multiplier=0.0).tolist() == [0.0]

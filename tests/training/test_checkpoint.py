@@ -58,11 +58,6 @@ def test_what_is_written_is_read_back_bit_by_bit(path: Path) -> None:
     torch.testing.assert_close(read, state, rtol=0, atol=0)
 
 
-def test_only_the_owner_may_read_it_because_it_holds_the_key_of_the_noise(path: Path) -> None:
-    save_checkpoint(path, {"step": 1})
-    assert path.stat().st_mode & 0o077 == 0
-
-
 def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     state = {

@@ -49,24 +49,3 @@ def test_every_process_has_masks_of_its_own(process):
     ranks = made.private.ranks = Ranks()
     ranks.replica, ranks.stage, ranks.stages = process
     assert torch.equal(sums(made), alone) == (process == (0, 0, 1))
-
-
-def test_a_resumed_run_is_the_undisturbed_one_whatever_the_generators_are():
-    whole, first, resumed = (trainer(microbatch=20) for _ in range(3))
-    for step in range(3):
-        whole.step(step)
-    first.step(0)
-    torch.manual_seed(9)
-    resumed.load_state_dict(first.state_dict())
-    for step in (1, 2):
-        resumed.step(step)
-    assert all(map(torch.equal, resumed.task.model.parameters(), whole.task.model.parameters()))
-
-
-def test_a_step_leaves_no_trace_of_its_masks_in_the_generators():
-    made = trainer()
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    made.step(0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert "random" not in made.state_dict()

@@ -81,20 +81,6 @@ def test_overwrite_starts_afresh(config: RunConfig) -> None:
     assert record.resumable  # its own checkpoint is no longer what was to be thrown away
 
 
-def test_a_checkpoint_is_taken_up_again_without_being_asked(config: RunConfig) -> None:
-    first = begun(config)
-    for step in range(1, 6):
-        first.log(step, {"loss": step / 10})
-    save_checkpoint(first.checkpoint, {"step": 3})
-    first.close()
-    record = begun(config)
-    assert record.resumable
-    record.cut_metrics(3)
-    assert [row["step"] for row in record.metrics()] == [1, 2, 3]
-    record.log(4, {"loss": 0.4})
-    assert [row["step"] for row in record.metrics()] == [1, 2, 3, 4]
-
-
 def test_a_line_cut_off_by_a_kill_is_forgotten(config: RunConfig) -> None:
     record = begun(config)
     record.log(1, {"loss": 1.0})
@@ -152,13 +138,6 @@ def test_other_data_on_resume_are_refused(config: RunConfig) -> None:
     record.write_data({"sha256": {"images": "ab"}})
     with pytest.raises(UserError, match="data are not those"):
         record.write_data({"sha256": {"images": "cd"}})
-
-
-def test_a_disk_that_refuses_later_is_a_users_mistake_too(config: RunConfig) -> None:
-    record = RunRecord.open(config)
-    Path(config.paths.results).write_text("a file has come in the way")
-    with pytest.raises(UserError, match=r"results.*; fix that and run the same command again"), environment_errors():
-        record.begin()
 
 
 def git(folder: Path, *arguments: str) -> None:
