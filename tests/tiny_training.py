@@ -10,13 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.clipping import ClippingEngine
 from groupwise.config.schema import ClipConfig, OptimConfig
-from groupwise.privacy import NoiseSource, make_plan
+from groupwise.privacy import NoiseSource, PrivacyPlan, make_plan
 from groupwise.training.from_config import make_engine, make_optimizer, make_schedule, make_thresholds
 from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
 from groupwise.training.task import Task
+
+FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
+GHOST = ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False)
+ADAPTIVE_LAYER = ClipConfig(threshold=0.5, quantile_budget=0.1)
+ADAPTIVE_FLAT = ClipConfig("adaptive_flat", grouping="flat", threshold=0.5, rescale=False)
+ADAPTIVE_BLOCK = ClipConfig("adaptive_block", grouping="block", threshold=0.5)
+FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
+NONE = ClipConfig("none", grouping="none", policy="fixed")
 
 
 class Trained(Task):
@@ -60,6 +69,22 @@ class Batches:
         return np.array(self.batches[step % len(self.batches)], dtype=np.int64)
 
 
+def plan_of(
+    engine: ClippingEngine | None, clip: ClipConfig, examples: int, batch_size: float, steps: int, sigma: float
+) -> PrivacyPlan:
+    """The plan of a training; without an engine it has no noise."""
+    return make_plan(
+        dataset_size=examples,
+        expected_batch_size=batch_size,
+        steps=steps,
+        delta=1e-5,
+        noise_multiplier=0.0 if engine is None else sigma,
+        num_groups=1 if engine is None else len(engine.groups),
+        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
+        accountant="rdp",
+    )
+
+
 def trainer_of(
     task: Any,
     clip: ClipConfig,
@@ -76,16 +101,7 @@ def trainer_of(
     engine = make_engine(task.model, clip)
     if engine is not None:
         engine.trace(task.losses_of, range(min(6, task.train_size)))
-    plan = make_plan(
-        dataset_size=task.train_size,
-        expected_batch_size=batch_size,
-        steps=steps,
-        delta=1e-5,
-        noise_multiplier=0.0 if engine is None else sigma,
-        num_groups=1 if engine is None else len(engine.groups),
-        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
-        accountant="rdp",
-    )
+    plan = plan_of(engine, clip, task.train_size, batch_size, steps, sigma)
     optimizer = make_optimizer(task.model.parameters(), optim)
     private = PrivateStep(
         model=task.model,

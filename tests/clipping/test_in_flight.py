@@ -214,25 +214,6 @@ def test_norms_then_sums_are_flat_clipping(make, norms, kind, direct):
     assert engine.examples == run.examples
 
 
-def test_an_example_that_is_not_finite_contributes_zero_in_both_passes(make):
-    run = make()
-    with attach_traced(run, flat(run.model), 0.5) as engine:
-        run.weights[0][1] = 0
-        run_alone(engine, run, 0)
-        expected = gradients(run.model)
-        run.model.zero_grad()
-        run.weights[0][1] = float("inf")
-        output = run_forward(engine, run, 0)
-        with engine.norms_of(0):
-            run_backward(run, output, 0)
-        factors = engine.factors(engine.squared_norms[0])
-        assert factors[1] == 0
-        output = run_forward(engine, run, 0)
-        with engine.sums_of(0, factors):
-            run.losses_of(output, 0).sum().backward()
-    assert_equal(gradients(run.model), expected)
-
-
 @pytest.mark.parametrize(
     ("make_partition", "begin"), [(flat, "sums_of"), (flat, "backward_of"), (per_layer, "backward_of")]
 )

@@ -6,7 +6,7 @@ from torch import nn
 
 from groupwise.errors import UserError
 from tests.clipping.modes import FEW, attached
-from tests.clipping.traced import clip_batch, trace_batch
+from tests.clipping.traced import clip_batch
 
 MODES = (*FEW, "block")
 
@@ -77,24 +77,3 @@ def test_a_group_or_layer_that_a_later_step_leaves_out_is_refused_by_name(steppe
     engine.model.use = "zero"  # the remedy
     step()
     assert engine.examples == 3 and all(float(p.grad.norm()) == 0 for p in engine.model.blocks[1].parameters())
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_tensor_that_joins_the_losses_later_gets_no_gradient(mode):
-    """The first passes refuse it by name; nobody would clip what it gets."""
-    model, x = Branches(), torch.randn(3, 4)
-    own, other = torch.zeros(2, requires_grad=True), nn.Linear(4, 2)
-    joined = []
-
-    def losses(x):
-        outputs = model(x)
-        return (outputs + own + other(x) if joined else outputs).square().sum(1)
-
-    engine = attached(model, mode, 0.1)
-    trace_batch(engine, losses, x)
-    for step in range(4):
-        joined += [True] * (step == 3)
-        model.zero_grad()
-        clip_batch(engine, losses, x)
-    assert own.grad is None and other.weight.grad is None
-    assert all(bool(parameter.grad.any()) for parameter in model.head.parameters())

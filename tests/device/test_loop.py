@@ -19,17 +19,12 @@ from groupwise.training.microbatches import TaskSums
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.step import Trainer
 from groupwise.training.task import row_numbers
-from tests.tiny_training import Trained, trainer_of
+from tests.tiny_training import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, Trained, trainer_of
 
 pytestmark = pytest.mark.cuda
 EXAMPLES, BATCH, STEPS, SIGMA = 96, 32, 4, 0.7
 KEY = bytes(range(32))
-MODES = {
-    "adaptive_layer": ClipConfig(threshold=0.5, quantile_budget=0.1),
-    "flat": ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False),
-    "ghost": ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False),
-    "adaptive_block": ClipConfig("adaptive_block", grouping="block", threshold=0.5),
-}
+MODES = {clip.name: clip for clip in (ADAPTIVE_LAYER, FLAT, GHOST, ADAPTIVE_BLOCK)}
 
 
 class Images(Trained):

@@ -7,18 +7,13 @@ from torch import Tensor, nn
 
 from groupwise.build import build_trainer
 from groupwise.config.schema import ClipConfig, NoiseConfig, OptimConfig, ParallelConfig, RunConfig
-from groupwise.privacy import make_plan
 from groupwise.training.from_config import make_engine
 from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
 from tests.checked import checked_once
-from tests.tiny_training import Batches, Points
+from tests.tiny_training import Batches, Points, plan_of
 
 EXAMPLES, WIDTH = 40, 8
-FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
-GHOST = ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False)
-ADAPTIVE_LAYER = ClipConfig(threshold=0.5, quantile_budget=0.1)
-NONE = ClipConfig("none", grouping="none", policy="fixed")
 BATCHES = (list(range(13)), [5], [], list(range(20, 28)))
 """On two replicas with microbatches of 3: the first has one more; the second has no example; nobody has one."""
 
@@ -83,16 +78,7 @@ def build(
     )
     config.train.microbatch, config.debug.noise_seed = 3, 7
     engine = make_engine(task.model, clip)
-    plan = make_plan(
-        dataset_size=EXAMPLES,
-        expected_batch_size=8,
-        steps=len(batches),
-        delta=1e-5,
-        noise_multiplier=0.0 if engine is None else sigma,
-        num_groups=1 if engine is None else len(engine.groups),
-        quantile_budget=clip.quantile_budget if clip.policy == "adaptive" else 0.0,
-        accountant="rdp",
-    )
+    plan = plan_of(engine, clip, EXAMPLES, 8, len(batches), sigma)
     with checked_once((clip.name, type(task)) if ranks.replicas == 1 else "one of several processes"):
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), ranks, None)
     trainer.private.sampler = Batches(batches)

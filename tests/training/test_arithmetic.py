@@ -11,8 +11,8 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.training.arithmetic import arithmetic, products
 from groupwise.training.from_config import autocast
-from tests.tiny_training import trainer_of
-from tests.training.test_step import FLAT, GHOST, ToyTask
+from tests.tiny_training import FLAT, GHOST, trainer_of
+from tests.training.test_step import ToyTask
 
 CUDA = torch.device("cuda", 0)
 """Named, never used: settings need no GPU."""

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.config.schema import ClipConfig, OptimConfig
+from groupwise.config.schema import OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
-from tests.training.data_parallel import ADAPTIVE_LAYER, FLAT, GHOST, NONE, PointsTask, build, parameters, steps
+from tests.tiny_training import ADAPTIVE_LAYER, FIXED_LAYER, FLAT, GHOST, NONE
+from tests.training.data_parallel import PointsTask, build, parameters, steps
 
 ADAM = OptimConfig(name="adam", learning_rate=0.01)
-FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
 CASES = {
     "ddp flat": (FLAT, "ddp", 0.0),
     "ddp ghost": (GHOST, "ddp", 0.0),

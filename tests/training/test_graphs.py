@@ -23,7 +23,8 @@ from groupwise.training.microbatches import TaskSums
 from groupwise.training.ranks import Ranks
 from tests.checked import only_traced
 from tests.tapes import Tape
-from tests.training.test_step import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
+from tests.tiny_training import ADAPTIVE_FLAT, ADAPTIVE_LAYER, FLAT, GHOST, NONE
+from tests.training.test_step import STEPS, make_trainer
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 CPU = torch.device("cpu")

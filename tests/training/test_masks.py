@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from groupwise.privacy import NoiseSource
 from groupwise.training.ranks import Ranks
 from groupwise.training.step import Trainer
-from tests.training.test_step import FLAT, make_trainer
+from tests.tiny_training import FLAT
+from tests.training.test_step import make_trainer
 
 
 def trainer(noise_seed: int = 7, microbatch: int = 64) -> Trainer:

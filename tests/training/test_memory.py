@@ -19,7 +19,8 @@ from groupwise.errors import UserError
 from groupwise.training import memory
 from groupwise.training.memory import choose_microbatch, is_oom, oom_as_user_error
 from tests.forks import Command
-from tests.training.test_step import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE, STEPS, make_trainer
+from tests.tiny_training import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE
+from tests.training.test_step import STEPS, make_trainer
 
 
 def _after(error: Exception, first: Exception) -> Exception:

@@ -9,16 +9,19 @@ from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import PoissonSampler
 from groupwise.training import private_step as a_step
 from groupwise.training.step import Trainer
-from tests.tiny_training import Points, trainer_of
+from tests.tiny_training import (
+    ADAPTIVE_BLOCK,
+    ADAPTIVE_FLAT,
+    ADAPTIVE_LAYER,
+    FIXED_LAYER,
+    FLAT,
+    GHOST,
+    NONE,
+    Points,
+    trainer_of,
+)
 
 EXAMPLES, BATCH, STEPS = 96, 32, 3
-FLAT = ClipConfig("flat", grouping="flat", policy="fixed", threshold=0.5, rescale=False)
-GHOST = ClipConfig("ghost", grouping="flat", norms="ghost", policy="fixed", threshold=0.5, rescale=False)
-ADAPTIVE_LAYER = ClipConfig(threshold=0.5, quantile_budget=0.1)
-ADAPTIVE_FLAT = ClipConfig("adaptive_flat", grouping="flat", threshold=0.5, rescale=False)
-ADAPTIVE_BLOCK = ClipConfig("adaptive_block", grouping="block", threshold=0.5)
-FIXED_LAYER = ClipConfig("fixed_layer", policy="fixed", threshold=0.5)
-NONE = ClipConfig("none", grouping="none", policy="fixed")
 
 
 class ToyTask(Points):

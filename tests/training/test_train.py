@@ -18,7 +18,8 @@ from groupwise.training.record import RunRecord
 from groupwise.training.step import Trainer
 from groupwise.training.train import train
 from tests.pipeline.ranks import run_ranks
-from tests.training.data_parallel import ADAPTIVE_LAYER, BATCHES, PointsTask, build
+from tests.tiny_training import ADAPTIVE_LAYER
+from tests.training.data_parallel import BATCHES, PointsTask, build
 
 
 def session(folder, ranks, stops=False, resumes=False):

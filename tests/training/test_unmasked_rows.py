@@ -8,7 +8,8 @@ from groupwise.errors import UserError
 from groupwise.training.microbatches import TaskSums
 from tests.clipping.modes import FEW, attached
 from tests.clipping.traced import clip_batch
-from tests.training.test_step import ADAPTIVE_LAYER, FIXED_LAYER, GHOST, STEPS, after, make_trainer
+from tests.tiny_training import ADAPTIVE_LAYER, FIXED_LAYER, GHOST
+from tests.training.test_step import STEPS, after, make_trainer
 
 on_a_gpu = pytest.mark.usefixtures("as_on_a_gpu")
 
