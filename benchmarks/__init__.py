@@ -2,4 +2,4 @@
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else torch's profiler, which measures memory, talks
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # silences torch's profiler, which measures memory

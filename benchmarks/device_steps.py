@@ -1,9 +1,10 @@
 """One private step by microbatch, precision and layout, with profiles:  python -m benchmarks.device_steps out=FOLDER
 
-Each row is the forward and clipped backward pass of one microbatch: seconds, those of the GPU itself, peak memory,
-kernels or operations. The profile of the operations lies beside the rows. What is in the file is not measured again.
+Each row holds what the forward and clipped backward pass of one microbatch takes: seconds, seconds of the GPU itself,
+peak memory, and kernels (on a CPU, operations). A profile of the operations is written beside the rows. Combinations
+that the file has already are not measured again.
 
-Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes as those of `benchmarks.device_table`.
+Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes are those of `benchmarks.device_table`.
 """
 
 import statistics
@@ -38,18 +39,18 @@ KERNELS = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
 
 @dataclass
 class StepOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    workload: str = option("wrn16_4_ws", "one of them")
+    workload: str = option("wrn16_4_ws", "wrn16_4_ws, gpt2 or roberta_base")
     device: str = device("cuda")
-    microbatch: str = option("256,512,1024", "examples")
-    precision: str = option("float32,tf32,bfloat16", "tf32 is on a GPU alone")
-    layout: str = option("channels_last,contiguous", "of images and convolutions")
-    method: str = option("adaptive_layer", "or none, flat, ghost; several by commas")
-    repeats: int = option(5, "timed steps, after two to warm up; the median counts")
-    limit: float = option(240.0, "seconds; what is not begun by then is left out")
+    microbatch: str = option("256,512,1024", "examples of a microbatch; several by commas")
+    precision: str = option("float32,tf32,bfloat16", "several by commas; tf32 needs a GPU")
+    layout: str = option("channels_last,contiguous", "memory format of images and convolutions; several by commas")
+    method: str = option("adaptive_layer", "none, adaptive_layer, flat, ghost; several by commas")
+    repeats: int = option(5, "timed steps, after two to warm up; rows have their median")
+    limit: float = option(240.0, "seconds after which no other combination is begun")
     out: str = out("device_steps.csv and the profiles")
-    tiny: bool = option(False, "true: the smallest network, to see that everything runs")
+    tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
 
 def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
@@ -73,12 +74,12 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
             with profile(activities=activities) as profiler:
                 step()
-    except Exception as error:  # a device that runs out, or refuses, is reported and the others go on
+    except Exception as error:  # out of memory, or not supported: reported in the row
         first = "out of memory" if is_oom(error) else next(iter(str(error).splitlines()), type(error).__name__)
         return row | {"status": f"refused: {first}"}
     finally:
         if device.type == "cuda":
-            with suppress(RuntimeError):  # of a kernel that broke the GPU for this process, which is in the row
+            with suppress(RuntimeError):  # raised again if a kernel broke the GPU for this process
                 torch.cuda.empty_cache()
     found, on_gpu = profiler.key_averages(), device.type == "cuda"
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
@@ -98,10 +99,10 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
 
 
 def measure(options: StepOptions) -> int:
-    """Measure what the file lacks; each row is written and printed as soon as it is there.
+    """Measure the combinations that the file lacks; write and print each row at once.
 
     Returns:
-        The exit code: 0; `LEFT` where time was up, `AGAIN` where a kernel broke the GPU for this process.
+        The exit code: 0, `LEFT` if the time was up, or `AGAIN` if a kernel broke the GPU for this process.
     """
     names("workload", options.workload, SIZES), names("method", options.method, METHODS)
     began = time.monotonic()

@@ -1,12 +1,12 @@
 """The speed table of a GPU in one process:  python -m benchmarks.device_table out=FOLDER limit=540
 
 The paper's three networks at Figure 1's protocol, non-private, ours (as CUDA graphs too) and Opacus's, in float32 and
-bfloat16: rows of `benchmarks.throughput`; then the largest batch of GPT-2 that fits (largest.csv). What matters most
-comes first, a case is written as soon as it is done, and what is written is not measured again, so the command can be
-given until it says that nothing is left.
+bfloat16: rows of `benchmarks.throughput`; then the largest batch of GPT-2 that fits (largest.csv). The most important
+cases come first. Each is written as soon as it is done, and not measured again. So the command can be repeated until
+its exit code is 0.
 
-Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes: 0 all is done; 2 a mistake; 3 the GPU is lost to this process,
-give the command again; 4 some is left.
+Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes: 0 everything is measured; 2 a mistake; 3 a kernel broke the GPU
+for this process: repeat the command; 4 the time was up: repeat the command.
 """
 
 import sys
@@ -33,27 +33,27 @@ GRAPHS = ("none", "none_graph", "adaptive_layer_graph", "flat_graph")
 THEN = ("none", "block", "opacus_hooks", "opacus_ghost")
 DTYPES = ("float32", "bfloat16")
 LARGEST = Table("largest.csv", THROUGHPUT.key, THROUGHPUT.shown)
-"""With the columns of throughput.csv: the largest batch that fits; `peer` says what became of the next."""
+"""The columns of throughput.csv, for the largest batch that fits; `peer` says why the next larger one does not."""
 AGAIN, LEFT = 3, 4
-"""Exit codes: a kernel broke the GPU for this process, and the same command goes on; time was up."""
+"""Exit codes: a kernel broke the GPU for this process; the time was up."""
 
 
 @dataclass
 class TableOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    workload: str = option("all", "several by commas")
+    workload: str = option("all", "all, or some of them, separated by commas")
     dtype: str = option("all", "float32, bfloat16; several by commas")
     device: str = device("cuda")
-    limit: float = option(540.0, "seconds for all; what is not done by then is left for the next call")
-    rounds: int = option(5, "how often each method has its turn")
-    steps: int = option(5, "steps on the clock in a turn, after one to warm up")
+    limit: float = option(540.0, "seconds; the next call measures what is not done by then")
+    rounds: int = option(5, "turns of each method")
+    steps: int = option(5, "timed steps of a turn, after one to warm up")
     out: str = out("throughput.csv and largest.csv")
-    tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
+    tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
 
 def cases(options: TableOptions) -> list[tuple[Job, tuple[str, ...]]]:
-    """A workload in a dtype, and the methods that are compared on it, `none` first; what matters most comes first."""
+    """Each workload and dtype with the methods that are compared on it, `none` first; the most important first."""
     found: list[tuple[Job, tuple[str, ...]]] = []
     workloads, dtypes = names("workload", options.workload, SIZES), names("dtype", options.dtype, DTYPES)
     several = (FIRST, GRAPHS, THEN) if options.device == "cuda" else (FIRST, THEN)
@@ -67,7 +67,7 @@ def cases(options: TableOptions) -> list[tuple[Job, tuple[str, ...]]]:
 
 
 def missing(job: Job, methods: tuple[str, ...], folder: str) -> tuple[str, ...]:
-    """The methods that the file has no row of, on this machine; `none` goes with them."""
+    """The methods without a row of this machine in the file, and `none`, which they are compared with."""
     rows = THROUGHPUT.rows(folder)
     same = {"workload": job.named, "dtype": job.dtype, "device": job.device, "hardware": hardware(job.device)}
     for name, value in same.items():
@@ -77,7 +77,7 @@ def missing(job: Job, methods: tuple[str, ...], folder: str) -> tuple[str, ...]:
 
 
 def measure(options: TableOptions) -> int:
-    """Measure what is missing, as far as the time goes; returns the exit code."""
+    """Measure the missing cases until the time is up; returns the exit code."""
     began = time.monotonic()
 
     def late() -> bool:
@@ -89,7 +89,7 @@ def measure(options: TableOptions) -> int:
             if not methods:
                 continue
             if late():
-                print("time is up: the same command goes on where this one stopped", file=sys.stderr)
+                print("the time is up: repeat the command to measure the rest", file=sys.stderr)
                 return LEFT
             asked: list[str] = []
 
@@ -101,9 +101,9 @@ def measure(options: TableOptions) -> int:
                 rows = with_ratios(run(job, methods, options.rounds, options.steps, options.limit, start, late))
             except DeviceLost as error:
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=asked[-1]), error)])
-                print(f"error: {asked[-1]} broke the GPU ({error}): give the command again", file=sys.stderr)
+                print(f"error: {asked[-1]} broke the GPU ({error}): repeat the command", file=sys.stderr)
                 return AGAIN
-            except UserError as error:  # plain training itself does not run: the case is reported, and the others go on
+            except UserError as error:  # not even plain training runs: report it, and go on
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=name), error) for name in methods])
                 print(error, file=sys.stderr)
                 continue

@@ -15,19 +15,19 @@ from groupwise.errors import UserError
 SAME_SUMS = 1e-3  # relative; float32 sums of the same method in two memory formats differ by far less
 
 Start = Callable[[Job, float], Any]
-"""From a job and seconds to what answers questions, such as `Process`, as a context manager."""
+"""Starts a job with a time limit in seconds; returns a context manager that answers requests, such as `Process`."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A job and what `measure` said about it, or why it cannot run."""
+    """A job, and what its process answered to `measure`, or why it cannot run."""
 
     job: Job
     facts: dict[str, Any]
 
     @property
     def refused(self) -> str | None:
-        """Its own words, where it does not run."""
+        """Why it does not run, or None."""
         return self.facts.get("refused")
 
 
@@ -40,16 +40,16 @@ def run(
     start: Start = Process,
     until: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Rows of one workload: one a round for each method and format, one alone for what does not run.
+    """Rows of one workload: one a round for each method and format, or a single one if it does not run.
 
     Args:
-        case: workload, sizes, device; its method and format are not looked at.
+        case: workload, sizes, device; its method and format are ignored.
         methods: names from `METHODS`, `none` first.
-        rounds: how often every method has its turn.
-        steps: steps on the clock in a turn.
+        rounds: turns of each method.
+        steps: timed steps of a turn.
         limit: seconds that a turn may take.
-        start: what a job runs in.
-        until: asked between methods and between rounds: stop with what is there?
+        start: starts a job.
+        until: called between methods and rounds; True ends the measurement early.
 
     Raises:
         UserError: plain training itself does not run, so there is nothing to compare with.
@@ -66,7 +66,7 @@ def run(
         measured = [_measure(job, limit, start) for job in jobs]
         if method == "none" and all(one.refused for one in measured):
             raise UserError(f"workload={case.workload} does not run here without clipping: {measured[0].refused}.")
-        if method == "none":  # the sizes that the workload has by itself hold for all methods
+        if method == "none":  # all methods have the sizes that the workload has by default
             facts = next(one.facts for one in measured if not one.refused)
             sizes = {"batch": facts["batch"], "layers": facts["layers"]}
             case = replace(case, **sizes)
@@ -81,7 +81,7 @@ def _measure(job: Job, limit: float, start: Start) -> Measured:
 
 
 def _faster(formats: list[Measured]) -> Measured:
-    """A peer's faster format among those in which it runs and clips to the sums of contiguous images, the first."""
+    """The faster format of a peer, among those in which its clipped sums are the same as with contiguous images."""
     first = formats[0]
     running = [
         candidate
@@ -93,7 +93,7 @@ def _faster(formats: list[Measured]) -> Measured:
 
 
 def _sound(chosen: list[Measured]) -> list[Measured]:
-    """A peer whose clipped sums are not those of our method with the same groups is refused: it is no comparison."""
+    """Refuse each peer whose clipped sums differ from those of our method with the same groups: it is no comparison."""
     ours = {one.job.method: one.facts["sums"] for one in chosen if not one.refused}
     kept = []
     for one in chosen:
@@ -124,7 +124,7 @@ def _rounds(
 
 
 def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """What was measured of a job, and what it answered in a round of so many steps: a row."""
+    """A row: what was measured of a job, and its answer in a round of `steps` steps."""
     job, facts = one.job, one.facts
     refused = one.refused or answer.get("refused")
     # One thread on a processor that others use too: its CPU time is the wall time that it would have alone.
@@ -154,5 +154,5 @@ def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> di
 
 
 def progress(line: str) -> None:
-    """Say it on stderr."""
+    """Print a line on stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Measures what a layer costs before any arithmetic:  python -m benchmarks.host_time turns=9
 
-Chains of layers so small that their kernels take no time, as on a GPU whose host cannot start kernels as fast as they
-end. Plain training and both ways of clipping take turns in one process, on its processor time; the ratio is the median
-over turns. Operations are counted by torch's dispatcher, views among them, so their number has no noise.
+The layers are so small that their kernels take hardly any time, as on a GPU that waits for its host. Plain training
+and both ways of clipping take turns in one process. Times are processor times; the ratio is the median over turns.
+Operations, views included, are counted by torch's dispatcher, so their number is exact.
 """
 
 import statistics
@@ -32,15 +32,15 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @dataclass
 class Options:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    layers: int = option(24, "of each chain")
-    turns: int = option(25, "how often each way of training has its turn")
+    layers: int = option(24, "layers of each chain")
+    turns: int = option(25, "turns of each way of training")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer in one way of training."""
+    """What one layer costs in one way of training."""
 
     microseconds: float
     ratio: float
@@ -61,7 +61,7 @@ class Counted(TorchDispatchMode):
 
 
 def training(make: Callable[[], nn.Module], shape: Sequence[int], layers: int, way: str) -> Callable[[], None]:
-    """A forward and backward pass through a chain of so many layers."""
+    """A forward and backward pass through a chain of `layers` layers."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(make() for _ in range(layers))), torch.randn(*shape)
     if way == "none":
@@ -84,7 +84,7 @@ def cost(chain: str, options: Options) -> dict[str, Cost]:
     passes = {way: training(make, shape, options.layers, way) for way in WAYS}
     operations = {}
     for way, run in passes.items():
-        run()  # gradients are there from now on
+        run()  # allocates the gradients
         with Counted() as counted:
             run()
         operations[way] = counted.operations / options.layers

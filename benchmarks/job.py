@@ -1,4 +1,4 @@
-"""Says what a process of the benchmark is asked to run; needs no torch."""
+"""What a process of the benchmark is asked to run; importing this does not import torch."""
 
 from dataclasses import dataclass
 

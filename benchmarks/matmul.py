@@ -1,7 +1,7 @@
 """Rates of a linear layer's products by torch's own library and by oneDNN:  python -m benchmarks.matmul
 
-GFlop/s on one thread, the best of several runs in turn, and the largest difference of the two results, relative to the
-largest number in them. `groupwise.clipping.matmul` takes oneDNN from `LEAST` operations on, if it is the faster one.
+GFlop/s on one thread, the best of several runs in turn, and the largest difference between the two results, relative to
+the largest number in them. `groupwise.clipping.matmul` uses oneDNN from `LEAST` operations on, if it is faster here.
 """
 
 import time
@@ -23,11 +23,11 @@ PER_EXAMPLE = ((16, 64, 768), (8, 100, 768), (16, 32, 384), (4, 512, 768))
 ROUNDS = 15
 
 Product = tuple[str, Callable[[], Tensor], int, int]
-"""Its name, itself, operations (a multiply-add is two), and how many products it is."""
+"""Name, function, operations (a multiply-add is two), and the number of products."""
 
 
 def products() -> Iterator[Product]:
-    """All that are measured."""
+    """The products that are measured."""
     for n, d, p in SIZES:
         x, w, g, bias = torch.randn(n, d), torch.randn(p, d), torch.randn(n, p), torch.randn(p)
         yield f"x Wᵀ + b ({n}, {d}, {p})", partial(matmul.linear, x, w, bias), 2 * n * d * p, 1

@@ -1,4 +1,4 @@
-"""Measures a step: its time, the peak of its memory, and what its arithmetic alone would allow."""
+"""Measures a step: its time, its peak memory, and the speed that its arithmetic alone would allow."""
 
 import gc
 import math
@@ -17,7 +17,7 @@ from groupwise.clipping.matmul import has_onednn
 
 @dataclass(frozen=True)
 class Seconds:
-    """CPU time of the process and wall time, of one step; on a GPU the wall time is between two of its events."""
+    """CPU time of the process and wall time of one step; on a GPU the wall time lies between two events."""
 
     cpu: float
     wall: float
@@ -27,7 +27,7 @@ Step = Callable[[], object]
 
 
 def timed(step: Step, steps: int, device: torch.device | str) -> Seconds:
-    """Seconds a step, of so many in a row."""
+    """Seconds a step, from `steps` steps in a row."""
     begin = end = None
     if torch.device(device).type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -71,7 +71,7 @@ def _cuda(make: Callable[[], Step]) -> tuple[int, Step]:
 
 
 def _cpu(make: Callable[[], Step]) -> tuple[int, Step]:
-    gc.collect()  # what is freed meanwhile, from before, would count as negative
+    gc.collect()  # older objects that are freed during the profile would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step = make()
         step()

@@ -1,7 +1,7 @@
-"""Takes one step of each way to train, ours here and others' in `peers` and `research_peers`.
+"""One step of each way to train: ours here, those of other libraries in `peers` and `research_peers`.
 
 A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
-Noise is apart, as it comes once per logical batch; there is no update of the parameters.
+Noise is separate, as it is added once per logical batch. Parameters are not updated.
 """
 
 import math
@@ -209,11 +209,11 @@ def _peer(kind: Callable[..., Method], **options: Any) -> Callable[[Workload], M
 
 
 RECORDED = {"none_graph": "none", "flat_graph": "flat", "adaptive_layer_graph": "adaptive_layer"}
-"""Ways that only a GPU has, and what they record."""
+"""Methods that need a GPU, and the method that each records as a CUDA graph."""
 METHODS: dict[str, Callable[[Workload], Method]] = {
     "none": NonPrivate,
     "none_matmul": SameProducts,
-    "none_again": NonPrivate,  # its ratio to `none` would be 1 but for the noise of the clock
+    "none_again": NonPrivate,  # its ratio to `none` shows the noise of the clock
     "flat": lambda workload: Ours(workload, flat),
     "ghost": lambda workload: Ours(workload, flat, norms="ghost"),
     "fixed_layer": lambda workload: Ours(workload, per_layer),
@@ -234,7 +234,7 @@ SUMS_OF = {
     **dict.fromkeys(("fastdp_flat", "private_transformers"), "flat"),
     "fastdp_layer": "fixed_layer",
 }
-"""The peers' methods, and ours that clip the same groups to the same thresholds."""
+"""Methods of other libraries, and our method that clips the same groups to the same thresholds."""
 
 
 def is_peer(method: str) -> bool:
@@ -243,14 +243,14 @@ def is_peer(method: str) -> bool:
 
 
 def formats(method: str, channels_last: bool) -> tuple[str, ...]:
-    """The memory formats in which to measure a method: none in both, ours in channels_last, a peer in its faster."""
+    """The memory formats in which to measure a method: none and peers in both, ours in channels_last."""
     if not channels_last:
         return ("contiguous",)
     return ("contiguous", "channels_last") if method == "none" or is_peer(method) else ("channels_last",)
 
 
 def make(name: str, workload: Workload) -> Method:
-    """Prepare the workload's model for a method; a model serves one method only."""
+    """Prepare the workload's model for a method; each method needs a model of its own."""
     if name in RECORDED:
         made = METHODS[RECORDED[name]](workload)
         assert isinstance(made, NonPrivate)
@@ -259,7 +259,7 @@ def make(name: str, workload: Workload) -> Method:
 
 
 def prepare(job: Job) -> tuple[Workload, Method]:
-    """Build what a job runs."""
+    """Build the workload and the method of a job."""
     workload = build(
         job.workload,
         batch=job.batch,

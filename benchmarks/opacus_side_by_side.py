@@ -23,13 +23,13 @@ from groupwise.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 OURS, THEIRS = ROOT / "examples" / "own_model.py", ROOT / "benchmarks" / "opacus_own_model.py"
 END, PARTS = ", batch_size=256)", ", batch_size=256, microbatch=128"
-"""How the call of make_private ends, and how it goes on here, with microbatches as large as Opacus's."""
+"""The end of the call of make_private, and what replaces it, with microbatches as large as Opacus's."""
 METHODS: dict[str, tuple[Path, tuple[tuple[str, str], ...]]] = {
     "opacus_hooks": (THEIRS, ()),
     "flat": (OURS, ((END, f'{PARTS}, clip="flat")'),)),
     "adaptive_layer": (OURS, ((END, f"{PARTS})"),)),
 }
-"""Method -> its script, and what is replaced in it."""
+"""Method -> its script, and pairs of a text and its replacement."""
 RATES = (0.1, 0.2, 0.4, 0.8)
 """The learning rates that each method tries."""
 TUNED_ON = 100
@@ -40,7 +40,7 @@ TABLE = Table("opacus_side_by_side.csv", ("method", *MACHINE), SHOWN)
 
 @dataclass
 class SideBySideOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
     seeds: int = option(3, "trainings of each method at its best learning rate")
     limit: float = option(900.0, "seconds that one training may take")
@@ -94,8 +94,8 @@ def trained(source: str, limit: float) -> dict[str, Any]:
 
 
 def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[str, Any]]:
-    """The rows of all methods, which take turns: the search on `TUNED_ON`, then each seed at the rate that was best
-    (of several the smallest)."""
+    """The rows of all methods: the search on `TUNED_ON`, then each seed at the best learning rate (of several the
+    smallest)."""
     rows: list[dict[str, Any]] = []
 
     def take(method: str, role: str, rate: float, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The options of benchmarks: `groupwise.options`, lists by commas, and devices that are there."""
+"""Options of the benchmarks: `groupwise.options`, lists separated by commas, and a check of the device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -14,20 +14,20 @@ OUT = "results/measured/benchmarks"
 
 
 def out(file: str) -> Any:
-    """The option of where a file of rows is."""
+    """The option for the folder of a file of rows."""
     return option(OUT, f"the folder of {file}")
 
 
 def device(default: str) -> Any:
-    """The option of what to run on."""
+    """The option for the device."""
     return option(default, "cpu or cuda", among=("cpu", "cuda"))
 
 
 def read(schema: type[T], arguments: Sequence[str]) -> T:
-    """As `groupwise.options.read`.
+    """`groupwise.options.read`, which also refuses device=cuda without a GPU.
 
     Raises:
-        UserError: device=cuda without a GPU too.
+        UserError: an unknown option or value; device=cuda without a GPU.
     """
     found = options.read(schema, arguments)
     if getattr(found, "device", "cpu") == "cuda":
@@ -39,12 +39,13 @@ def read(schema: type[T], arguments: Sequence[str]) -> T:
 
 
 def split(names: str) -> list[str]:
-    """Names given by commas."""
+    """Names separated by commas."""
     return [part.strip() for part in str(names).split(",") if part.strip()]
 
 
 def names(key: str, given: str, known: Iterable[str], first: str | None = None) -> list[str]:
-    """What the value of an option names, by commas; "all" is all that are known. `first` is always there, and first.
+    """The names in the value of an option, separated by commas; "all" means all known ones. `first` is always
+    put first.
 
     Raises:
         UserError: one of them is unknown.
@@ -62,5 +63,5 @@ def names(key: str, given: str, known: Iterable[str], first: str | None = None) 
 def command(
     schema: type[T], run: Callable[[Any], int | None], read: Callable[[type[T], list[str]], Any] = read
 ) -> Callable[..., int]:
-    """As `groupwise.options.command`."""
+    """`groupwise.options.command`, with this module's `read`."""
     return options.command(schema, run, read)

@@ -5,10 +5,10 @@
 - ghost: `GradSampleModuleFastGradientClipping(use_ghost_clipping=True)`, whose loss wrapper runs backward twice.
 - per layer: hooks with `DPPerLayerOptimizer`; its "layer" is a single parameter, with threshold C/√P each.
 
-Options that save a peer work are taken: `loss_reduction="sum"` (no rescaling), `zero_grad(set_to_none=True)`, no
-secure mode. What its optimiser does between clipping and noise (a copy of the sums, for ghost) counts as noise.
-With images in channels_last its rule for `nn.Conv2d` reads memory in the wrong order and clips to wrong sums without a
-word, so `driver` takes that format only where the sums agree with those of contiguous images.
+Options that save work are set: `loss_reduction="sum"` (no rescaling), `zero_grad(set_to_none=True)`, no secure mode.
+What the optimiser does between clipping and noise (a copy of the sums, for ghost) counts as noise. With images in
+channels_last its rule for `nn.Conv2d` reads memory in the wrong order and clips to wrong sums, without an error. So
+`driver` uses that format only if the sums agree with those of contiguous images.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Materialized:
         self._optimizer.scale_grad()
 
     def clear(self) -> None:
-        """Forget sums and per-example gradients."""
+        """Clear sums and per-example gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -98,7 +98,7 @@ class Ghost:
         self._optimizer.scale_grad()
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Clear the sums."""
         self._optimizer.zero_grad(set_to_none=True)
 
 

@@ -1,7 +1,7 @@
 """The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device
 
-Small pipelines of gloo processes on this machine: the most memory that each process holds during a step, beside what
-`groupwise.planner` says beforehand.
+Small pipelines of gloo processes on this machine: the peak memory of each process during a step, beside the prediction
+of `groupwise.planner`.
 
 Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processes). Methods: none, device, layer, flat.
 """
@@ -21,12 +21,12 @@ TABLE = Table("pipeline.csv", ("shape", "method", *MACHINE), SHOWN)
 
 @dataclass
 class PipelineOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    shape: str = option("all", "several by commas")
-    method: str = option("all", "several by commas")
+    shape: str = option("all", "all, or some of them, separated by commas")
+    method: str = option("all", "all, or some of them, separated by commas")
     out: str = out("pipeline.csv")
-    tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
+    tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
 
 def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A process that runs one job: questions, answers, and what became of it."""
+"""A process that runs one job and answers requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KILLED = "killed by the system, probably out of memory"
 
 
 def serve(pipe: Connection, job: Job) -> None:
-    """Answer requests until nobody asks any more."""
+    """Answer requests until the other end of the pipe is closed."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(job.threads)
     if job.device == "cpu":
@@ -38,8 +38,8 @@ def serve(pipe: Connection, job: Job) -> None:
 class Process:
     """`benchmarks.worker` for one job in a process of its own, alive until `close`; also a context manager.
 
-    An answer that does not come within `limit` seconds ends the process; every later question is answered with the
-    same ``{"refused": …}``.
+    If an answer takes more than `limit` seconds, the process is ended, and every later request gets the same
+    ``{"refused": …}``.
     """
 
     def __init__(self, job: Job, limit: float) -> None:

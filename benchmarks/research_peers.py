@@ -1,16 +1,17 @@
-"""Runs fastDP and private-transformers, as their READMEs do; they are on no package index.
+"""Runs fastDP and private-transformers as their READMEs do. Neither is on a package index.
 
-Where a method needs one, it is imported: installed, or found in a subfolder of `peers=FOLDER`, which holds checkouts
-of awslabs/fast-differential-privacy and lxuechen/private-transformers, and what the latter imports (a folder made by
+They are imported only for a method that needs them: from an installation, or from a subfolder of `peers=FOLDER`. That
+folder holds checkouts of awslabs/fast-differential-privacy and lxuechen/private-transformers, and what the latter
+imports (a folder made by
 ``pip install --no-deps --target FOLDER/site ml-swissknife opt_einsum``).
 
 - fastDP, book-keeping: `clipping_style` "layer-wise" and "all-layer", `clipping_fn="Abadi"` (the others do not clip as
   ours do), `clipping_mode="MixOpt"`. Its origin parameters are named, as they save plain gradients of all others.
 - private-transformers: `clipping_mode="ghost"`, two backward passes.
 
-Options that save a peer work are taken. Noise, which fastDP adds inside of the backward pass, is apart. Both rewrite
-the forward passes of an older transformers, so that position ids get a batch axis; here they have one, and the
-rewriting is left out. Neither says so when it leaves a parameter without a gradient: here that is refused.
+Options that save work are set. Noise, which fastDP adds during the backward pass, is timed separately. Both libraries
+rewrite forward passes of an older transformers, so that position ids get a batch axis. Here they have one already, so
+this is left out. Both may leave a parameter without a gradient and give no warning; here that is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from groupwise.torchvision_import import import_torchvision_first
 PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
 """How the names of methods begin, and what they import."""
 SAMPLES = 1 << 20
-"""Size of a data set that is never accounted for."""
+"""The size of the data set, which only the accounting would use."""
 
 
 def package_of(method: str) -> str | None:
@@ -102,7 +103,7 @@ class FastDP:
             parameter.grad += torch.normal(0, std, size=parameter.size(), device=parameter.device)
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Clear the sums."""
         for parameter in self._trainable:
             parameter.grad = None
 
@@ -135,7 +136,7 @@ class PrivateTransformers:
         self._engine.unlock()
 
     def clear(self) -> None:
-        """Forget sums and norms."""
+        """Clear sums and norms."""
         self._engine.zero_grad()
 
 

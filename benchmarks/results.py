@@ -1,4 +1,4 @@
-"""Keeps the files of measured rows, each with its provenance, and prints what is added to them."""
+"""Reads and writes files of measured rows with their provenance, and prints new rows."""
 
 import platform
 import sys
@@ -35,14 +35,14 @@ class Table:
     shown: tuple[str, ...] = ()
 
     def rows(self, folder: str | Path) -> pd.DataFrame:
-        """What is in the file, as text; nothing where there is none."""
+        """The rows of the file, all cells as text; no rows if there is no file."""
         path = Path(folder) / self.file
         if not path.exists():
             return pd.DataFrame(columns=list(self.key))
         return pd.read_csv(path, dtype=str, keep_default_na=False)
 
     def add(self, folder: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the rows with their machine and versions, whole or not at all, and print medians over rounds."""
+        """Add rows with their machine and versions to the file, atomically, and print their medians over rounds."""
         source, old = provenance(rows[0]["device"]), self.rows(folder)
         new = pd.DataFrame([row | source for row in rows]).astype(object).map(_written)
         new = new.reindex(columns=list(dict.fromkeys([*new, *self.key])), fill_value="")
@@ -87,7 +87,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds_of(row: dict[str, Any]) -> float:
-    """What is compared: on a CPU the processor's, which other programs disturb less."""
+    """The seconds that are compared: processor time on a CPU, as other programs disturb it less; else wall time."""
     return row["wall_seconds"] if row["device"] == "cuda" else row["cpu_seconds"]
 
 
@@ -119,10 +119,10 @@ def hardware(device: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """As it stands in the file: six digits of a measured number, nothing for what is missing."""
+    """The text of a cell: six digits of a measured number, empty for a missing value."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
-    if isinstance(value, float) and value.is_integer():  # a count, of a column where others are missing
+    if isinstance(value, float) and value.is_integer():  # a count, in a column with missing values
         return f"{value:.0f}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
@@ -135,7 +135,7 @@ def _version(name: str) -> str:
 
 
 def _as_text(frame: pd.DataFrame) -> str:
-    """For a terminal: a line for all rows that differ in measured numbers only, with the medians of these."""
+    """For a terminal: one line for all rows that differ only in measured numbers, with their medians."""
     measured = list(frame.select_dtypes(float))
     if measured and len(measured) < len(frame.columns):
         frame = frame.groupby(list(frame.columns.difference(measured, sort=False)), sort=False, dropna=False)

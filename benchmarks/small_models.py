@@ -42,15 +42,15 @@ SCRIPT = Path(__file__).with_name("small_models_jax.py")
 
 @dataclass
 class SmallModelOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    model: str = option("all", "several by commas")
-    method: str = option("all", "several by commas; none always runs")
+    model: str = option("all", "all, or some of them, separated by commas")
+    method: str = option("all", "all, or some of them, separated by commas; none always runs")
     device: str = device("cpu")
-    rounds: int = option(7, "how often each method has its turn")
-    steps: int | None = option(None, "steps of a turn; default as many as fill half a second")
-    jax: str | None = option(None, "jax_privacy too: a Python with jax, jax-privacy and optax")
-    peers: str | None = option(None, "fastDP too: a folder that holds a checkout of it")
+    rounds: int = option(7, "turns of each method")
+    steps: int | None = option(None, "steps of a turn; default: as many as take half a second")
+    jax: str | None = option(None, "to run jax_privacy too: a Python with jax, jax-privacy and optax")
+    peers: str | None = option(None, "to run fastDP too: a folder with a checkout of it")
     out: str = out("small_models.csv")
 
 
@@ -133,7 +133,7 @@ def _mlp(*widths: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model, and what it trains on: `shape` of one example, texts where `tokens`; `size` examples of `classes`."""
+    """A model and its data: `size` examples of `classes` classes and of this `shape`; token ids if `tokens` is True."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ MODELS = {
 # -- the loops ---------------------------------------------------------------------------------------------------------
 
 Loop = Iterator[Any]
-"""Takes a step each time that it is advanced."""
+"""An iterator that takes a training step each time it is advanced."""
 
 
 def _again(loader: DataLoader[Any], model: nn.Module) -> Iterator[Any]:
@@ -187,7 +187,7 @@ def plain(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
 
 
 def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int, graph: bool = False) -> Loop:
-    """`make_private`, as its README has it."""
+    """`make_private`, as in its README."""
     optimizer, device = torch.optim.SGD(model.parameters(), lr=0.01), _device(model)
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -202,7 +202,7 @@ def ours(clip: str, model: nn.Module, data: TensorDataset, batch: int, graph: bo
 
 
 def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop:
-    """Opacus' `make_private`, as its README has it, and as its tutorial on ghost clipping has that."""
+    """Opacus' `make_private`, as in its README and its tutorial on ghost clipping."""
     from opacus import PrivacyEngine
 
     if isinstance(model, LSTMClassifier):
@@ -233,7 +233,7 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
 
 
 def fastdp(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
-    """fastDP's `PrivacyEngine`, as its README has it, with the clipping that ours does."""
+    """fastDP's `PrivacyEngine`, as in its README, with the same clipping as ours."""
     library = load("fastDP")
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     budget: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "epochs": 1, "sample_size": len(data)}
@@ -287,7 +287,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
         try:
             loop = METHODS[method](copy.deepcopy(model), data, kind.batch)
             if method.endswith("_graph"):
-                _time(loop, 60, options.device)  # until the usual sizes of a batch are recorded
+                _time(loop, 60, options.device)  # until graphs for the usual batch sizes are recorded
             turn[method] = steps or max(3, round(0.5 / _time(loop, 5, options.device)))
         except Exception as error:  # a peer's refusal is a result
             if not method.startswith(("opacus", "fastdp")):

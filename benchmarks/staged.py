@@ -1,4 +1,4 @@
-"""The small pipelines of `benchmarks.pipeline`: what the planner says of each, and what its processes say."""
+"""The small pipelines of `benchmarks.pipeline`: the planner's prediction for each, and the measurement."""
 
 import json
 import tempfile
@@ -30,7 +30,7 @@ PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
 LIMIT = timedelta(seconds=300)
 
 ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0, kind="cpu")
-"""This machine's CPU: only its memory is predicted, in which no speed has a part."""
+"""This machine's CPU. Only memory is predicted, so the speeds do not matter."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ class Staged:
 
     @property
     def work(self) -> Work:
-        """What a stage is asked to do."""
+        """The work of a stage."""
         return self.estimate.work
 
     @property
     def kinds(self) -> list[Kind]:
-        """What each stage is."""
+        """The kind of each stage."""
         return kinds(self.ranges)
 
     def predict(self, method: str) -> list[int]:
-        """Bytes of each process at its fullest, as the planner has it."""
+        """The peak memory of each process in bytes, as the planner predicts it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return [memory.peak for memory in self.estimate.memory(self.work, self.ranges, method)]
 
 
 def measure(staged: Staged, methods: Sequence[str]) -> dict[str, list[int]]:
-    """Run the pipeline in processes of its own, one method after the other: bytes of each process at its fullest."""
+    """Run the pipeline in its own processes, one method after the other; returns the peak bytes of each process."""
     stages = staged.shape.stages
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods))
@@ -131,7 +131,7 @@ def measure(staged: Staged, methods: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _process(rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape, methods: list[str]) -> None:
-    """One stage's whole life."""
+    """The process of one stage."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -143,7 +143,7 @@ def _process(rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape
 
 def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -> Step:
     stage = cut_out(work, kinds[rank], "cpu")
-    stage.index, stage.count = rank, len(kinds)  # of a model of just these blocks until now
+    stage.index, stage.count = rank, len(kinds)  # until here it counted as the only stage of a model
     partition = PARTITIONS[method]
     engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
     if engine is not None:

@@ -1,18 +1,18 @@
 """Speed and memory against non-private training:  python -m benchmarks.throughput workload=mlp method=all
 
-Each method runs in a process of its own, in interleaved rounds. A case's rows are written, and its table printed, as
-soon as it is done. `docs/benchmarks.md` says how to read the results.
+Each method runs in its own process, in interleaved rounds. The rows of a case are written and printed as soon as it is
+done. `docs/benchmarks.md` says how to read them.
 
   python -m benchmarks.throughput workload=gpt2_untied
   python -m benchmarks.throughput workload=gpt2 method=flat,adaptive_layer batch=1,2,4,8 rounds=3
   python -m benchmarks.throughput device=cuda dtype=bfloat16 workload=gpt2 batch=64 layers=12
 
-Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama; gpt2_64 (64
-tokens) and lora_gpt2_xl only when they are named.
-Methods: none (always: ratios are to it), flat, ghost, fixed_layer, adaptive_layer, block, opacus_hooks,
-opacus_functorch, opacus_ghost, opacus_per_layer; fastdp_layer, fastdp_flat and private_transformers, where peers= says
-where they are; none_matmul: none, with the products of ours; none_again, only when it is named: none in a second
-process, so its spread is the clock's.
+Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama. "all" leaves
+gpt2_64 (64 tokens) and lora_gpt2_xl out.
+Methods: none (always measured, for the ratios), none_matmul (none, with our matrix products), flat, ghost, fixed_layer,
+adaptive_layer, block, opacus_hooks, opacus_functorch, opacus_ghost, opacus_per_layer; with peers= also fastdp_layer,
+fastdp_flat and private_transformers. "all" leaves none_again out: none in a second process, which shows the noise of
+the clock.
 """
 
 import sys
@@ -31,25 +31,25 @@ from groupwise.errors import UserError
 
 @dataclass
 class Options:
-    """What the command line may say. Names and batch sizes may be several, by commas."""
+    """The options of the command line."""
 
-    workload: str = option("all", "several by commas")
-    method: str = option("all", "several by commas")
-    batch: str | None = option(None, "sizes by commas; default the workload's own")
+    workload: str = option("all", "all, or some of them, separated by commas")
+    method: str = option("all", "all, or some of them, separated by commas")
+    batch: str | None = option(None, "batch sizes, separated by commas; default: the workload's own")
     layers: int = option(4, "transformer blocks; the full shapes have 12, llama 30, lora_gpt2_xl 48")
-    rounds: int = option(5, "how often each method has its turn")
-    steps: int = option(3, "steps on the clock in a turn, after one to warm up")
+    rounds: int = option(5, "turns of each method")
+    steps: int = option(3, "timed steps of a turn, after one to warm up")
     threads: int = option(1, "threads of each process; processes run one at a time")
     device: str = device("cpu")
-    dtype: str = option("float32", "or bfloat16 (autocast), float64", among=("float32", "bfloat16", "float64"))
+    dtype: str = option("float32", "float32, bfloat16 (autocast) or float64", among=("float32", "bfloat16", "float64"))
     limit: float = option(900.0, "seconds that one turn may take")
     out: str = out("throughput.csv")
-    peers: str | None = option(None, "a folder of checkouts of fast-differential-privacy and private-transformers")
-    tiny: bool = option(False, "true: the smallest sizes, to see that everything runs")
+    peers: str | None = option(None, "a folder with checkouts of fast-differential-privacy and private-transformers")
+    tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
     @property
     def methods(self) -> list[str]:
-        """The names asked for, `none` first."""
+        """The chosen methods, `none` first."""
         if self.method != "all":
             return names("method", self.method, [*METHODS, *RECORDED], first="none")
         left_out = ["none_again", *([] if self.peers else filter(research_peers.package_of, METHODS))]
@@ -57,7 +57,7 @@ class Options:
 
     @property
     def batches(self) -> list[int | None]:
-        """The batch sizes asked for; None is a workload's own."""
+        """The chosen batch sizes; None is a workload's own."""
         if self.batch is None:
             return [None]
         if not all(part.isdigit() and int(part) > 0 for part in split(self.batch)):
@@ -66,7 +66,7 @@ class Options:
 
 
 def cases(options: Options) -> list[Job]:
-    """One job for each workload and batch size; its method is filled in by the driver.
+    """One job for each workload and batch size; the driver sets its method.
 
     Raises:
         UserError: an unknown name.

@@ -1,8 +1,8 @@
-"""Measures one method on one workload, and answers requests with what it found:
+"""Measures one method on one workload, and answers requests:
 
-- ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (norm of the sums), parameters, …
+- ``{"do": "measure"}`` -> peak_bytes, operations, seconds (of one step), sums (their norm), parameters, …
 - ``{"do": "round", "steps": 3}`` -> cpu_seconds, wall_seconds, noise_seconds, each of one step
-- anything that fails -> ``{"refused": "the first line of what it said"}``
+- after an error: ``{"refused": "the first line of its message"}``
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from benchmarks.workloads import Workload
 
 
 class Bench:
-    """A job, built when it is first needed."""
+    """Runs a job, whose model is built when it is first needed."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._built: tuple[Workload, Method] | None = None
 
     def measure(self) -> dict[str, Any]:
-        """Memory first, then what a profiler would disturb."""
+        """Memory first, then time, which the profiler would disturb."""
         peak, step = peak_bytes(lambda: self._get()[1].step, self.job.device)
         workload, method = self._get()
         sums = sum(float(p.grad.double().square().sum()) for p in workload.trainable if p.grad is not None) ** 0.5
         seconds = self._time(step, 1)
         try:
             operations = count_operations(step)
-        except Exception:  # the counter cannot follow everything that a peer does; the method itself runs
+        except Exception:  # the counter does not know every operation of a peer
             operations = None
         method.clear()
         return {
@@ -49,7 +49,7 @@ class Bench:
         }
 
     def round(self, steps: int) -> dict[str, Any]:
-        """One step to warm up, its noise, then `steps` steps on the clock."""
+        """One step to warm up, its noise, then `steps` timed steps."""
         _, method = self._get()
         method.step()
         noise = self._time(method.noise, 1)
@@ -74,7 +74,7 @@ class Bench:
 
 
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    """Do what was asked; whatever is raised becomes an answer, as a peer may refuse in any way."""
+    """Answer a request; any exception becomes an answer, as other libraries refuse in many ways."""
     try:
         return bench.measure() if request["do"] == "measure" else bench.round(request["steps"])
     except (MemoryError, torch.OutOfMemoryError):
@@ -87,11 +87,11 @@ def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeviceLost(Exception):
-    """A kernel failed, after which this process can compute nothing more on its GPU."""
+    """A kernel failed, and this process cannot use its GPU any more."""
 
 
 def is_lost(device: str) -> bool:
-    """Whether a kernel that failed before has left this process without its GPU."""
+    """Whether an earlier kernel broke the GPU for this process."""
     try:
         if device == "cuda":
             torch.cuda.synchronize()
@@ -101,10 +101,10 @@ def is_lost(device: str) -> bool:
 
 
 class Together:
-    """`benchmarks.process.Process` without a process: many can be there at once, and a GPU's memory is given back.
+    """`benchmarks.process.Process` without a process of its own; it frees unused memory before each request.
 
     Raises:
-        DeviceLost: at the question that broke the GPU; `refused` is what was said.
+        DeviceLost: in the request that broke the GPU.
     """
 
     def __init__(self, job: Job, limit: float) -> None:
@@ -113,7 +113,7 @@ class Together:
         torch.set_num_threads(job.threads)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Answer a request; failures are answers too. What takes too long is not cut off: only a process could be."""
+        """Answer a request; failures are answers too. There is no time limit: only a process could be ended."""
         assert self._bench is not None
         self._tidy()
         found = answer(self._bench, request)
@@ -125,7 +125,7 @@ class Together:
         return found
 
     def close(self) -> None:
-        """Forget the model."""
+        """Free the model."""
         self._bench = None
         self._tidy()
 

@@ -17,14 +17,14 @@ TINY_TOKENS = 7
 
 @dataclass(frozen=True)
 class Kind:
-    """What a workload's name stands for: who makes it, and its default sizes."""
+    """How a workload is built, and its default sizes."""
 
     make: Callable[..., Built]
     batch: int
-    layers: int | None = None  # None: depth and tokens are no options
+    layers: int | None = None  # None if depth and tokens are no options
     tokens: int = 0
     channels_last: bool = False
-    in_all: bool = True  # whether "all" means it too
+    in_all: bool = True  # whether "all" includes it
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Workload:
 
     @cached_property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that train, each once; a peer that freezes some while it works changes nothing."""
+        """The trainable parameters, each once, found at first use, as some peers freeze parameters later."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 

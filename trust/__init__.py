@@ -1,1 +1,1 @@
-"""Evidence for what the project promises: each command tries it, prints a table and writes results/trust/<name>.csv."""
+"""Evidence for the project's promises: each command tests one, prints a table and writes results/trust/<name>.csv."""

@@ -1,6 +1,6 @@
-"""Computes the sizes that docs/errata.md quotes, ε where the paper is read otherwise:  python -m trust.errata
+"""Computes the numbers of docs/errata.md, ε under other readings of the paper:  python -m trust.errata
 
-It takes two minutes. Each line is what it says before the colon, at the σ of the claimed ε as this project reads it.
+It takes two minutes. Each line has the case before the colon, at the σ that this project uses for the claimed ε.
 """
 
 from collections.abc import Iterator

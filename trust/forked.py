@@ -1,4 +1,4 @@
-"""Forks of a process in which torch is loaded already, whose words go to files."""
+"""Forks of a process that has imported torch; their output goes to files."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fork(live: Callable[[], int | None], out: Path, err: Path) -> int:
-    """The number of a new process that ends with what `live` returns or exits with, or with 1 and its traceback."""
+    """Fork a process that runs `live` and exits with its result, or with 1 and a traceback; returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():

@@ -1,4 +1,4 @@
-"""Writes results/trust/*.md, and what they come to in docs/trust.md and docs/models.md:  python -m trust.page
+"""Writes results/trust/*.md, and their summaries in docs/trust.md and docs/models.md:  python -m trust.page
 
 Each CSV in results/trust becomes a page of tables beside it; the documents hold a summary of each.
 """
@@ -33,7 +33,7 @@ DESIGNS = {
 
 
 def audits(rows: Rows) -> str:
-    """A table a design: one line a mode, model, allocation and share of the counts, one column a budget."""
+    """One table a design, one line a mode, model, allocation and share of the counts, one column a budget."""
     budgets = sorted({row["epsilon_claimed"] for row in rows}, key=float)
     head = ["clip", "model", "noise", "r", *(f"ε = {budget}" for budget in budgets)]
     tables = []
@@ -50,7 +50,7 @@ def audits(rows: Rows) -> str:
 
 
 def audit_summary(rows: Rows) -> str:
-    """How many audits, how many broke their claim, and the largest share of each claim that was proven."""
+    """The number of audits and of those above their claim, and the largest bound as a share of each claim."""
     parts = []
     for budget in sorted({row["epsilon_claimed"] for row in rows}, key=float):
         of = [row for row in rows if row["epsilon_claimed"] == budget]
@@ -63,7 +63,7 @@ def audit_summary(rows: Rows) -> str:
 
 
 def planted_summary(rows: Rows) -> str:
-    """How many bugs, how many were caught, and the bounds that come nearest to missing or to a false alarm."""
+    """The number of bugs and of those that were caught, the weakest bound with a bug, and the largest without."""
     least = min(rows, key=lambda row: float(row["bug_epsilon"]) / float(row["claimed_epsilon"]))
     most = max(float(row["correct_epsilon"]) / float(row["claimed_epsilon"]) for row in rows)
     return (
@@ -81,13 +81,13 @@ def planted(rows: Rows) -> str:
 
 
 def faults_summary(rows: Rows) -> str:
-    """How many faults were tried, and in how many something was lost."""
+    """The number of trials, and of those in which something was lost."""
     tried, lost = (sum(int(row[name]) for row in rows) for name in ("tried", "lost"))
     return f"{len(rows)} kinds of fault, tried {tried} times: {lost} lost."
 
 
 def bad_input_summary(rows: Rows) -> str:
-    """How many attempts, what came of them, and how many were defects."""
+    """The number of attempts, of each outcome, and of defects."""
     totals = {name: sum(int(row[name]) for row in rows) for name in rows[0] if name != "kind"}
     defects = {name: totals[name] for name in DEFECTS}
     sound = ", ".join(f"{totals[name]:,} {name}" for name in ("ran", "accepted", "refused", "stopped"))
@@ -98,12 +98,12 @@ def bad_input_summary(rows: Rows) -> str:
 
 
 def plain(rows: Rows) -> str:
-    """The file as it is."""
+    """All rows and columns."""
     return markdown([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
 def norms_summary(rows: Rows) -> str:
-    """The worst of all layers, sizes and laws."""
+    """The largest errors over all layers, sizes and laws."""
     under, over = (max(rows, key=lambda row: float(row[name])) for name in ("understated", "over_threshold"))
     return (
         f"{len(rows)} cases. A norm is under-stated by at most {under['understated']} ({under['formula']}), "
@@ -112,7 +112,7 @@ def norms_summary(rows: Rows) -> str:
 
 
 def norms(rows: Rows) -> str:
-    """One line a formula and size: the worst of all laws in each column, and the law that is worst for the norm."""
+    """One line a formula and size: the largest errors over all laws, and the law with the largest error of a norm."""
     by_layer: dict[tuple[str, str], Rows] = {}
     for row in rows:
         by_layer.setdefault((row["formula"], row["entries"]), []).append(row)

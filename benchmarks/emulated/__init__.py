@@ -1,1 +1,1 @@
-"""Runs a private step on an emulated GPU: there is none, nothing is computed, operations and bytes are counted."""
+"""Runs a private step on an emulated GPU: nothing is computed, but operations and bytes are counted."""

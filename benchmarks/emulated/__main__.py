@@ -1,6 +1,6 @@
-"""Prints what a private step asks of a GPU, without one:  python -m benchmarks.emulated model=gpt2 mode=all
+"""Counts what a private step does on a GPU, without one:  python -m benchmarks.emulated model=gpt2 mode=all
 
-A model in a mode, layout and precision makes a line: operations, kernels started, bytes moved, beside non-private
+It prints a line for each model, mode, layout and precision: operations, kernels, bytes. Mode none is non-private
 training.
 """
 
@@ -17,20 +17,22 @@ from benchmarks.options import command, names, option
 
 @dataclass
 class Options:
-    """What the command line may say."""
+    """The options of the command line."""
 
-    model: str = option("all", "wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; by commas")
+    model: str = option(
+        "all", "wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; several by commas"
+    )
     mode: str = option("all", "none, flat, ghost, fixed_layer, adaptive_layer; several by commas")
-    layout: str = option("all", "contiguous, channels_last (images alone); several by commas")
-    precision: str = option("all", "float32, bfloat16 (autocast)")
-    batch: int | None = option(None, "default the model's own on a GPU")
-    layers: int | None = option(None, "transformer blocks; default all")
-    tiny: bool = option(False, "true: the same layers at the smallest sizes")
-    json: str | None = option(None, "a file to write the rows to, too")
+    layout: str = option("all", "contiguous, channels_last (only for images); several by commas")
+    precision: str = option("all", "float32, bfloat16 (autocast); several by commas")
+    batch: int | None = option(None, "examples; default: the model's usual batch on a GPU")
+    layers: int | None = option(None, "transformer blocks; default: all")
+    tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
+    json: str | None = option(None, "also write the rows to this file")
 
 
 def run(options: Options) -> None:
-    """Emulate every case; a line each as soon as it is done."""
+    """Emulate every case; print its line as soon as it is done."""
     guard.load()
     from benchmarks.emulated import step
     from benchmarks.emulated.device import Refused, Waits

@@ -1,4 +1,4 @@
-"""One attempt: a command line of run.py, in a process of its own and a folder of its own, and what came of it."""
+"""One attempt: a command line of run.py, in its own process and folder, and its outcome."""
 
 import hashlib
 import importlib.util
@@ -31,8 +31,8 @@ MAY_START = {"git", "uname"}
 
 
 def watch(allowed: Sequence[Path], report: Path) -> None:
-    """From now on, for the life of this process: note in `report` every change of a file outside of `allowed`, every
-    program started but git, and refuse every connection with an `OSError`.
+    """For the rest of this process: write to `report` each change of a file outside of `allowed` and each program that
+    is started, except `MAY_START`; refuse each connection with an `OSError`.
 
     An audit hook of Python: code of C libraries that opens files by itself (torch's zip writer) is not seen.
     """
@@ -75,19 +75,19 @@ def watch(allowed: Sequence[Path], report: Path) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 4 << 30
-"""Bytes that an attempt may take beyond what the warm process has; a mistake must not need more to be refused."""
+"""Bytes that an attempt may use beyond those of the warm process."""
 WAIT = 5
-"""How much longer than its time on a core an attempt may take: for a busy machine, and for one that waits for ever."""
+"""How many times as long as its time on a core an attempt may take, in wall time."""
 SHORT = 32 << 20
-"""Bytes of a file that is compared by its content."""
+"""Larger files are compared by size and time, not by content."""
 LONGEST = 600
-"""Characters of a refusal: more is no sentence."""
+"""A longer refusal, in characters, does not count as one sentence."""
 PROVENANCE = ("config.yaml", "config.hash", "command.txt", "git.json", "environment.json", "diff.patch", ".lock")
 _SENTENCE = re.compile(r"error: [^\n]+\n\Z")
 
 
 def words(*lines: str) -> tuple[str, ...]:
-    """A command line's parts."""
+    """The words of a command line."""
     return tuple(" ".join(lines).split())
 
 
@@ -112,13 +112,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an attempt.
+    """The outcome of an attempt.
 
     Attributes:
-        verdict: ran, accepted (checked only), refused, stopped (no verdict in time) or a defect: traceback, talkative
-            (not one sentence), silent (no run), partial (files left by a refused run, a folder without DONE),
+        verdict: ran, accepted (only checked), refused, stopped (no verdict in time), or a defect: traceback, talkative
+            (more than one sentence), silent (no run), partial (a refused run left files, or a folder has no DONE),
             outside (a file was written elsewhere).
-        said: stderr, or what is wrong.
+        said: stderr, or the defect.
     """
 
     attempt: Attempt
@@ -130,10 +130,10 @@ DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
 
 
 def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> Iterator[Outcome]:
-    """Try all, `workers` at once, each for `patience` seconds of a core and `WAIT` times as long at most; outcomes come
-    as they end.
+    """Try all, `workers` at once, each for at most `patience` seconds on a core, and `WAIT` times as long in wall time;
+    yields outcomes as they end.
 
-    The warm process must have one thread only: it forks.
+    The warm process must have only one thread, as it forks.
     """
     waiting = list(reversed(attempts))
     running: dict[int, tuple[Attempt, Path, float]] = {}
@@ -166,7 +166,7 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
 
 
 def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
-    """The verdict on an attempt that left with `code` (None: killed for its time), and what it said."""
+    """The verdict on an attempt that ended with `code` (None: killed as it took too long), and its output."""
     errors = (folder / "stderr").read_text(errors="replace")
     outside = (folder / "outside").read_text(errors="replace")
     if outside:
@@ -190,7 +190,7 @@ def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
 
 
 def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
-    """Start it; returns its process number, which is its group's too."""
+    """Start it; returns its process id, which is also that of its group."""
     work = folder / "work"
     for name in ("work", "tmp"):
         (folder / name).mkdir()
@@ -202,7 +202,7 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
 
 
 def _live(attempt: Attempt, folder: Path, patience: float) -> int:
-    """The forked process: its own folder; then limits, witness and `run.main`."""
+    """The forked process: changes to its folder, sets limits, watches itself, and runs `run.main`."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds := math.ceil(time.process_time() + patience), seconds + 5))
     os.setsid()
     os.chdir(folder / "work")
@@ -213,7 +213,7 @@ def _live(attempt: Attempt, folder: Path, patience: float) -> int:
     if pages:
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    sys.dont_write_bytecode = True  # what Python keeps of its own beside the source is no trace of the attempt
+    sys.dont_write_bytecode = True  # Python's own caches beside the source are no trace of the attempt
     watch((folder, Path(os.environ["GROUPWISE_CACHE"])), folder / "outside")
     program = load_program()
     if attempt.trains:
@@ -233,7 +233,7 @@ def load_program():  # type: ignore[no-untyped-def]
 
 
 def _files(work: Path) -> list[str]:
-    """All that lies in a folder, a line each: its name and a fingerprint."""
+    """A line for each file and folder inside: its name and a fingerprint."""
     found = []
     for folder, folders, files in os.walk(work):
         for name in (*folders, *files):
@@ -243,7 +243,7 @@ def _files(work: Path) -> list[str]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Of a file's content, or of its size and time where that is long; else what it is."""
+    """A hash of a file's content, or size and time of a large one; the type of anything else."""
     at = path.lstat()
     if not stat.S_ISREG(at.st_mode):
         return oct(stat.S_IFMT(at.st_mode))
@@ -253,7 +253,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _left(folder: Path) -> list[str]:
-    """What a refused run made, changed or removed; a stopped run may record again where it comes from."""
+    """What a refused run made, changed or removed; a resumed run may write its provenance again."""
     before = set((folder / "before").read_text().split("\n")) - {""}
     changed = before ^ set(_files(folder / "work"))
     if any("/config.yaml " in line for line in before):

@@ -28,9 +28,9 @@ SLOW = (
     "train.compile", "pipeline", "parallel.ranks", "tracker", "-m", "train.steps=null", "train.epochs=1", "--multirun",
     "export", "paths.results",
 )  # fmt: skip
-"""Parts of command lines that are checked but not carried out here: compilers, processes, services, long runs."""
+"""Command lines with these words are checked but not run: compilers, processes, services, long runs."""
 ENDLESS = ("train.steps", "train.epochs", "model.depth", "model.width")
-"""Keys whose huge values are fine, and never end."""
+"""Keys whose huge values are valid, but make endless runs."""
 BUDGET = ("privacy.epsilon", "privacy.delta", "privacy.noise_multiplier", "clip.quantile_budget", "train.sample_rate")
 """Keys that the search for the noise follows to the ends of its range."""
 LEAVES = {key: kind for key, kind in key_types().items() if not hasattr(kind, "__dataclass_fields__")}
@@ -49,7 +49,7 @@ Maker = Callable[[random.Random], list[str]]
 
 
 def config_attempts(seed: int, count: int) -> Iterator[Attempt]:
-    """`count` command lines, as many of each kind as of the others; those at the smallest scale go on to train."""
+    """`count` command lines, equally many of each kind; those at the smallest scale are also run."""
     draw = random.Random(seed)
     for kind, make in KINDS.items():
         for _ in range(count // len(KINDS)):
@@ -60,7 +60,7 @@ def config_attempts(seed: int, count: int) -> Iterator[Attempt]:
 
 
 def base(draw: random.Random, smoke: bool = True) -> list[str]:
-    """A command line that is fine: any task, clipping mode and scale (or the smallest)."""
+    """A valid command line: any task, clipping mode and scale (or the smallest)."""
     scale = "smoke" if smoke else draw.choice(("smoke", "mini", "demo", "paper"))
     clip = draw.choice(CLIPS)
     budget = [] if clip == "none" else [f"privacy.epsilon={draw.choice((1, 1, 3, 8))}"]  # small ones are accounted fast
@@ -79,7 +79,7 @@ def odd(keys: Sequence[str], values: Sequence[str], quotes: float, draw: random.
 
 
 def ends(draw: random.Random) -> list[str]:
-    """A number at the end of its range, and what the number takes the place of left out."""
+    """A number at the end of its range, without the keys that exclude it."""
     key = draw.choice((draw.choice(BUDGET), draw.choice(NUMBERS)))
     whole = ["privacy.epsilon=null"] if key == "privacy.noise_multiplier" else []
     whole += ["train.batch_size=null"] if key == "train.sample_rate" else []
@@ -87,7 +87,7 @@ def ends(draw: random.Random) -> list[str]:
 
 
 def misspelt(draw: random.Random) -> list[str]:
-    """A key that nobody has."""
+    """A key that does not exist."""
     key = draw.choice(ALL)
     at = draw.randrange(len(key))
     wrong = draw.choice(
@@ -98,21 +98,21 @@ def misspelt(draw: random.Random) -> list[str]:
 
 
 def phrase(kind: str, draw: random.Random) -> list[str]:
-    """A whole word of a command line, in which KEY stands for a key, at any place."""
+    """A word of the list, in which KEY becomes a key, at any place of a command line."""
     given = base(draw)
     given.insert(draw.randrange(len(given) + 1), draw.choice(VALUES[kind]).replace("KEY", draw.choice(ALL)))
     return given
 
 
 def null(draw: random.Random) -> list[str]:
-    """A key, optional or not, or a whole group, that is nothing."""
+    """A key, optional or not, or a whole group, that is null."""
     optional = [key for key, kind in LEAVES.items() if _of(kind, NoneType)]
     key = draw.choice([*optional, *LEAVES, *(key.partition(".")[0] for key in LEAVES)])
     return [*base(draw), f"{key}=null", *([valid(draw)] if draw.random() < 0.5 else [])]
 
 
 def valid(draw: random.Random) -> str:
-    """A key or group with a value of its own."""
+    """A key or group with a valid value."""
     if draw.random() < 0.3:
         group = draw.choice([name for name in GROUPS if name not in ("scale", "sweep", "task")])
         return f"{group}={draw.choice(GROUPS[group])}"
@@ -122,7 +122,7 @@ def valid(draw: random.Random) -> str:
 
 
 def several(least: int, most: int, smoke: bool, draw: random.Random) -> list[str]:
-    """So many keys that are each fine."""
+    """`least` to `most` keys with valid values."""
     return [*base(draw, smoke), *(valid(draw) for _ in range(draw.randint(least, most)))]
 
 

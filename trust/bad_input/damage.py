@@ -1,4 +1,4 @@
-"""Damages a file: cut, flipped bits, something else under its name, or odd content in its own format."""
+"""Damages a file: cuts it, flips bits, puts something else under its name, or odd content in its format."""
 
 import gzip
 import json
@@ -15,12 +15,12 @@ ODD = (
     "'", ",", "\\", "<|endoftext|>", "<s></s><mask>", "<pad>" * 40, "NaN", "null", "-1", "\u202e", "\x85", "TL;DR",
     "|", "[", "a[b",
 )  # fmt: skip
-"""Texts in the place of a cell or a word."""
+"""Texts that replace a cell or a word."""
 VALUES: tuple[Any, ...] = (
     None, 0, -1, 1, 1.5, 10**12, 10**30, True, float("nan"), float("inf"), "", "x", "x" * 100_000, "\ud800", "\x00",
     "../x", "float16", [], {}, [[]], [None], [-1], [10**12, 10**12], ["a", "b"], {"a": {"b": []}}, {"text": 3},
 )  # fmt: skip
-"""In the place of a value of JSON."""
+"""Values that replace a value of JSON."""
 CODE: dict[str, Any] = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]},
     "tokenizer_class": "os.system",
@@ -30,7 +30,7 @@ CODE: dict[str, Any] = {
     "attn_implementation": "flash_attention_2",
     "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
 }
-"""Entries that ask for other code, or for much time."""
+"""Entries that ask for other code, or take much time."""
 JSONS = (
     "[" * 100_000, '{"a":' * 50_000, "[" * 900 + "]" * 900, "[1" + "0" * 5000 + "]", "NaN", "[NaN]", '["a"]', "[[]]",
     "[null]", "{}", "[{}]", "null", "1", '"text"', "[,]", "[{},]", '[{"id":1,"id":2}]', "// comment\n[]", "{'a': 1}",
@@ -45,7 +45,7 @@ YAMLS = (
 
 
 class TouchesAFile:
-    """Unpickled without care, it makes the file UNPICKLED in the current folder, which no refusal may leave."""
+    """If it is unpickled, it makes the file UNPICKLED in the current folder, which would be a defect."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
         return os.open, ("UNPICKLED", os.O_CREAT | os.O_WRONLY)
@@ -57,11 +57,11 @@ OTHERS = (
     b"", b"\n", b"null", b"[]", b"{}", bytes(64), PAGE, b"version https://git-lfs.github.com/spec/v1\n", MALICE,
     b"\x89PNG\r\n\x1a\n", b"PK\x05\x06" + bytes(18), gzip.compress(PAGE, mtime=0), b"#!/bin/sh\n",
 )  # fmt: skip
-"""Other kinds of files under a name."""
+"""Contents of other kinds of files."""
 
 
 def damage(draw: random.Random, path: Path) -> None:
-    """Make a file odd: in its own format where one is known, else its bytes, or it is no file any more."""
+    """Damage a file: in its own format if that is known, else its bytes; or replace it by something that is no file."""
     way, odd = draw.random(), FORMATS.get(path.suffix)
     if way < 0.07:
         not_a_file(draw, path)
@@ -72,7 +72,7 @@ def damage(draw: random.Random, path: Path) -> None:
 
 
 def any_bytes(draw: random.Random, content: bytes) -> bytes:
-    """Cut, bits flipped, a part zeroed, lost or added, twice, or something else."""
+    """The content cut, doubled, with flipped bits, with a part zeroed, lost or added; or other content."""
     at = draw.randrange(len(content) + 1)
     some = draw.choice((1, 7, 512, len(content) // 2))
     flipped = bytearray(content or b"\0")
@@ -84,7 +84,7 @@ def any_bytes(draw: random.Random, content: bytes) -> bytes:
 
 
 def not_a_file(draw: random.Random, path: Path) -> None:
-    """Something that is no file in its place: nothing, a folder, a loop, a device, a broken link, or a pipe."""
+    """Replace the file by nothing, a folder, a link to itself, a device, a broken link, or a pipe."""
     path.unlink(missing_ok=True)
     what = draw.choice(("nothing", "folder", "pipe", path.name, "/dev/zero", "/nowhere/at/all"))
     if what == "folder":
@@ -110,7 +110,7 @@ ENCODINGS: tuple[Callable[[str], bytes], ...] = (
 
 
 def text(draw: random.Random, path: Path) -> None:
-    """An odd cell, a cell lost or added, a line empty or twice; or another encoding."""
+    """Change, remove or add a cell, add an empty or repeated line, or use another encoding."""
     separator = {".tsv": "\t", ".csv": ","}.get(path.suffix, " ")
     lines = [line.split(separator) for line in path.read_text().split("\n")]
     for _ in range(draw.choice((0, 1, 1, 3))):
@@ -126,7 +126,7 @@ def text(draw: random.Random, path: Path) -> None:
 
 
 def json_text(draw: random.Random, path: Path) -> None:
-    """Somewhere a value odd, lost, renamed or asking for code; or other JSON altogether."""
+    """Change, remove or rename a value, add an entry that asks for code, or write other JSON."""
     if draw.random() < 0.2:
         path.write_text(draw.choice(JSONS))
         return
@@ -161,7 +161,7 @@ def yaml_text(draw: random.Random, path: Path) -> None:
 
 
 def replace_member(path: Path, member: str, content: bytes) -> None:
-    """Put another file into a zip, in the place of one or beside all."""
+    """Put another file into a zip, as a replacement or in addition."""
     with zipfile.ZipFile(path) as old:
         kept = {name: old.read(name) for name in old.namelist() if name != member}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
@@ -203,4 +203,4 @@ FORMATS: dict[str, Callable[[random.Random, Path], None]] = {
     **dict.fromkeys((".yaml", ".md"), yaml_text),
     ".pt": tensors,
 }
-"""How the files of a format become odd, by their ending; of others the bytes alone do."""
+"""Suffix -> how a file of that format is damaged; of other files only bytes are."""

@@ -1,4 +1,4 @@
-"""Files and folders that a command line names, of each format a sound one, of which a file is then damaged."""
+"""Files and folders that a command line reads: a valid set of each format, of which files are then damaged."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STOPPED = (*IMAGE, "eval.train_limit=4", "train.checkpoint_every=0", "debug.nois
 MODEL = (*TEXT, *WRITES, "task=e2e")
 RECORD = ("config.yaml", "metrics.jsonl", "data.json", "git.json", "config.hash", "seeds.json", "privacy.json")
 Sound = Callable[[Path], None]
-"""Puts a sound set of files into a folder."""
+"""Puts a valid set of files into a folder."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Kind:
         name: the row of the table.
         sound: makes them.
         arguments: a command line that reads them.
-        damaged: patterns of the files of which one is damaged.
+        damaged: patterns of the files of which one or two are damaged.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
 
 
 def file_attempts(seed: int, count: int, templates: Path) -> Iterator[Attempt]:
-    """`count` broken or unusual files, of all kinds in turn; `templates` has what `make_templates` put there."""
+    """`count` attempts with damaged files, of all kinds in turn; `templates` is the folder of `make_templates`."""
     draw, several = random.Random(seed), kinds(templates)
     for number in range(count):
         kind = several[number % len(several)]
@@ -117,7 +117,7 @@ def hub(folder: Path) -> None:
 
 
 def batches(folder: Path) -> None:
-    """CIFAR-10's own folder with pickles that are not the published ones: none may be unpickled."""
+    """CIFAR-10's folder with pickles that are not the published ones, so none may be unpickled."""
     home = folder / "cifar-10-batches-py"
     home.mkdir()
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"):
@@ -163,7 +163,7 @@ def _stop_at_the_third_step() -> None:
 
 
 def kinds(templates: Path) -> list[Kind]:
-    """All of them."""
+    """All kinds."""
     run = next((templates / "stopped" / "runs").iterdir(), templates)
     weights = next((templates / "image" / "runs").glob("*/model.pt"), templates)
 

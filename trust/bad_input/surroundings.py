@@ -1,4 +1,4 @@
-"""Disturbs what is around a command line: environment variables, folders in the way, results that are no results."""
+"""Disturbs the environment of a command line: variables, files in the place of folders, wrong results."""
 
 import os
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ FOLDERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("w/model.pt", "a file", ("model.weights=w",)),
     ("w/other", "a file", ("model.weights=w",)),
 )
-"""What lies there: a file with that text, a link or a pipe; and the command line."""
+"""Path -> what lies there (a file with that text, a link or a pipe), and the command line."""
 
 
 def put(name: str, what: str, folder: Path) -> None:
@@ -47,7 +47,7 @@ def put(name: str, what: str, folder: Path) -> None:
 
 
 def surrounding_attempts() -> Iterator[Attempt]:
-    """Each of the variables and of the above once, all trained."""
+    """Each variable and each of the above once; all are run."""
     for variables in VALUES["environment"]:
         yield Attempt("environment", RUN, environment=variables, trains=True)
     for name, what, given in FOLDERS:

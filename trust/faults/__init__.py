@@ -1,1 +1,1 @@
-"""Disturbs runs in every way that a cluster and a disk know."""
+"""Disturbs runs by the faults of clusters and disks."""

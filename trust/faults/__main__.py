@@ -1,8 +1,8 @@
-"""Disturb runs in every way that a cluster and a disk know:  python -m trust.faults  (or some: ... sigkill disk)
+"""Disturb runs by the faults of clusters and disks:  python -m trust.faults  (or some: ... sigkill disk)
 
 Prints a table of fault, times tried, lost and what happens, and writes results/trust/faults.csv. A trial is lost when
 the run does not end with the same bits as an undisturbed one, or when a message is more than one sentence.
-Needs Linux; the faults that need root (a small file system) are tried another way without it.
+Needs Linux. A full disk needs root too, and is not tried without it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ Fault = Callable[[int, Path], list[Outcome]]
 
 
 def _each(*faults: Callable[[int, Path], Outcome]) -> Fault:
-    """All of them, each in a folder of its own."""
+    """Try all of these, each in its own folder."""
     return lambda trials, work: [fault(trials, work / fault.__name__) for fault in faults]
 
 
@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "memory": (_each(halved, too_large_for_one), 3),
     "together": (_each(two), 6),
 }
-"""Name -> how it is tried, and how often."""
+"""Name -> how to try it, and how often."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -64,15 +64,15 @@ class Case:
         ]
 
     def left_out(self, example: int) -> Tensor:
-        """Which groups have no finite norm of it, (K,)."""
+        """For each group, whether the norm of this example is not finite, (K,)."""
         self.sums([example])
         return ~self.engine.per_example_norms[:, 0].isfinite()
 
 
 def sound(case: Case) -> bool:
-    """Is the sum finite, does nobody move it beyond the thresholds, nor bad ones at all where their norm is not finite?
+    """Whether the sum is finite, each example moves group k by at most C_k, and by nothing if its norm is not finite.
 
-    A NaN spreads to all groups; what is infinite need not, as tanh(inf) is 1.
+    A NaN spreads to all groups. An infinite input need not, as tanh(inf) is 1.
     """
     everybody = list(range(EXAMPLES))
     whole = case.sums(everybody)

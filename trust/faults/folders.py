@@ -1,4 +1,4 @@
-"""Damages files and folders of a run, or has two processes on one, and looks whether it is noticed."""
+"""Damages files and folders of a run, or starts it twice, and checks that this is noticed."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from trust.faults.process import (
 
 HARM = ("cut", "flip", "zeros", "empty", "gone", "more")
 SMALL = ("flip", "more")
-"""May hit what no checksum covers, and changes nothing then."""
+"""These may change bytes that no checksum covers, and then change nothing."""
 
 
 def harm(path: Path, how: str, chance: random.Random) -> None:
@@ -45,7 +45,7 @@ def harm(path: Path, how: str, chance: random.Random) -> None:
 
 
 def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
-    """The last checkpoint is harmed while nobody is at the run; the one before it takes its place."""
+    """The last checkpoint is damaged while the run is stopped; the one before it takes its place."""
     chance, lost = random.Random(seed), 0
     interrupted, expected = _interrupted(work, chance)
     for trial in range(trials):
@@ -61,7 +61,7 @@ def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
 
 
 def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
-    """Both checkpoints are harmed: nothing to go on from, and nothing is written."""
+    """Both checkpoints are damaged: the run is refused, and nothing is written."""
     chance, lost = random.Random(seed), 0
     interrupted, _ = _interrupted(work, chance)
     for trial in range(trials):
@@ -76,7 +76,7 @@ def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
 
 
 def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
-    """The data file is harmed between two parts of a run: it is refused, and goes on when the data are back."""
+    """The data file is damaged between two parts of a run: the run is refused until the data are restored."""
     chance, lost = random.Random(seed), 0
     data = work / "SST-2" / "train.tsv"
     data.parent.mkdir(parents=True)
@@ -102,7 +102,7 @@ def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
 
 
 def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Path, dict[str, object]]:
-    """A run that was killed on its way, and what it comes to."""
+    """The folder of a run that was killed, and the result of the undisturbed run."""
     results = work / "interrupted"
     process = start(results, *SEEDED, *settings, before=halting(chance.randrange(3, STEPS - 4)))
     assert wait_for(process, process.standing), process.errors

@@ -1,4 +1,4 @@
-"""Runs that are killed, or asked to stop, again and again at random moments, and always taken up."""
+"""Runs that are killed, or asked to stop, many times at random moments, and resumed each time."""
 
 import random
 import shutil
@@ -21,14 +21,14 @@ ENDS = ("model.pt", "system.json", "result.json")
 """Files that are written after the last step, in this order."""
 
 Moment = Callable[[Path], Callable[[], bool]]
-"""results, as the process starts -> whether its time has come."""
+"""A run's results folder -> a function that says whether the moment has come."""
 
 
 def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
     """End runs with a signal at least `trials` times, about ten times each, and resume them each time.
 
-    Every run has a secret key. What it must come to is what a copy of its folder, taken after the first time, comes to
-    undisturbed.
+    Every run has a secret key. So its folder is copied after the first stop. The copy goes on undisturbed, and the run
+    must end as the copy does.
     """
     chance, name = random.Random(seed), signal.Signals(number).name
     tried = lost = chain = 0
@@ -40,7 +40,7 @@ def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
 
 
 def _chain(number: int, where: Path, mode: tuple[str, ...], chance: random.Random, fresh: bool) -> tuple[int, bool]:
-    """How often one run was stopped, and whether it came to the same in the end."""
+    """How often one run was stopped, and whether it ended as it should."""
     begun = _after_step(0, 0.0)
     times, good, whole = 0, True, where.with_name(f"{where.name}-whole")
     for moment in (begun, *_moments(chance)):
@@ -57,7 +57,7 @@ def _chain(number: int, where: Path, mode: tuple[str, ...], chance: random.Rando
 
 
 def _moments(chance: random.Random) -> Iterator[Moment]:
-    """Nine: two while the program starts, five in steps, in order, and two behind the last step."""
+    """Nine moments: two while the program starts, five during steps, in order, and two after the last step."""
     steps = sorted(chance.choices(range(1, STEPS), k=5))
     ends = sorted(chance.sample(range(len(ENDS)), k=2))
     yield _after_seconds(chance.uniform(0.0, 1.0))
@@ -79,7 +79,7 @@ def _after_seconds(seconds: float) -> Moment:
 
 
 def _after_step(step: int, seconds: float) -> Moment:
-    """That many seconds after the run has got to a step (0: to its first checkpoint)."""
+    """`seconds` after the run has logged this step (0: after its first checkpoint)."""
 
     def moment(results: Path) -> Callable[[], bool]:
         def happened() -> bool:

@@ -1,7 +1,7 @@
-"""A process of run.py that faults are tried on, and what a run has left at its end.
+"""A process of run.py that faults are tried on, and the result of a finished run.
 
-Processes are forked from this one, in which torch is loaded already, and then execute run.py as the command line does;
-with `fresh` they start a Python of their own.
+Processes are forked from this one, which has imported torch, and execute run.py as the command line does. With `fresh`
+they start a new Python.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from trust.forked import fork
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 24
 SEEDED = ("clip=adaptive_layer", "debug.noise_seed=5")
-"""Noise that repeats, so that runs which are refused before their first step come to the same in the end too."""
+"""Noise from a seed, so that also runs that were refused before their first step end with the same bits."""
 SMALL = (
     "task=cifar",
     "scale=smoke",
@@ -50,13 +50,13 @@ class Outcome:
     fault: str
     tried: int
     lost: int
-    """Trials after which the run did not end as the undisturbed one, or in which something else went wrong."""
+    """Trials in which the run did not end as the undisturbed one, or something else went wrong."""
     result: str
 
 
 @dataclass
 class Process:
-    """A process of run.py whose words go to files beside its results."""
+    """A process of run.py; its output goes to files beside its results."""
 
     pid: int
     said: Path
@@ -74,7 +74,7 @@ class Process:
         return self.code is None
 
     def standing(self) -> bool:
-        """Has `halting` made it stand still?"""
+        """Whether `halting` has stopped it."""
         return self.halted
 
     def wait(self) -> int:
@@ -88,7 +88,7 @@ class Process:
         return self.code
 
     def send(self, number: int) -> bool:
-        """Send a signal; was it still running?"""
+        """Send a signal; returns whether it was still running."""
         if not self.running():
             return False
         os.kill(self.pid, number)
@@ -96,11 +96,11 @@ class Process:
 
     @property
     def errors(self) -> str:
-        """What it said on stderr."""
+        """Its output on stderr."""
         return self.said.with_suffix(".err").read_text()
 
     def refused(self) -> bool:
-        """Has it ended in one sentence and exit code 2?"""
+        """Whether it ended with one sentence and exit code 2."""
         sentences = [line for line in self.errors.splitlines() if line.startswith("error: ")]
         return self.wait() == 2 and len(sentences) == 1 and "Traceback" not in self.errors
 
@@ -119,7 +119,7 @@ def start(
         results: its paths.results, made here.
         before: called in the new process first; it has no effect on this one.
         fresh: a new Python instead of a fork of this one.
-        said: its words go to <said>.out and .err; beside the results, if not given.
+        said: its output goes to <said>.out and .err; by default beside the results.
         small: other settings than `SMALL`.
     """
     results.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def complete(results: Path, *overrides: str, **options: Any) -> Process:
 
 @cache
 def warm() -> None:
-    """Load here what every forked run would load; on one thread, as a pool of threads does not survive a fork."""
+    """Import what every forked run needs; on one thread, as a pool of threads does not survive a fork."""
     import sklearn.datasets  # noqa: F401
     import torch._dynamo
 
@@ -161,20 +161,20 @@ def warm() -> None:
 
 
 def run_folder(results: Path) -> Path:
-    """The one run's folder, or a path where nothing is."""
+    """The folder of the only run, or a path that does not exist."""
     return next((results / "runs").glob("*"), results / "runs" / "none")
 
 
 def logged(results: Path) -> int:
-    """How many lines metrics.jsonl has: the steps that are done, and one more for the last evaluation."""
+    """How many lines metrics.jsonl has: one for each step, and one for the last evaluation."""
     metrics = run_folder(results) / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def halting(last: int) -> Callable[[], None]:
-    """To be called in a new process: the run stands still when it has logged the step `last`, until SIGCONT or SIGKILL.
+    """For a new process: a function that makes the run stop itself after it has logged step `last`, until SIGCONT.
 
-    A attacker from outside may look too late on a busy machine, and find the run done.
+    Another process might send a signal too late on a busy machine, when the run is done.
     """
 
     def halt() -> None:
@@ -193,7 +193,7 @@ def halting(last: int) -> Callable[[], None]:
 
 
 def wait_for(process: Process, happened: Callable[[], bool]) -> bool:
-    """Wait for something that a run does; false when it ended before."""
+    """Wait until `happened()` is true; returns False if the process ended before."""
     while process.running():
         if happened():
             return True
@@ -202,10 +202,11 @@ def wait_for(process: Process, happened: Callable[[], bool]) -> bool:
 
 
 def left(results: Path) -> dict[str, Any]:
-    """What a finished run has left and must not depend on faults: weights, thresholds, plan, ε and metrics.
+    """The results of a finished run that must not depend on faults: weights, thresholds, plan, ε and metrics.
 
     Raises:
-        FileNotFoundError: it is not done; ValueError: a checkpoint is there still.
+        FileNotFoundError: it is not finished.
+        ValueError: it has left a checkpoint.
     """
     folder = run_folder(results)
     if not (folder / "DONE").is_file():
@@ -222,13 +223,13 @@ def left(results: Path) -> dict[str, Any]:
 
 
 def undisturbed(work: Path, *settings: str) -> dict[str, Any]:
-    """What a seeded run comes to when nothing disturbs it."""
+    """The results of a seeded run that nothing disturbs."""
     complete(work / "whole", *SEEDED, *settings)
     return left(work / "whole")
 
 
 def same(results: Path, expected: dict[str, Any]) -> bool:
-    """Has the run in `results` ended, and as expected? What is wrong goes to stderr."""
+    """Whether the run in `results` has ended as expected; prints differences on stderr."""
     try:
         found = left(results)
     except (OSError, ValueError) as error:

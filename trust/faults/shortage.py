@@ -1,4 +1,4 @@
-"""Takes disk and memory away from runs: they say so in one sentence, lose nothing and go on later.
+"""Takes disk and memory away from runs: each must stop with one sentence, lose nothing and go on later.
 
 Disks that are full, files that may not grow, folders that turn read-only, and memory that runs out in a step.
 """
@@ -36,7 +36,7 @@ from trust.faults.process import (
 NEEDED = 1_300_000
 """Bytes that a run takes at most: two checkpoints, one that is being written, and small files."""
 SMALLEST, LARGEST = 1500, 330_000
-"""Of its files; what it says on stdout is smaller."""
+"""Sizes of its files in bytes; its output on stdout is smaller."""
 
 
 def full(trials: int, work: Path, seed: int = 2) -> Outcome:
@@ -84,7 +84,7 @@ def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
 
 
 def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
-    """A folder without permission to write, from the beginning or from a random step on; later it is given back."""
+    """A folder becomes read-only, at the beginning or after a random step; later it is writable again."""
     expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         step = 0 if trial % 3 == 0 else chance.randrange(1, STEPS - 4)
@@ -93,7 +93,7 @@ def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
 
 
 def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> bool:
-    """Take the permission after `step` steps, 0 before the start; is all well in the end?"""
+    """Make the folder read-only after `step` steps (0: before the start); returns whether the run ends as it should."""
     results.mkdir()
     if step == 0:
         results.chmod(0o555)
@@ -121,7 +121,7 @@ def _goes_on(results: Path, work: Path, expected: dict[str, Any]) -> bool:
 
 
 def _obey() -> None:
-    """Permissions bind root too, in this process: its capabilities to pass over them are dropped."""
+    """Drop the capabilities by which root ignores permissions, in this process."""
     if os.geteuid() == 0:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # capabilities(7): version 3, this process
         sets = (ctypes.c_uint32 * 6)()
@@ -135,7 +135,7 @@ def _obey() -> None:
 
 @contextmanager
 def _small_disk(folder: Path, size: int) -> Iterator[Path | None]:
-    """A file system of `size` bytes in memory; None where this process may not mount one."""
+    """A file system of `size` bytes in memory; None if this process may not mount one."""
     folder.mkdir(parents=True)
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
     if made.returncode:
@@ -154,7 +154,7 @@ PER_EXAMPLE = 8 * 8 * 16 * 4
 
 
 def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
-    """Steps that do not fit: the same batch with fewer examples at a time, and what a run set to that comes to."""
+    """Steps that do not fit run with half the microbatch, and end as a run with that microbatch."""
     chance, lost = random.Random(seed), 0
     for trial in range(trials):
         results, fits = work / str(trial), 2 ** chance.randrange(2, 7)
@@ -178,7 +178,7 @@ def too_large_for_one(trials: int, work: Path) -> Outcome:
 
 
 def _limit(largest: int) -> Callable[[], Any]:
-    """In a process: refuse all tensors with the shape of activations that are larger, in torch's words on a CPU."""
+    """For a new process: refuse larger tensors of the shape of activations, with torch's message on a CPU."""
     return lambda: Refusing(largest).__enter__()
 
 

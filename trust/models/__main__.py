@@ -48,7 +48,7 @@ RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv
 
 
 def measure(architecture: Architecture, modes: Sequence[str]) -> list[Row]:
-    """The rows of one architecture; one that cannot even be built has a traceback in each."""
+    """The rows of one architecture; if it cannot be built, each has the traceback."""
     _, note, known = attempt(lambda: know(architecture))
     if known is None:
         return [Row(architecture.family, architecture.name, mode, TRACEBACK, note=note) for mode in modes]
@@ -56,7 +56,7 @@ def measure(architecture: Architecture, modes: Sequence[str]) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a line each, and write the table when all were measured; 1 where a row has a fault."""
+    """Measure, print a line each, and write the table if all were measured; returns 1 if a row has a fault."""
     names = [architecture.name for architecture in ARCHITECTURES]
     parser = argparse.ArgumentParser(prog="python -m trust.models", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
@@ -93,7 +93,7 @@ def _is_there(package: str) -> bool:
 
 
 def _by_note(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """What went wrong, and where it did."""
+    """Note -> the architectures and modes with it."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row.note, []).append(f"{row.architecture}, {row.mode}")

@@ -31,7 +31,7 @@ class Size:
 
     @property
     def lengths(self) -> Tensor:
-        """How many tokens of each example are none of padding, (B,): all of the first, fewer of the others."""
+        """The number of tokens of each example without padding, (B,): all of the first, fewer of the others."""
         return self.tokens - torch.arange(self.batch) % max(1, self.tokens // 2)
 
     @property
@@ -48,7 +48,7 @@ class Size:
         return torch.randint(classes, (self.batch,))
 
     def vectors(self, *shape: int) -> Tensor:
-        """Random numbers, (B, *shape), of another size for each example."""
+        """Random numbers, (B, *shape), of a different scale for each example."""
         return torch.randn(self.batch, *shape) * torch.linspace(0.5, 1.5, self.batch).view(-1, *[1] * len(shape))
 
     def images(self, channels: int = 3) -> Tensor:
@@ -73,7 +73,7 @@ class Architecture:
         name: unique. family: whose it is.
         make: builds it; the caller has seeded torch's generator.
         mixes: one example's loss depends on the others, so that it must be refused.
-        needs: a package that is none of requirements.txt; without it the committed rows stay as they are.
+        needs: a package that is not in requirements.txt; without it the committed rows are kept.
     """
 
     name: str
@@ -84,18 +84,18 @@ class Architecture:
 
 
 def in_eval(module: nn.Module) -> nn.Module:
-    """The module in eval mode for good, as `verify` advises for some: `train` leaves it so."""
+    """Put a module into eval mode permanently, as `verify` advises for some; `train` has no effect on it."""
     module.eval().train = lambda mode=True: module  # type: ignore[method-assign]
     return module
 
 
 def classified(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of one decision an example: (B, classes), (B,) -> (B,)."""
+    """Cross-entropy of one label an example: (B, classes), (B,) -> (B,)."""
     return F.cross_entropy(logits, labels, reduction="none")
 
 
 def decisions(model: nn.Module, batch: Batch) -> Tensor:
-    """The same of a model that takes everything but the labels, in the batch's order, (B,)."""
+    """The same for a model that takes all tensors of the batch but the labels, in their order, (B,)."""
     return classified(model(*(values for name, values in batch.items() if name != "labels")), batch["labels"])
 
 
@@ -106,6 +106,6 @@ def next_tokens(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def each_token(model: nn.Module, batch: Batch) -> Tensor:
-    """The same of a model that takes everything but the mask: the last of it is what it foretells, (B,)."""
+    """The same for a model that takes all tensors but the mask, and predicts the last of them, (B,)."""
     inputs = [values for name, values in batch.items() if name != "mask"]
     return next_tokens(model(*inputs), inputs[-1], batch["mask"])

@@ -1,4 +1,4 @@
-"""A check clips one architecture in one mode and compares sums, norms and counts with the truth."""
+"""Clips one architecture in one mode, and compares sums, norms and counts with the truth."""
 
 import math
 import traceback
@@ -21,22 +21,22 @@ from trust.models.rows import EXACT, FALSE_ALARM, REFUSED, TRACEBACK, WRONG, Row
 from trust.models.truth import Truth, buffers_kept, find_truth, freeze_unreached, parameters_of, trained
 
 SMALL, SQUARE = Size(), Size(batch=8)
-"""The second has as many examples as tokens: there no axis that is taken for the batch shows by its length, so the
-check before training comes first."""
+"""The second has as many examples as tokens, so a wrong batch axis does not show by its length. So the check before
+training runs first."""
 FEWER = (SQUARE.batch, 3, 1)
-"""Examples of the batches that are clipped after that check."""
+"""Sizes of the batches that are clipped after that check."""
 SQUARED = "With as many examples as tokens:"
 SEVERITY = (EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK)
 DROPOUT = 0.2
 TOLERANCE = 1e-8
 LEAST = 1e-8
-"""The least threshold: the engine takes norms below 1e-10 for 1e-10."""
+"""The smallest threshold: the engine raises norms below 1e-10 to 1e-10."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How an engine is attached: the partition of a model, and how norms are got."""
+    """How an engine is attached: the partition of a model, and how norms are computed."""
 
     partition: Callable[[nn.Module], Partition]
     norms: str = "bookkeeping"
@@ -54,15 +54,15 @@ WAYS = MappingProxyType({"flat": Mode(flat), "ghost": Mode(flat, "ghost"), "per_
 
 @dataclass(frozen=True)
 class Known:
-    """What all modes of one architecture are compared with: the truth at each size (None where examples mix, so that
-    there is none), and the parameters that no loss reaches."""
+    """What all modes of one architecture are compared with: the truth at each size (None if examples mix), and the
+    parameters that no loss reaches."""
 
     truth: Mapping[Size, Truth | None]
     frozen: tuple[str, ...]
 
 
 def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> Subject:
-    """The same model and batch each time: in train mode, with weights moved a little, so that none is 0 or 1."""
+    """The same model and batch each time, in train mode, with weights changed a little, so that none is 0 or 1."""
     torch.manual_seed(0)
     made = architecture.make(size)
     model = made.model.to(dtype).train()
@@ -83,7 +83,7 @@ def know(architecture: Architecture) -> Known:
     with in_double():
         frozen = tuple(freeze_unreached(subject))
     for size in (SMALL, SQUARE):
-        subject = build(architecture, size, torch.float64, frozen)  # outside: in double other numbers are drawn
+        subject = build(architecture, size, torch.float64, frozen)  # not inside, where other random numbers are drawn
         with in_double():
             truth[size] = None if architecture.mixes else find_truth(subject)
     return Known(truth, frozen)
@@ -134,8 +134,8 @@ def place(error: BaseException) -> str:
 
 
 def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -> Row:
-    """The engine against the truth: one backward pass, or, at the second size, the check before training and several
-    batches. The worst of them is the row."""
+    """Compare the engine with the truth in one backward pass; at the second size, run the check before training, then
+    several batches. The worst result is the row."""
     truth, subject = known.truth[size], build(architecture, size, torch.float64, known.frozen)
     partition = mode.partition(subject.model)
     with mode.attach(subject.model, 1.0, partition) as engine:
@@ -171,7 +171,7 @@ def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int)
 
 
 def _is_exact(architecture: Architecture, mode: Mode, known: Known) -> bool:
-    """Whether the engine alone is right at the size where shapes tell the batch."""
+    """Whether the engine alone is right at the size at which shapes show the batch axis."""
     _, _, row = attempt(partial(_compare, architecture, mode, known, SMALL))
     return row is not None and row.status == EXACT
 
@@ -223,7 +223,7 @@ def compare(
 
 
 def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
-    """A step with dropout on, and thresholds that clip nobody: sums are finite, and everybody is counted."""
+    """A step with dropout and thresholds that clip nothing: sums must be finite, and all examples counted."""
     subject = build(architecture, replace(SMALL, dropout=DROPOUT), torch.float64, known.frozen)
     with mode.attach(subject.model, 1e9) as engine, in_double():
         engine.trace(partial(losses_of, subject), range(SMALL.batch))
@@ -239,9 +239,9 @@ def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
 def in_double() -> Iterator[None]:
     """Inside, `.float()`, `torch.float32` and the default dtype mean float64, in forward and backward passes.
 
-    Rotary positions, RMS norms and softmaxes of many models are in float32. Their rounding, 1e-7 of a gradient, is the
-    model's own, and would hide what is asked here: whether a clipped sum is right. A float32 of the engine's own would
-    go unseen here; the library's tests are there for that.
+    Rotary positions, RMS norms and softmaxes of many models are in float32. Their rounding, 1e-7 of a gradient, would
+    hide small errors of a clipped sum. Float32 in the engine itself would not be noticed here, but in the library's
+    tests.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Text models of transformers and peft's adapters on two of them, small, as `libraries.yaml` lists them."""
+"""Small text models of transformers, and peft's adapters on two of them, as listed in `libraries.yaml`."""
 
 import re
 from typing import Any
@@ -39,7 +39,7 @@ def configure(size: Size, kind: str, **own: Any) -> Any:
 
 
 def set_dropout(config: Any, probability: float) -> None:
-    """All dropouts of a configuration and of those inside it."""
+    """Set all dropouts of a configuration and of the configurations inside it."""
     for name, value in vars(config).copy().items():
         if name.startswith("_"):
             continue
@@ -61,7 +61,7 @@ def build_model(head: str, config: Any) -> nn.Module:
 
 
 def classifier(name: str, own: dict[str, Any]) -> Architecture:
-    """Text with padding, one decision an example."""
+    """Text with padding, one label an example."""
 
     def make(size: Size) -> Subject:
         model = build_model("SequenceClassification", configure(size, **own))
@@ -87,7 +87,7 @@ def token_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def causal(name: str, own: dict[str, Any]) -> Architecture:
-    """Text, the mean loss over each example's tokens; `positions`: ids of positions are given."""
+    """Text, the mean loss over each example's tokens; with `positions`, position ids are given."""
 
     def make(size: Size) -> Subject:
         given = dict(own)
@@ -121,12 +121,12 @@ TASKS = {"classifier": classifier, "causal": causal, "translator": translator}
 
 
 def text(name: str, own: dict[str, Any]) -> Architecture:
-    """A line of the list."""
+    """One architecture of the list."""
     return TASKS[own.get("task", "classifier")](name, {key: value for key, value in own.items() if key != "task"})
 
 
 def adapted(name: str, own: dict[str, Any]) -> Architecture:
-    """A line of the list: the model below, the configuration's class in peft, and what it is given."""
+    """One architecture of the list: the base model, peft's configuration class, and its arguments."""
 
     def make(size: Size) -> Subject:
         import_torchvision_first()

@@ -1,4 +1,4 @@
-"""Models of transformers that see and hear, and those that take several inputs an example."""
+"""Models of transformers for images and sound, and models with several inputs an example."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from trust.models.libraries import LISTED
 
 
 def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: Any) -> Architecture:
-    """Images (3, edge, edge), or so many (`shape`) of them; one decision an example."""
+    """Images (3, edge, edge), or `shape` of them; one label an example."""
 
     def make(size: Size) -> Subject:
         given = {"image_size": size.image, "vocab_size": None, "max_position_embeddings": None, **more, **own}
@@ -31,7 +31,7 @@ def clip_config(size: Size) -> Any:
 
 
 def clip_text(size: Size) -> Subject:
-    """The text tower; the token of the end is the last of each example."""
+    """The text tower; the last token of each example is the end token."""
     model = build_model("CLIPTextModelWithProjection", clip_config(size).text_config)
     ids = size.ids().clamp_min(3)
     ids[torch.arange(size.batch), size.lengths - 1] = 2
@@ -45,7 +45,7 @@ def clip_vision(size: Size) -> Subject:
 
 
 def clip_contrastive(size: Size) -> Subject:
-    """Both, and each image against the texts of the whole batch: the examples mix."""
+    """Both towers; each image is compared with the texts of the whole batch, so the examples mix."""
     model = build_model("CLIPModel", clip_config(size))
     ids = size.ids().clamp_min(3)
     ids[torch.arange(size.batch), size.lengths - 1] = 2
@@ -70,7 +70,7 @@ def whisper(size: Size) -> Subject:
 
 
 def hearing(name: str, own: dict[str, Any]) -> Architecture:
-    """Raw sound, one decision an example."""
+    """Raw sound, one label an example."""
 
     def make(size: Size) -> Subject:
         model = build_model("AudioClassification", configure(size, **own))
@@ -112,4 +112,4 @@ SENSES = (
     *(hearing(name, own) for name, own in LISTED["sound"].items()),
 )
 WATCHING = tuple(seeing(name, own, (FRAMES,), num_frames=FRAMES) for name, own in LISTED["video"].items())
-"""One decision a video; TimeSformer takes class tokens from other examples' frames."""
+"""One label a video; TimeSformer mixes class tokens of different examples' frames."""

@@ -1,4 +1,4 @@
-"""Networks of torchvision, timm and diffusers, small, with random weights, as `libraries.yaml` lists them."""
+"""Small networks of torchvision, timm and diffusers with random weights, as listed in `libraries.yaml`."""
 
 import importlib
 import inspect
@@ -19,13 +19,13 @@ LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("lib
 
 
 def settings(size: Size, own: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the list with the size's numbers in it."""
+    """An entry of the list with the size's numbers filled in."""
     numbers = asdict(size) | {"wide": 2 * size.width, "quarter": size.width // 4, "positions": 2 * size.tokens}
     return OmegaConf.to_container(OmegaConf.create({**numbers, "own": own}), resolve=True)["own"]  # type: ignore
 
 
 def torchvision(name: str, own: dict[str, Any]) -> Architecture:
-    """A network of images or videos; every BatchNorm becomes GroupNorm with up to 4 groups, unless it may stay."""
+    """A network of images or videos; BatchNorm becomes GroupNorm with up to 4 groups, unless the entry says `mixes`."""
     image, frames, mixes = own.get("image", 0), own.get("frames", 0), own.get("mixes", False)
     given = {key: value for key, value in own.items() if key not in ("image", "frames", "mixes")}
 
@@ -44,7 +44,7 @@ def torchvision(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def timm(name: str, own: dict[str, Any]) -> Architecture:
-    """A network of images; BatchNorm is in eval mode, as frozen statistics, unless the entry says `mixes`."""
+    """A network of images; BatchNorm is in eval mode, unless the entry says `mixes`."""
     image, mixes = own.get("image", 32), own.get("mixes", False)
     given = {key: value for key, value in own.items() if key not in ("image", "mixes")}
 
@@ -74,7 +74,7 @@ def diffusers_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def diffusers(name: str, own: dict[str, Any]) -> Architecture:
-    """A network that predicts the noise of an example, or its picture again."""
+    """A network that predicts the noise of an example, or reconstructs its image."""
     given = {key: value for key, value in own.items() if key not in ("inputs", "target")}
 
     def make(size: Size) -> Subject:

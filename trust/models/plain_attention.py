@@ -31,7 +31,7 @@ class Encoder(nn.Module):
 
 
 def encoder(name: str, first: bool = True, before: bool = False, causal: bool = False) -> Architecture:
-    """A line of the list."""
+    """One architecture of the table."""
     return net(name, lambda size: Encoder(size, first, before, causal), words)
 
 
@@ -57,7 +57,7 @@ class Translator(nn.Module):
 
 
 def translator(name: str, first: bool) -> Architecture:
-    """A line of the list."""
+    """One architecture of the table."""
 
     def inputs(size: Size) -> Batch:
         return {"source": size.ids(), "target": size.ids(), "mask": size.mask}
@@ -117,7 +117,7 @@ class NanoGPT(nn.Module):
 
 
 def nano(name: str, tied: str = "", table: bool = False) -> Architecture:
-    """A line of the list."""
+    """One architecture of the table."""
     return net(name, lambda size: NanoGPT(size, tied, table), words, each_token)
 
 

@@ -1,4 +1,4 @@
-"""Layers of torch.nn, one or two at a time, in networks as small as can be."""
+"""Layers of torch.nn, one or two at a time, in very small networks."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def net(
     losses: Callable[[nn.Module, Batch], Tensor] = decisions,
     mixes: bool = False,
 ) -> Architecture:
-    """A line of the list: a model and what it is given, one tensor or several; it decides unless it has own losses."""
+    """One architecture of the table: a model and its inputs; its losses are cross-entropies unless given."""
 
     def make(size: Size) -> Subject:
         made, given = model(size), inputs(size)
@@ -29,7 +29,7 @@ def net(
 
 
 def words(size: Size) -> Batch:
-    """Tokens, and where there are any."""
+    """Tokens and their mask."""
     return {"ids": size.ids(), "mask": size.mask}
 
 
@@ -119,7 +119,7 @@ def settled(size: Size) -> nn.Module:
 
 
 class Bilinear(nn.Module):
-    """Both halves of the features, by nn.Bilinear."""
+    """nn.Bilinear on the two halves of the features."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Bilinear(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Embedding, transposed for convolutions over time, and back."""
+    """An embedding whose output is transposed for convolutions over time."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class Temporal(nn.Module):
 
 
 class Capsules(nn.Module):
-    """Votes of T capsules for three, by a weight (T, 3, d, 8) of its own, and two rounds of routing."""
+    """T capsules vote for three, by a weight (T, 3, d, 8) of the module, with two rounds of routing."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def autoencoder(size: Size) -> Subject:
 
 
 class Normalised(nn.Module):
-    """A linear network, and a mean over the batch taken off its output."""
+    """A network that subtracts a mean over the batch: it must be refused."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

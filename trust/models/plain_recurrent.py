@@ -11,7 +11,7 @@ Recurrent = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
 
 
 class Reader(nn.Module):
-    """Words, a recurrent network, and a decision from the last hidden state of its last layer.
+    """An embedding, a recurrent network, and a linear layer on the output at the last token.
 
     Args:
         packed: the network gets packed sequences. first: the batch is its first axis.
@@ -45,13 +45,13 @@ class Reader(nn.Module):
 def reader(
     name: str, kind: Recurrent, layers: int = 1, both: bool = False, first: bool = True, packed: bool = False
 ) -> Architecture:
-    """A line of the list."""
+    """One architecture of the table."""
     model = lambda size: Reader(size, kind, layers, both, first, packed)  # noqa: E731
     return net(name, model, lambda size: {"ids": size.ids(), "lengths": size.lengths})
 
 
 class Translator(nn.Module):
-    """An LSTM reads, another writes from its last state, and both share their words with the head."""
+    """One LSTM reads, another writes from its last state; both embeddings and the head are tied."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

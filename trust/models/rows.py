@@ -12,13 +12,13 @@ MODES = ("flat", "ghost", "per_layer")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one architecture in one mode.
+    """The result for one architecture in one mode.
 
     Args:
         family, architecture, mode: which.
         status: exact, refused, false alarm (`verify` refuses what the engine clips exactly), wrong or traceback.
         error: the worst of clipped sums and norms, relative; None unless exact or wrong.
-        dropout: the same words for a step with dropout on, "taken" where it was, "" where it was not tried.
+        dropout: the status of a step with dropout: "taken", one of the words above, or "" if it was not tried.
         note: the sentence of the refusal, or the exception and its place.
     """
 
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def faulty(self) -> bool:
-        """Nobody may see this: a wrong sum, a false alarm or a traceback, with dropout or without."""
+        """Whether there is a wrong sum, a false alarm or a traceback, with dropout or without."""
         return self.status in FAULTS or self.dropout in FAULTS
 
     @property
     def line(self) -> list[str]:
-        """As it stands in the CSV, under `HEAD`."""
+        """The line of the CSV, under `HEAD`."""
         error = "" if self.error is None else f"{self.error:.0e}"
         return list((asdict(self) | {"error": error}).values())
 
@@ -46,7 +46,7 @@ HEAD = tuple(field.name for field in fields(Row))
 
 
 def summary(rows: Sequence[Mapping[str, str]]) -> str:
-    """How many architectures, and how they fared."""
+    """The number of architectures, and of each status in each mode."""
     names = {row["architecture"] for row in rows}
     sentences = []
     for mode in MODES:
@@ -60,7 +60,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
-    """One table a family, one line an architecture; then the sentences that the numbers in it refer to."""
+    """One table a family, one line an architecture; then the sentences that numbers in the tables refer to."""
     notes: dict[str, int] = {}
     parts = []
     for family in dict.fromkeys(row["family"] for row in rows):

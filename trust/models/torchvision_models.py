@@ -1,4 +1,4 @@
-"""Networks of torchvision that are cut to a small size; `libraries.yaml` lists them beside those that need no cut."""
+"""Networks of torchvision, made smaller; `libraries.yaml` lists them beside those that are small already."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torchvision import models
 
 
 def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
-    """A network with other parts than its own, whose millions of weights are never made."""
+    """A network with some parts replaced; the weights of the original parts are never allocated."""
     with torch.device("meta"):
         network = build()
     for name, part in parts.items():
@@ -22,7 +22,7 @@ def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
 
 
 def resnet(block: str) -> nn.Module:
-    """The first two of its four stages, of one block each."""
+    """The first two of four stages, with one block each."""
     kind = getattr(models.resnet, block)
     none = {"layer3": nn.Identity(), "layer4": nn.Identity()}
     return cut(partial(models.ResNet, kind, [1, 1, 1, 1]), **none, fc=nn.Linear(128 * kind.expansion, 3))

@@ -1,4 +1,4 @@
-"""The truth loops over single examples: plain autograd in float64, and none of the code that is judged by it."""
+"""The truth: a loop over single examples with plain autograd in float64, without any of the tested code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Truth:
 
 
 def freeze_unreached(subject: Subject) -> list[str]:
-    """Freeze the parameters that no loss of the batch reaches, as the refusal of such a model advises; their names."""
+    """Freeze the parameters that no loss reaches, as the refusal of such a model advises; returns their names."""
     trainable = trained(subject.model)
     with buffers_kept(subject.model):
         losses = subject.losses(subject.model, subject.batch)
@@ -69,7 +69,7 @@ def find_truth(subject: Subject) -> Truth:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """A forward pass inside leaves no trace in the buffers."""
+    """Inside, forward passes may change buffers; afterwards they are restored."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -79,7 +79,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that train, by the first of their names."""
+    """Trainable parameters by name, the first name of a shared one."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

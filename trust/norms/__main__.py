@@ -1,8 +1,8 @@
 """Measures how far norms are under-stated, and a clipped example exceeds its threshold: `python -m trust.norms`.
 
-For every way to a norm (`CASES`) one example's inputs and output gradients are drawn from laws that are
-hard on sums. The norm that the engine states, and the length of what it adds to `.grad`, are compared with the norm of
-the float64 gradient. Exit code 1 where a norm is under-stated, or a threshold exceeded, by more than 1e-6 of it.
+For each way to compute a norm (`CASES`), one example's inputs and output gradients are drawn from difficult laws. The
+norm that the engine states, and the length of what it adds to `.grad`, are compared with the norm of the float64
+gradient. Exit code 1 if a norm is under-stated, or a threshold exceeded, by more than 1e-6 of it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Built = tuple[nn.Module, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to a norm.
+    """A way to compute a norm.
 
     Args:
         build: takes a number of parameters.
@@ -72,7 +72,7 @@ class Branches(nn.ModuleList):
 
 
 class Scale(nn.Module):
-    """A parameter that no rule knows."""
+    """A parameter without a rule."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
 
 
 def _spike(shape: tuple[int, ...]) -> Tensor:
-    """One number of 1, and the others so small that all their squares together are as much."""
+    """One number is 1, the others so small that all their squares together are 1."""
     numbers = torch.randn(shape)
     numbers *= numbers.numel() ** -0.5
     numbers.view(-1)[numbers.numel() // 3] = 1.0
@@ -169,7 +169,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether both are within what is allowed."""
+        """Whether both are at most `ALLOWED`."""
         return self.understated <= ALLOWED and self.over_threshold <= ALLOWED
 
 
@@ -217,7 +217,7 @@ def _length(gradients: Sequence[Tensor | None]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the table when everything was measured; 1 where a row is not good."""
+    """Measure, print, and write the table if everything was measured; returns 1 if a row is not good."""
     parser = argparse.ArgumentParser(prog="python -m trust.norms", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--most", type=int, help="leave out layers of more parameters than this: a fast look")

@@ -1,1 +1,1 @@
-"""The bugs that `python -m trust.planted_bugs` plants, the worst case of each, and the tiny model that shows it."""
+"""The bugs that `python -m trust.planted_bugs` plants, and the worst case that shows each of them."""

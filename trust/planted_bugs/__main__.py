@@ -1,8 +1,8 @@
 """Plant each bug in the real trainer and measure what it leaks: `python -m trust.planted_bugs`.
 
-For every bug two neighbouring data sets and an attack are chosen that show it. Thousands of plays of both data sets,
-through the code as it is and through the code with the bug, bound ε from below at 95 %. The code as it is must stay
-below the claimed ε, and every bug must come out above it; exit code 1 otherwise.
+Each bug has two neighbouring data sets and an attack that show it. Both data sets are trained on thousands of times, by
+the code with and without the bug, which bounds ε from below at 95 %. Without the bug the bound must be at most the
+claimed ε, with it above; exit code 1 otherwise.
 """
 
 import argparse
@@ -33,12 +33,12 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one bug.
+    """The measurements of one bug.
 
     Args:
         name, bug, how: the case's. claimed: ε at `delta`.
-        correct, planted: the bounds on ε without and with the bug, by so many `plays` of each world.
-        true: ε of the bug, where a formula gives it.
+        correct, planted: the bounds on ε without and with the bug, from `plays` plays of each world.
+        true: ε of the bug, if a formula gives it.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Row:
 
     @property
     def caught(self) -> bool:
-        """The bug is shown to break the claim."""
+        """Whether the bound with the bug is above the claim."""
         return self.planted > self.claimed
 
     @property
     def sound(self) -> bool:
-        """The code without the bug is not."""
+        """Whether the bound without the bug is at most the claim."""
         return self.correct <= self.claimed
 
 
 def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
-    """One header, one line a bug, by name; what an `earlier` text has of other bugs stays."""
+    """A header and one line a bug, by name; lines of other bugs in the `earlier` text are kept."""
     measured = {row.name for row in rows}
     lines: list[list[Any]] = [line for line in csv.reader(earlier.splitlines()[1:]) if line[0] not in measured]
     for row in rows:
@@ -79,11 +79,11 @@ RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "planted.cs
 
 
 def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
-    """Both measurements of one bug; `plays` of each of two worlds, twice (None: as many as the case wants)."""
+    """Both measurements of one bug, each with `plays` plays of two worlds (None: as many as the case has)."""
     plays = plays or case.plays
     right, wrong = (case.worst.worlds(EPSILON, DELTA, 2 * seed + planted) for planted in (0, 1))
     correct = distinguish(*right, plays, DELTA)
-    with case.plant():  # the worlds are ready, so that the check before training does not refuse the bug
+    with case.plant():  # after the worlds are made, as the check before training would refuse the bug
         planted = distinguish(*wrong, plays, DELTA)
     return Row(case.name, case.bug, case.how, EPSILON, DELTA, plays, correct, planted, _true(case))
 
@@ -98,7 +98,7 @@ def _true(case: Case) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write into the table what had all its plays; 1 where a bound is on the wrong side."""
+    """Measure, print, and write the rows unless --plays was given; returns 1 if a bound is on the wrong side."""
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m trust.planted_bugs", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some bugs: {', '.join(names)}")

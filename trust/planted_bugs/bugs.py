@@ -1,4 +1,4 @@
-"""The bugs, each as a patch of the real code: inside the context manager the project has it."""
+"""The bugs, each a context manager that patches the real code."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +87,7 @@ def one_noise_for_all_steps() -> AbstractContextManager[object]:
 
 
 def masks_from_the_public_seed() -> AbstractContextManager[object]:
-    """Dropout follows `seed`, so masks are dealt in the order of the batch and everybody can deal them again."""
+    """Dropout follows `seed`, so everybody can draw the masks again, in the order of the batch."""
 
     @contextmanager
     def public(*place: Any, **settings: Any) -> Iterator[None]:
@@ -121,7 +121,7 @@ def first_layer_unclipped() -> Iterator[None]:
 
 
 def tied_use_missed() -> AbstractContextManager[object]:
-    """Of a weight that is used several times in a forward pass, the norm knows one use only."""
+    """The norm of a weight that is used several times in a forward pass includes only one use."""
 
     def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
         unnoticed: list[Any] = [_Unnoticed(call.rule) for call in calls[1:]]
@@ -132,7 +132,7 @@ def tied_use_missed() -> AbstractContextManager[object]:
 
 
 class _Unnoticed:  # as much of a rule as a closing group asks for
-    """A rule whose layer adds to the sums, and nothing to the norms."""
+    """A rule that adds to the sums, but not to the norms."""
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule
@@ -151,7 +151,7 @@ def tied_uses_as_if_separate() -> AbstractContextManager[object]:
 
 @contextmanager
 def thresholds_before_noise() -> Iterator[None]:
-    """Thresholds move before the gradients are noised, and the noise is that of those in force, which did not clip."""
+    """Thresholds move before the noise, which is scaled to the new ones, not to those that clipped."""
     real_release, real_update, real_sensitivity = (
         PrivateStep._release,
         AdaptiveThresholds.update,
@@ -222,7 +222,7 @@ def shuffled_batches() -> AbstractContextManager[object]:
 
 
 def empty_batches_skipped() -> AbstractContextManager[object]:
-    """A step that draws nobody does nothing."""
+    """A step with an empty batch does nothing."""
     real = PrivateStep.step
 
     def step(self: PrivateStep) -> Released:

@@ -1,4 +1,4 @@
-"""Neighbouring data sets as bad as they get, and the two worlds that the real trainer makes of them."""
+"""Worst cases of neighbouring data sets, and the two worlds in which the real trainer trains on them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Linears(nn.Module):
 
 
 class Given(CanaryTask):
-    """Examples that are gradients: x (N, K, U, width). With dropout the last is taken first, as the longest text is."""
+    """Examples that are gradients: x (N, K, U, width). With dropout they come in reversed order."""
 
     def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
         _, layers, uses, width = x.shape
@@ -46,7 +46,7 @@ class Given(CanaryTask):
         self.x, self._turned = x, dropout > 0
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """As they are, or the other way round."""
+        """In their order, or reversed."""
         return examples[::-1].copy() if self._turned else examples
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
@@ -77,14 +77,14 @@ class CountWorld:
 
 
 class Handed(Exception):
-    """A replica has handed in what is to be summed."""
+    """A replica has handed in its tensors for a sum."""
 
 
 class InTurn(Ranks):
-    """What `groupwise.training.ranks.Ranks` does in a step, for replicas that take their turns.
+    """Stands in for `groupwise.training.ranks.Ranks` in a step, for replicas that run one after the other.
 
     Args:
-        replica: d. hands: of all D replicas, what they handed in.
+        replica: d. hands: the tensors that each of the D replicas handed in.
     """
 
     def __init__(self, replica: int, hands: list[list[Tensor]]) -> None:
@@ -101,9 +101,9 @@ class InTurn(Ranks):
 
 
 class Together:
-    """Takes replicas with equal weights through a step; the first one's weights move, the others' stay.
+    """Runs replicas with equal weights through a step; only the weights of the first are updated.
 
-    So it is for plays of one step, or for gradients that do not depend on the weights.
+    So plays must have one step, or gradients must not depend on the weights.
     """
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
@@ -127,10 +127,10 @@ Worlds = tuple[World, World]
 
 
 class Nobody:
-    """Draws from no examples at all."""
+    """A sampler without examples."""
 
     def indices(self, step: int) -> np.ndarray:
-        """None."""
+        """No examples."""
         return np.empty(0, dtype=np.int64)
 
 
@@ -162,7 +162,7 @@ class Worst:
         return self._world(epsilon, delta, 2 * seed, False), self._world(epsilon, delta, 2 * seed + 1, True)
 
     def plan(self, epsilon: float, delta: float) -> PrivacyPlan:
-        """What is claimed: N, the canary included, is public."""
+        """The plan that is claimed; N is public and includes the canary."""
         examples = len(self.others) + 1
         adaptive = self.clip.policy == "adaptive"
         return make_plan(
@@ -192,7 +192,7 @@ class Worst:
         )
         torch.manual_seed(0)
         gradients = torch.cat([self.others, self.canary.unsqueeze(0)])
-        if len(gradients) == 1:  # another one for the trace, which is never drawn
+        if len(gradients) == 1:  # the trace needs two; the second is never drawn
             gradients = gradients.repeat(2, 1, 1, 1)
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
