@@ -1,9 +1,9 @@
 """The speed table of a GPU in one process:  python -m benchmarks.device_table out=FOLDER limit=540
 
-The paper's three networks at Figure 1's protocol, non-private, ours (as CUDA graphs too) and Opacus's, in float32 and
-bfloat16: rows of `benchmarks.throughput`; then the largest batch of GPT-2 that fits (largest.csv). The most important
-cases come first. Each is written as soon as it is done, and not measured again. So the command can be repeated until
-its exit code is 0.
+It measures the paper's three networks by the protocol of Figure 1, in float32 and bfloat16: non-private training, our
+methods (also as CUDA graphs) and Opacus. The rows are those of `benchmarks.throughput`. Then it looks for the largest
+batch of GPT-2 that fits (largest.csv). The most important cases come first. Each is written as soon as it is done, and
+not measured again. So the command can be repeated until its exit code is 0.
 
 Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes: 0 everything is measured; 2 a mistake; 3 a kernel broke the GPU
 for this process: repeat the command; 4 the time was up: repeat the command.

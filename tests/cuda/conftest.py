@@ -34,7 +34,8 @@ def python(tmp_path_factory) -> Iterator[Callable[..., str]]:
             told = folder / f"told-{len(list(folder.iterdir()))}"
             print(json.dumps([lines, arguments, str(told)]), file=server.stdin, flush=True)
             status = server.stdout.readline()
-            assert status == "0\n", told.read_text() if told.exists() else "The server of the emulated GPU ended."
+            errors = folder / f"{told.name}-errors"
+            assert status == "0\n", errors.read_text() if errors.exists() else "The server of the emulated GPU ended."
             return told.read_text()
 
         yield run
