@@ -191,6 +191,12 @@ def wait_for_steps(results: Path, steps: int) -> None:
     until(lambda: any(len(f.read_text().splitlines()) >= steps for f in files("runs/*/metrics.jsonl")), f"step {steps}")
 
 
+def sentences(told: str) -> list[str]:
+    """What stderr says besides its progress and the warning of a large delta."""
+    said = [line for line in told.splitlines() if line.strip()]
+    return [line for line in said if "step/s" not in line and not line.startswith("warning: delta")]
+
+
 def weights(results: Path) -> dict[str, torch.Tensor]:
     return torch.load(folder_of(results) / "model.pt")
 
@@ -208,7 +214,7 @@ def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
     os.kill(stages[1], signal.SIGKILL)
     _, told = killed.communicate(timeout=PATIENCE)
     assert killed.returncode == 1
-    [line] = [line for line in told.splitlines() if not line.startswith(("step ", "warning: delta"))]
+    [line] = sentences(told)
     assert line.startswith("error: the process of stage 1 was killed by SIGKILL")
     assert not any(Path(f"/proc/{stage}").exists() for stage in stages)
     assert not (folder_of(results) / "DONE").exists() and not (folder_of(results) / "result.json").exists()
@@ -221,7 +227,7 @@ def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
     stopped.send_signal(signal.SIGTERM)
     _, told = stopped.communicate(timeout=PATIENCE)
     assert stopped.returncode == 130
-    [line] = [line for line in told.splitlines() if not line.startswith(("step ", "warning: delta"))]
+    [line] = sentences(told)
     assert line.startswith("interrupted")
 
     resumed = start(results, *LONG)

@@ -8,13 +8,13 @@ only with a process's work.
 from __future__ import annotations
 
 import logging
-import multiprocessing.util
 import os
 import pickle
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -151,6 +151,9 @@ def _passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
 
 def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None:
     """Be one of the processes: work, write a `Report`, and leave. Torch interrupts it when its parent has ended."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # one process shows progress; tqdm's own lock is a semaphore that a kill leaks
     os.setsid()  # Ctrl-C goes to the process that watches, and from there to all
     interrupt_on(signal.SIGTERM)
     interrupt_on(signal.SIGINT)  # which torch sends when the parent has ended, and nohup has ignored
@@ -180,5 +183,4 @@ def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None
     sys.stderr.flush()
     when = time.monotonic()
     (folder / f"{rank}").write_bytes(pickle.dumps(Report(kind, value, when)))
-    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # of tqdm's semaphores
     os._exit(code)  # what is left of torch's threads is not waited for
