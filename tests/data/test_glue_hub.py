@@ -50,7 +50,7 @@ def hub_folder(root: Path, task: str, rows: dict | None = None, classes: tuple[s
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_a_local_folder_in_the_hubs_layout_is_read(tmp_path, task):
+def test_a_local_folder_in_the_hubs_layout_is_read_without_a_word(tmp_path, task, capfd):
     folder = hub_folder(tmp_path / "copy", task)
     data = load_glue(task, tmp_path / "data", hub=str(folder))
     first, *second = (values for name, values in ROWS[task].items() if name != "label")
@@ -58,6 +58,7 @@ def test_a_local_folder_in_the_hubs_layout_is_read(tmp_path, task):
     assert data.train.labels == ROWS[task]["label"]
     assert list(data.valid) == list(GLUE[task].valid) and data.classes == GLUE[task].classes
     assert data.source == f"GLUE {task}, from copy by the datasets library"
+    assert capfd.readouterr().err == ""
 
 
 def test_tsv_files_come_first(tmp_path):
@@ -90,3 +91,12 @@ def test_a_missing_column_is_named(tmp_path):
 def test_classes_in_another_order_are_refused(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", classes=("positive", "negative"))
     assert "its classes are positive, negative, not" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
+
+
+def test_labels_without_names_are_refused(tmp_path):
+    folder = hub_folder(tmp_path / "copy", "sst2")
+    readme = folder / "README.md"
+    readme.write_text("---\nconfigs:" + readme.read_text().partition("configs:")[2])
+    assert "its classes are without names, not negative, positive" in refused(
+        load_glue, "sst2", tmp_path, hub=str(folder)
+    )

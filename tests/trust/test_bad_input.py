@@ -107,6 +107,7 @@ def test_the_network_is_cut(monkeypatch, tmp_path):
 def test_what_is_not_damaged_runs(tmp_path, monkeypatch):
     """Else all damage would be refused for another reason."""
     monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache" / "datasets")
     make_templates(tmp_path / "templates")
     tried = [Attempt(kind.name, kind.arguments, kind.sound, trains=True) for kind in kinds(tmp_path / "templates")]
     verdicts = {outcome.attempt.kind: outcome.verdict for outcome in attempt_all(tried, 60.0, 1)}

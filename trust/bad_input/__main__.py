@@ -70,7 +70,7 @@ def warm(cache: Path) -> None:
     It keeps to one thread: a fork would not have the others.
     """
     os.environ.update(GROUPWISE_CACHE=str(cache), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-    os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HOME=str(cache / "huggingface"))
     os.environ.pop("GROUPWISE_DATA", None)
     sys.dont_write_bytecode = True
     cache.mkdir(parents=True, exist_ok=True)

@@ -93,6 +93,17 @@ SAMSUM = [{"id": str(i), "summary": f"{i} meet.", "dialogue": f"A: hi {i}\r\nB: 
 DART = [{"tripleset": [["A", "IS", str(i)]], "annotations": [{"source": "x", "text": f"A is {i}."}]} for i in range(12)]
 E2E = [["mr", "ref"], *([f'"name[The {i}], area[city centre]"', f'"The {i} is here."'] for i in range(12))]
 README = """---
+dataset_info:
+- config_name: sst2
+  features:
+  - name: sentence
+    dtype: string
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': negative
+          '1': positive
 configs:
 - config_name: sst2
   data_files:

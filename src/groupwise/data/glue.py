@@ -2,6 +2,7 @@
 
 import csv
 import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +169,8 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
     splits = ["train", *task.hub_valid.values()]
     folder = Path(hub).expanduser()
     title = folder.name if folder.is_dir() else hub
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # they would fill a log
     try:
         loaded: Any = datasets.load_dataset(str(folder) if folder.is_dir() else hub, name, split=splits)
         parts = [_examples(part, task) for part in loaded]
@@ -190,9 +193,9 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
 
 def _examples(part: Any, task: GlueTask) -> Labelled:
     """The texts and labels of one split, whose classes must be GLUE's, in its order."""
-    names = tuple(part.features["label"].names)
+    names = tuple(getattr(part.features["label"], "names", ()))
     if names != task.classes:
-        raise ValueError(f"its classes are {', '.join(names)}, not {', '.join(task.classes)}")
+        raise ValueError(f"its classes are {', '.join(names) or 'without names'}, not {', '.join(task.classes)}")
     rows = zip(*(part[column] for column in task.hub_texts or task.texts), strict=True)
     texts: list[Texts] = [(first.strip(), second[0].strip() if second else None) for first, *second in rows]
     return Labelled(texts, list(part["label"]))
