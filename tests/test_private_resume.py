@@ -262,3 +262,15 @@ def test_a_step_that_lacks_memory_is_begun_again_with_half_as_many_examples_and_
     resumed.load_state_dict(killed.state_dict())
     go_on(resumed)
     same(resumed, whole)
+
+
+def test_where_memory_is_short_fewer_examples_are_checked(capsys):
+    task = Points()
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return task.losses(model, batch)
+
+    go_on(start(task, losses=losses), 1)
+    assert "checking with 3 examples at once" in capsys.readouterr().err

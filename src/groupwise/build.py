@@ -98,10 +98,9 @@ def _task_sums(
         microbatch = fill_evenly(fits, plan.expected_batch_size / ranks.replicas)
     if engine is not None:
         some = examples_to_trace(examples, CHECKED)
-        rows = min(CHECKED, max(2, microbatch or CHECKED))
         coarse: dict[str, Any] = tolerances(config.train.precision)
-        check = partial(verify, engine, task.losses_of, some, rows=rows, **coarse)
-        halve_on_oom(microbatch or CHECKED, lambda most: check(most=most), "checking", alone=True)
+        check = partial(verify, engine, task.losses_of, some, **coarse)
+        halve_on_oom(microbatch or CHECKED, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":

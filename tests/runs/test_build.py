@@ -23,21 +23,25 @@ def test_the_longest_the_shortest_and_some_between(size):
 
 
 class Scarce(Given):
-    """Memory for seven examples."""
+    """Memory for `room` examples."""
+
+    room = 7
 
     def losses(self, model, batch):
-        if len(batch) > 7:
+        if len(batch) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return super().losses(model, batch)
 
 
-def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_it(capsys):
+@pytest.mark.parametrize(("room", "checked"), [(7, 4), (4, 2)])
+def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_it(room, checked, capsys):
     task = Scarce(torch.randn(40, 1, 1, 4, dtype=torch.float64))
+    task.room = room
     config = RunConfig(clip=ClipConfig(policy="fixed", rescale=False), train=TrainConfig(microbatch=32))
     engine = make_engine(task.model, config.clip)
     sizes = {"dataset_size": 40, "expected_batch_size": 40, "steps": 1, "delta": 1e-5}
     plan = make_plan(**sizes, noise_multiplier=1.0, num_groups=len(engine.groups), accountant="rdp")
     trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Ranks(), None)
-    assert "checking with 4 examples at once" in capsys.readouterr().err and trainer.private.sums.size == 32
+    assert f"checking with {checked} examples at once" in capsys.readouterr().err and trainer.private.sums.size == 32
     trainer.step(0)
     assert trainer.private.sums.size == 4

@@ -135,7 +135,7 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
 
 
 def test_outside_of_a_step_it_is_one_sentence():
-    with pytest.raises(UserError, match=r"lower eval\.batch_size or eval\.generate\.batch_size"), oom_as_user_error():
+    with pytest.raises(UserError, match=r"lower train\.microbatch, eval\.batch_size"), oom_as_user_error():
         raise ERRORS["GPU"]()
     with pytest.raises(RuntimeError, match="a bug"), oom_as_user_error():
         raise RuntimeError("a bug")

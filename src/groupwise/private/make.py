@@ -157,7 +157,8 @@ def make_private(
                 engine.trace(losses_of, rows)
             else:
                 check = partial(verify, engine, losses_of, rows[:CHECKED])
-                halve_on_oom(sums.size, lambda most: check(most=most), "checking", alone=True)
+                most = max(sums.size, CHECKED)
+                halve_on_oom(most, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
         if sharded:
             reshard(model)  # the trace left the outermost parameters gathered
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])

@@ -175,6 +175,7 @@ def oom_as_user_error() -> Iterator[None]:
         if not is_oom(error):
             raise
         raise UserError(
-            "Memory ran out: use a smaller model, or lower eval.batch_size or eval.generate.batch_size. If the run has "
-            "a checkpoint, add resume=<the run's folder>."
+            "Memory ran out: use a smaller model, or lower train.microbatch, eval.batch_size or "
+            "eval.generate.batch_size. To resume from a checkpoint, lower only the last two, and add resume=<the run's "
+            "folder>."
         ) from error
