@@ -148,11 +148,10 @@ def test_the_folder_says_what_was_asked_for(swept):
             "train.batch_size=0",
             "in the cell clip=flat train.batch_size=0 seed=0",
         ),
-        ("{clip: flat, train.epochs: [1, 2]}", "scale=demo", "are the same run at this scale"),
     ],
 )
 def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
-    conf = conf_with(tmp_path, f"grids: [{sweep}]\nscales: {{smoke: {{}}, demo: {{train.epochs: {{2: 1}}}}}}\n")
+    conf = conf_with(tmp_path, f"grids: [{sweep}]\nscales: {{smoke: {{}}}}\n")
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
         plan_sweep(["+sweep=table", *scale, *arguments.split()], conf)

@@ -63,7 +63,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: a cell is refused (the error names it), or two cells of a table are the same run.
+        UserError: a cell is refused; the error names it.
     """
     from hydra import initialize_config_dir
 
@@ -74,7 +74,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         places = [word for word in shared if word.startswith("hydra.searchpath")]
-        cells = _cells(Compositions(places), whole, given, shared, name)
+        cells = _cells(Compositions(places), whole, given, shared)
     return PlannedSweep(name, str(whole.scale), folder, cells)
 
 
@@ -107,9 +107,7 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{path.resolve().parent.parent}']"]
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
-        planned = [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
-    _refuse_twins(sweep.name, planned)
-    return planned
+        return [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
 
 
 def _full_name(cell: Cell) -> str:
@@ -117,16 +115,14 @@ def _full_name(cell: Cell) -> str:
 
 
 def _cells(
-    compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str], name: str
+    compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> tuple[PlannedCell, ...] | None:
     sweeper = whole.hydra.sweeper
     if not sweeper._target_.endswith("BasicSweeper"):
         return None
     if not whole.sweep.grids:
         return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
-    cells = tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
-    _refuse_twins(name, cells)
-    return cells
+    return tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
 
 
 def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
@@ -189,15 +185,3 @@ def _checked(compositions: Compositions, name: str, arguments: Sequence[str]) ->
     except COMPOSITION_ERRORS as error:
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
-
-
-def _refuse_twins(name: str, cells: Sequence[PlannedCell]) -> None:
-    """Refuse two cells with the same configuration, which would count as two results."""
-    known: dict[str, str] = {}
-    for cell in cells:
-        if cell.hash in known:
-            raise UserError(
-                f"the cells {known[cell.hash]} and {cell.name} of sweeps/{name}.yaml are the same run at this scale: "
-                "leave one out (null in its scales)."
-            )
-        known[cell.hash] = cell.name
