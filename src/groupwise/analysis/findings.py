@@ -34,7 +34,6 @@ from groupwise.analysis.statistics import (
     SAME,
     Contrast,
     Summary,
-    detectable,
     differences,
     holm,
     over_seeds,
@@ -267,7 +266,7 @@ def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> pd.DataFrame:
 
 HEAD = (
     *("claim", "on", "scale", "ε", "paper", "measured"),
-    *("95 % interval", "seeds × places", "visible", "p", "Holm", "verdict"),
+    *("95 % interval", "seeds × places", "p", "Holm", "verdict"),
 )
 
 
@@ -292,7 +291,6 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 number(measured.mean),
                 span,
                 f"{measured.n} × {verdict.places}" if measured.n else "–",
-                number(detectable(measured)),
                 p_in_words(verdict.alone),
                 p_in_words(verdict.p),
                 verdict.said,
@@ -316,7 +314,6 @@ def rules() -> str:
         "- Seeds are clusters: the test is of one number a seed, its mean over the budgets, epochs and tasks (places).",
         "- Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself.",
         f"- p: two-sided t-tests; Holm: adjusted over all lines together. A verdict needs the latter below {LEVEL:g}.",
-        "- visible: the true difference that such a test would have seen with probability 80 %, before adjustment.",
         f"- No verdict from fewer than {LEAST} seeds, nor while a pair that the sweep has was not run, or the scale "
         "leaves out a place. Intervals are not adjusted.",
         *(f"- `{kind}`: agreement when {words}." for kind, words in KINDS.items()),

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.special import nctdtrinc
 from scipy.stats import f, t
 
 from groupwise.analysis.results import LEARNT, SHOWN, settings_of
 from groupwise.sweeps.cells import PAPER, Sweep
 
-CONFIDENCE, POWER = 0.95, 0.8
+CONFIDENCE = 0.95
 SAME = 1e-9
 """Differences below this count as zero."""
 
@@ -74,17 +73,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     adjusted = np.full(len(values), math.nan)
     adjusted[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1)), 1.0)
     return adjusted.tolist()
-
-
-def detectable(values: Summary) -> float:
-    """The smallest true difference that a two-sided t-test at 5 % would have seen with probability `POWER`.
-
-    It is for the observed spread and number of values, before any adjustment; NaN for fewer than two values.
-    """
-    if values.n < 2 or values.std < SAME:
-        return math.nan
-    shift = nctdtrinc(values.n - 1, 1 - POWER, t.ppf((1 + CONFIDENCE) / 2, values.n - 1))
-    return float(shift) * values.std / math.sqrt(values.n)
 
 
 Settings = Mapping[str, str]
