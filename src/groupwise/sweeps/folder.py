@@ -29,20 +29,14 @@ CELLS = "cells.json"
 
 
 def begin_sweep(planned: PlannedSweep) -> Path:
-    """Make the folder and list the cells in it; returns it, with a number added if the name is taken.
+    """Make the sweep's folder and list the cells in it; returns the folder.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written, or another sweep of this name began in the same second.
     """
-    folder, number = planned.folder, 1
+    folder = planned.folder
     try:
-        while True:
-            try:
-                (folder / "cells").mkdir(parents=True)
-                break
-            except FileExistsError:  # another sweep began in the same second
-                number += 1
-                folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
+        (folder / "cells").mkdir(parents=True)
         if planned.cells is not None:
             for cell in planned.cells:
                 write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
