@@ -4,7 +4,6 @@ import math
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_rows import MACHINE, in_words, read_rows
 from groupwise.analysis.figures import KINDS
 from groupwise.analysis.results import (
     MINUS,
@@ -35,8 +34,6 @@ from groupwise.analysis.table_lines import table_lines
 from groupwise.rows import markdown
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
-BENCHMARKS = {"throughput": "one A6000", "runtime_breakdown": "one Titan RTX"}
-"""Figures drawn from benchmark rows -> the paper's hardware."""
 RUN = "run in full"
 LISTED = (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN)
 WORDS = STATUSES | {
@@ -105,15 +102,13 @@ def page(folders: Folders) -> Page:
     counts = counts.reindex(index=lines["sweep"].unique(), columns=list(LISTED), fill_value=0)
     counts.loc["all"] = counts.sum()
     counts["cells"] = counts.sum(axis=1)
-    benchmarks = " ".join(f"`{name}` (paper: {paper})." for name, paper in BENCHMARKS.items())
     parts = [
         "# Coverage: every cell of every table and figure",
         "Made by `python -m groupwise.analysis.tables coverage`. A cell is one line here and one run for each of its "
         "seeds; a cell that two sweeps share is in both.",
         markdown(["sweep", *counts], [list(map(str, row)) for row in counts.itertuples()]),
         "\n".join(f"- {word}: {WORDS[word]}." for word in LISTED),
-        f"Figures of speed and memory, made of the benchmark's rows: {benchmarks} Measured here on: "
-        f"{_machines(folders)}.",
+        "The figures of speed and memory are in [docs/benchmarks.md](../../docs/benchmarks.md).",
     ]
     for name, group in lines.groupby("sweep", sort=False):
         rows = [
@@ -123,12 +118,3 @@ def page(folders: Folders) -> Page:
         parts += [f"## {name}", markdown(["cell", *SHOWN, "status", "why"], rows)]
     totals = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
     return Page("\n\n".join(parts) + "\n", f"{len(lines)} cells: {totals}")
-
-
-def _machines(folders: Folders) -> str:
-    """The machine configurations that the speed benchmark was run on."""
-    path = folders.measured / "benchmarks" / "throughput.csv"
-    if not path.is_file():
-        return "nothing yet"
-    known = read_rows(path)[list(MACHINE)].drop_duplicates()
-    return "; ".join(sorted({in_words(tuple(at)) for at in known.itertuples(index=False)}))
