@@ -30,7 +30,7 @@ from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.rows import between_markers, markdown
-from groupwise.sweeps.cells import PAPER, Sweep, read_sweep, text
+from groupwise.sweeps.cells import PAPER, read_sweep
 
 TEX = str.maketrans(
     {
@@ -149,8 +149,7 @@ def errata_of(name: str) -> list[str]:
 def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
     """Notes below a table, given its `table_lines`: on privacy, scales, provenance and irregularities."""
     used = rows_of(name, folders, lines)
-    sweep = read_sweep(folders.sweeps / f"{name}.yaml")
-    found = [*_scales(used), *_changes(sweep, used), *_privacy(used), *_provenance(used)]
+    found = [*_scales(name, used), *_privacy(used), *_provenance(used)]
     flags = lines[lines["flags"] != ""].drop_duplicates(["cell", "flags"])
     found += [f"Flag: {line['row']}, {line['column']}: {line['flags']}." for line in flags.to_dict("records")]
     return found
@@ -167,32 +166,11 @@ def rows_of(name: str, folders: Folders, lines: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["hash"].str[:12].isin(hashes)].reset_index(drop=True)
 
 
-def _scales(used: pd.DataFrame) -> list[str]:
+def _scales(name: str, used: pd.DataFrame) -> list[str]:
     found = [f"scale={scale}: {SCALES[scale]}" for scale in sorted(set(used["scale"]), key=list(SCALES).index)]
     reduced = any(scale != PAPER for scale in used["scale"])
-    end = ". Reduced numbers are no reproduction: compare them among themselves only." if reduced else "."
+    end = f". Reduced numbers are no reproduction. Their settings: sweeps/{name}.yaml, conf/size." if reduced else "."
     return ["; ".join(found) + end] if found else ["Nothing was measured yet."]
-
-
-def _changes(sweep: Sweep, used: pd.DataFrame) -> list[str]:
-    """A scale's changes to the paper's settings, other than sizes (`conf/size`)."""
-    found = []
-    for scale in sorted(set(used["scale"])):
-        words = []
-        for key, change in (sweep.scales.get(scale) or {}).items():
-            pairs = change if isinstance(change, Mapping) else {"": change}
-            words += [_change(key, text(old) if old != "" else "", new) for old, new in pairs.items()]
-        if words:
-            found.append(f"At scale={scale}: {'; '.join(words)}.")
-    return found
-
-
-def _change(key: str, old: str, new: object) -> str:
-    if new is None:
-        return f"{key}={old} left out"
-    if isinstance(new, Mapping):
-        return f"{key}={old} with {', '.join(f'{name}={text(value)}' for name, value in new.items())}"
-    return f"{key}={text(new)}" + (f" for {old}" if old else "")
 
 
 def _privacy(used: pd.DataFrame) -> list[str]:
