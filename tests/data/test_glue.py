@@ -89,13 +89,13 @@ def test_a_training_file_without_its_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"sentence\tlabels\ngood\t1\n", r"no table with the columns sentence, label.*\['label'\]"),
+        (b"sentence\tlabels\ngood\t1\n", r"not a tab-separated table with the columns sentence, label.*\['label'\]"),
         (b"sentence\tlabel\ngood\t1\nbad\n", "line 3 has the label ''"),
         *(
             (f"sentence\tlabel\ngood\t{label}\n".encode(), f"line 2 has the label '{label}'")
             for label in ("2", "", "-")
         ),
-        (b"sentence\tlabel\n", "holds no example"),
+        (b"sentence\tlabel\n", "has no example"),
         ("sentence\tlabel\ncaf\u00e9\t1\n".encode("latin-1"), "is not UTF-8"),
     ],
 )

@@ -84,5 +84,5 @@ def test_the_held_out_images_depend_on_the_key_alone(tmp_path):
 
 @pytest.mark.parametrize("share", [1e-6, 1.0])
 def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share):
-    with pytest.raises(UserError, match=f"data.holdout={share} of 1433 .*one side empty"):
+    with pytest.raises(UserError, match=f"data.holdout={share} of 1433 .*one set empty"):
         hold_out(load_images("digits", tmp_path), share)

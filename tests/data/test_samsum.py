@@ -61,7 +61,7 @@ def test_a_broken_row_is_named(tmp_path, row, name):
 
 
 def test_a_file_without_any_dialogue_is_refused(tmp_path):
-    assert "holds no row with a dialogue" in refused(
+    assert "has no row with a dialogue" in refused(
         read_samsum_json, write(tmp_path, "val.json", ROW | {"dialogue": ""})
     )
 

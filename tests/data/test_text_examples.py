@@ -39,7 +39,7 @@ def odd(path: Path, what: bytes | str | int | None) -> Path:
         ),
         (b"caf\xe9", r"a is not UTF-8 \(byte 3\)"),
         pytest.param(0, "cannot be read", marks=pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")),
-        *((json, r"a does not hold a list of objects") for json in (b'{"a": 1}', b"[]", b'["a"]', b"3")),
+        *((json, r"a is not a list of objects") for json in (b'{"a": 1}', b"[]", b'["a"]', b"3")),
         (b'[{"a": 1},\n{"b": ', "a is not readable JSON"),
         (b"[" * 100_000, r"not readable JSON \(maximum recursion depth exceeded"),
         (b"[1" + b"0" * 5000 + b"]", "not readable JSON .*digits"),

@@ -24,12 +24,12 @@ def test_a_hub_out_of_reach_is_told(tokenizer):
 
 
 def test_a_folder_that_is_not_there_is_told():
-    with pytest.raises(UserError, match=r"/no/such/folder holds no tokeniser that can be read"):
+    with pytest.raises(UserError, match=r"/no/such/folder has no readable tokeniser"):
         load_tokenizer("/no/such/folder")
 
 
 def test_a_model_of_our_own_that_is_gone_is_not_asked_for_at_the_hub():
-    with pytest.raises(UserError, match=r"pretrained/none is one of this project's models.*make pretrained"):
+    with pytest.raises(UserError, match=r"pretrained/none is a model of this project.*make pretrained"):
         locate("model.source", "pretrained/none")
 
 

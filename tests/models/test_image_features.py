@@ -48,6 +48,6 @@ def test_a_broken_file_is_made_anew(own_cache):
 
 
 def test_sides_that_do_not_halve_twice_are_refused():
-    with pytest.raises(UserError, match="6 pixels a side"):
+    with pytest.raises(UserError, match="6 pixels wide"):
         image_features.scattering(images(side=6))
     assert load_images("digits", Path()).image_size == 8

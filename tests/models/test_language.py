@@ -162,7 +162,7 @@ def test_dropout_reaches_every_layer_by_its_familys_name(fresh, folders, tokeniz
 
 def test_dropout_that_a_model_does_not_have(fresh, tokenizer):
     shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    with pytest.raises(UserError, match=r"model\.dropout=0\.1 was given, but a llama has none"):
+    with pytest.raises(UserError, match=r"model\.dropout=0\.1 was given, but a llama model has no such dropout"):
         load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.1), tokenizer)
     load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.0), tokenizer)
 
@@ -232,7 +232,7 @@ def test_keys_that_only_fresh_weights_have(folders, tokenizer):
     has = folders["gpt2"] / "config.json"
     layers = json.loads(has.read_text())["n_layer"]
     load_causal(ModelConfig(source=source, shape={"n_layer": layers}), tokenizer)
-    with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 is not that of"):
+    with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 contradicts"):
         load_causal(ModelConfig(source=source, shape={"n_layer": 7}), tokenizer)
     load_causal(ModelConfig(source=source, architecture="gpt2"), tokenizer)
 

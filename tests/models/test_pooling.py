@@ -38,5 +38,5 @@ def test_clipped_sums_are_those_of_a_loop(name):
 
 
 def test_other_heads_are_refused():
-    with pytest.raises(UserError, match="has another"):
+    with pytest.raises(UserError, match="has no such head"):
         MeanPooled(tiny("gpt2"))

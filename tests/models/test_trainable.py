@@ -89,7 +89,7 @@ def test_trained_adapters_come_back_from_their_folder_with_the_head(made, fresh,
 
 def test_what_cannot_be_chosen(made):
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    with pytest.raises(UserError, match="Sequential has no self-attention module that could train alone"):
+    with pytest.raises(UserError, match="Sequential has no self-attention module to train"):
         choose_trainable(plain, ModelConfig(trains="attention"))
     with pytest.raises(UserError, match="Sequential has no bias"):
         choose_trainable(plain, ModelConfig(trains="bias"))

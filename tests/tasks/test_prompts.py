@@ -28,7 +28,7 @@ def test_only_those_short_enough_as_they_are_shown():
     chosen = [pair for number in range(3) for pair in demonstrations(TRAIN, 3, number, fits)]
     assert len(set(chosen)) == 9
     assert set(chosen) <= set(TRAIN[:10])
-    with pytest.raises(UserError, match=r"eval.shots=4 needs 12 .* there are 10"):
+    with pytest.raises(UserError, match=r"eval.shots=4 needs 12 .* there are only 10"):
         demonstrations(TRAIN, 4, 0, fits)
 
 

@@ -248,7 +248,7 @@ BAD = (
     ({"model": {"name": "wide_resnet"}}, "wide_resnet cannot read text"),
     ({"model": {"source": None}}, "no tokeniser"),
     ({"data": {"name": "digits"}}, r"data\.name=digits is not known for text"),
-    ({"data": {"max_length": 161}}, r"max_length=161 is longer than the model, which has \d+ positions"),
+    ({"data": {"max_length": 161}}, r"max_length=161 is more than the \d+ positions of the model"),
     ({"data": {"max_length": 2}}, r"max_length=2 leaves no room for text: give at least 3"),
     ({"data": {"name": "files", "hub": "nowhere/glue"}, "paths": PathsConfig(data="nowhere")}, "nowhere"),
 )

@@ -1,4 +1,4 @@
-"""Finds CIFAR-10 under a folder in one of two layouts, or downloads it there by torchvision."""
+"""Finds CIFAR-10 below a folder in one of two layouts, or downloads it with torchvision."""
 
 import http.client
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ def load_cifar10(root: Path) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Download and unpack the standard folder. Among concurrent processes one does it, and the others wait."""
+    """Download and unpack the standard folder. If several processes need it, one downloads and the others wait."""
     datasets = import_torchvision().datasets
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -61,10 +61,10 @@ def _download(root: Path) -> None:
 
 
 def read_batches(root: Path) -> ImageData:
-    """Read the standard folder `root`/cifar-10-batches-py by torchvision, which opens a file only if its MD5 is right.
+    """Read the standard folder `root`/cifar-10-batches-py with torchvision, which first checks each file's MD5.
 
     Raises:
-        UserError: a file is missing, or is not the published one to the bit.
+        UserError: a file is missing, or differs from the published one.
     """
     cifar, folder = import_torchvision().datasets.CIFAR10, root / BATCHES_FOLDER
     arrays: dict[str, np.ndarray] = {}
@@ -74,7 +74,7 @@ def read_batches(root: Path) -> ImageData:
             arrays |= {f"x_{split}": read.data, f"y_{split}": np.array(read.targets)}
     except Exception as error:  # of an unpickler too
         raise UserError(
-            f"{folder} is incomplete, or not as published ({reason(error)}): replace it, or remove it to have CIFAR-10 "
+            f"{folder} is incomplete, or not as published ({reason(error)}): replace it, or remove it, and CIFAR-10 is "
             "downloaded again."
         ) from error
     names = [name for name, _ in (*cifar.train_list, *cifar.test_list)] + [cifar.meta["filename"]]
@@ -84,11 +84,11 @@ def read_batches(root: Path) -> ImageData:
 def read_mosaics(root: Path) -> ImageData:
     """Read lossless mosaics `root`/cifar10/train_shard0.webp to train_shard4.webp and test.webp.
 
-    Each is a picture of 3200×3200 pixels: 100×100 images of 32×32, row by row, 1,000 of each class one class
-    after the other, so image i has label i // 1000 (classes in CIFAR-10's own, alphabetical order).
+    Each is a picture of 3200×3200 pixels: 100×100 images of 32×32, row by row. The 1,000 images of each class
+    follow each other, so image i has label i // 1000 (classes in CIFAR-10's own, alphabetical order).
 
     Raises:
-        UserError: a file is missing, truncated, no picture, or of another size.
+        UserError: a file is missing, truncated, not a picture, or has the wrong size.
     """
     folder = root / MOSAIC_FOLDER
     paths = [folder / name for name in (*MOSAIC_TRAIN, MOSAIC_TEST)]
@@ -123,7 +123,7 @@ def _read_mosaic(path: Path) -> np.ndarray:
 
 
 def _image_data(arrays: dict[str, np.ndarray], files: list[Path], root: Path, layout: str) -> ImageData:
-    """Put the arrays (N, H, H, 3) of uint8 and (N,) together with the fingerprints of the files."""
+    """An `ImageData` of the arrays, (N, H, H, 3) uint8 and (N,), and the SHA-256 of the files."""
     tensors = {
         f"x_{split}": torch.from_numpy(np.ascontiguousarray(arrays[f"x_{split}"].transpose(0, 3, 1, 2)))
         for split in ("train", "test")

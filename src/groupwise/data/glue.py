@@ -1,4 +1,4 @@
-"""Reads four tasks of GLUE, from the benchmark's own tsv files, or from the hub if there are none (appendix A.2)."""
+"""Reads four GLUE tasks from the original tsv files, or from the hub if these are missing (appendix A.2)."""
 
 import csv
 import io
@@ -23,10 +23,10 @@ class GlueTask:
         classes: the classes' names, by label.
         spelled: the classes' spelling in the label column, by label.
         valid: validation files by name.
-        hub_texts: `texts` on the hub, where the label's column is "label"; empty if they have the same names.
+        hub_texts: the names of the columns `texts` on the hub; empty if they are the same. The label is "label" there.
         hub_valid: validation splits on the hub, by name.
-        dropped: a phrase for rows of the published files without a label, which are dropped and counted. Other loaders
-            drop them too, but do not agree on their number. Empty if there are none.
+        dropped: a phrase for rows of the published files without a label, which are dropped and counted. Empty if there
+            are none. Other loaders also drop such rows, but not the same number of them.
     """
 
     folder: str
@@ -80,14 +80,14 @@ GLUE = {
 def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None) -> LabelledText:
     """Load sst2, qnli, qqp or mnli.
 
-    If the task's folder (SST-2, QNLI, QQP, MNLI) is in `root`/glue or in `root`, its tsv files are read, and all must
-    exist. Else the data set `hub` is loaded (see `load_from_hub`).
+    If the task's folder (SST-2, QNLI, QQP, MNLI) is in `root`/glue or in `root`, its tsv files are read. All of them
+    must exist. Otherwise the data set `hub` is loaded (see `load_from_hub`).
 
     Args:
         name: a key of `GLUE`.
         root: folder of the data.
         hub: a name on the hub, or a local folder in the hub's layout.
-        train_file: a training file in the task's folder, instead of train.tsv.
+        train_file: a training file in the task's folder, in place of train.tsv.
 
     Raises:
         UserError: a missing file or column, a broken row, an unknown label; or the hub cannot be reached.
@@ -118,14 +118,15 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
 def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
     """Read one file of labelled rows: the examples, and how many rows were dropped.
 
-    Columns are found by the header's names. Quotes have no meaning in these files. Texts are stripped of blanks.
+    Columns are found by their names in the header. Quotes are ordinary characters. Blanks around texts are removed.
 
     Raises:
-        UserError: the file or a column is missing, there is no example, or a label is unknown and `task.dropped` empty.
+        UserError: the file or a column is missing, there is no example, or a label is unknown and `task.dropped` is
+            empty.
     """
     import pandas as pd
 
-    advice = f"put GLUE's {task.folder} there whole, or name another training file of that folder by data.train_file"
+    advice = f"put all files of GLUE's {task.folder} there, or give data.train_file=FILE, another training file of it"
     columns = [*task.texts, task.label]
     text = read_text(path, advice).replace("\r\n", "\n")
     how: Any = {"sep": "\t", "lineterminator": "\n", "quoting": csv.QUOTE_NONE, "dtype": str, "keep_default_na": False}
@@ -133,35 +134,35 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
         table = pd.read_csv(io.StringIO(text), usecols=columns, skip_blank_lines=False, **how)
     except ValueError as error:
         raise UserError(
-            f"{path} is no table with the columns {', '.join(columns)}, separated by tabs ({reason(error)}); {advice}."
+            f"{path} is not a tab-separated table with the columns {', '.join(columns)} ({reason(error)}); {advice}."
         ) from error
     words = table[task.label].str.strip()
     known = words.isin(task.spelled)
     if not task.dropped and not known.all():
         line = int(known.argmin())
         raise UserError(
-            f"{path}: line {line + 2} has the {task.label} {words[line]!r}, but {task.folder} knows "
+            f"{path}: line {line + 2} has the {task.label} {words[line]!r}, but {task.folder} has the labels "
             f"{', '.join(task.spelled)}; fix or remove the line."
         )
     if not known.any():
-        raise UserError(f"{path} holds no example; at least one is needed, so replace the file.")
+        raise UserError(f"{path} has no example; replace the file.")
     sides = [table.loc[known, name].str.strip().tolist() for name in task.texts]
     texts: list[Texts] = list(zip(sides[0], sides[1] if sides[1:] else [None] * len(sides[0]), strict=True))
     return Labelled(texts, [task.spelled.index(word) for word in words[known]]), int((~known).sum())
 
 
 def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
-    """Load the configuration `name` (sst2, qnli, qqp, mnli) of `hub` by the datasets library, which has its own cache.
+    """Load the configuration `name` (sst2, qnli, qqp, mnli) of `hub` with the datasets library and its cache.
 
-    The fingerprints are of the examples, not of files.
+    The SHA-256 are those of the examples, not of files.
 
     Args:
         name: a key of `GLUE`.
         hub: a name on the hub (nyu-mll/glue), or a folder with a README.md that lists its configurations' files.
-        place: the folder in which tsv files were looked for, for the message.
+        place: the folder where tsv files are missing, for the message.
 
     Raises:
-        UserError: the hub does not answer and the cache does not have it, or the data set is not GLUE's.
+        UserError: the data set is neither on the hub nor in the cache, or it is not GLUE's.
     """
     import datasets
 
@@ -174,7 +175,7 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
     try:
         loaded: Any = datasets.load_dataset(str(folder) if folder.is_dir() else hub, name, split=splits)
         parts = [_examples(part, task) for part in loaded]
-    except Exception as error:  # the library passes on exceptions of pyarrow, httpx, yaml and others
+    except Exception as error:  # pyarrow, httpx, yaml and others may raise through the library
         raise UserError(
             f"GLUE's {name} is not on this machine and cannot be read from {hub} ({reason(error)}); put GLUE's tsv "
             f"files into {place}, or give this machine access to the hub."
@@ -192,7 +193,7 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
 
 
 def _examples(part: Any, task: GlueTask) -> Labelled:
-    """The texts and labels of one split, whose classes must be GLUE's, in its order."""
+    """The texts and labels of one split; its classes must be those of GLUE, in the same order."""
     names = tuple(getattr(part.features["label"], "names", ()))
     if names != task.classes:
         raise ValueError(f"its classes are {', '.join(names) or 'without names'}, not {', '.join(task.classes)}")

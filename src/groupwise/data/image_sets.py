@@ -1,4 +1,4 @@
-"""Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits that come with scikit-learn."""
+"""Loads labelled images by name: CIFAR-10, or the 1,797 handwritten digits in scikit-learn."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,9 @@ TEST_EVERY = 5
 def load_digits() -> ImageData:
     """Load the UCI digits: 8×8 grey images in 10 classes; every fifth image of a class is in the test set.
 
-    Intensities 0..16 become 0..255. The split is fixed, the same on every machine and stratified: within each
-    class the examples 0, 5, 10, ... in scikit-learn's order are for testing (1,433 for training, 364 for
-    testing). The fingerprint is of the decoded arrays, not of scikit-learn's file.
+    Intensities 0..16 become 0..255. The split is fixed and stratified: the examples 0, 5, 10, ... of each class, in
+    scikit-learn's order, are for testing (1,433 for training, 364 for testing). The SHA-256 is that of the decoded
+    arrays, not of scikit-learn's file.
     """
     from sklearn.datasets import load_digits as read
 
@@ -46,12 +46,12 @@ def load_images(name: str, root: Path, image_size: int | None = None) -> ImageDa
     """Load a data set by name, scaled down to `image_size` if that is given.
 
     Args:
-        name: "cifar10" (two layouts under `root`, see `cifar10`) or "digits" (comes with scikit-learn).
-        root: folder of the data, into which CIFAR-10 is downloaded if it is missing; the digits ignore it.
-        image_size: average blocks of pixels down to this height and width; None keeps the images.
+        name: "cifar10" (two layouts below `root`, see `load_cifar10`) or "digits" (in scikit-learn).
+        root: folder of the data, into which CIFAR-10 is downloaded if it is missing; not used for the digits.
+        image_size: height and width to which the images are reduced by averaging blocks of pixels; None keeps them.
 
     Raises:
-        UserError: an unknown name, missing or broken data, or a size that does not divide the images'.
+        UserError: an unknown name, missing or broken data, or a size that does not divide the image size.
     """
     if name == "cifar10":
         data = load_cifar10(Path(root))

@@ -1,4 +1,4 @@
-"""Labelled images in memory: checked on loading, and normalised by public constants."""
+"""Labelled images in memory, split for tuning, and normalised by public constants."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,7 +22,7 @@ class ImageData:
         y_test: labels (M,), int64.
         num_classes: number of classes.
         source: where it was found, for the record.
-        sha256: SHA-256 in hex of each file that was read, by its path under the root.
+        sha256: SHA-256 in hex of each file that was read, by its path below the root.
     """
 
     x_train: Tensor
@@ -45,19 +45,21 @@ class ImageData:
 
 
 def hold_out(data: ImageData, share: float, key: int = 0) -> ImageData:
-    """Set about a `share` of the training images aside, and validate on them in place of the test set; for tuning.
+    """Hold out about a `share` of the training images, and validate on them in place of the test set; for tuning.
 
-    The split follows a hash of each image's own pixels and the public `key`: no image affects the side of another one,
-    and equal images are on the same side. The remaining images keep their order.
+    An image is held out or not by a hash of its own pixels and the public `key`. So no image affects the choice of
+    another one, and equal images are chosen together. The remaining images keep their order.
 
     Raises:
-        UserError: a share that leaves one of the two sides empty.
+        UserError: a share that leaves one of the two sets empty.
     """
     count = len(data.x_train)
     places = torch.tensor([keyed_fraction(image.tobytes(), key) for image in data.x_train.numpy()], dtype=torch.float64)
     held = places < share
     if not 0 < (wanted := int(held.sum())) < count:
-        raise UserError(f"data.holdout={share} of {count} training images leaves one side empty; give 0.2, say.")
+        raise UserError(
+            f"data.holdout={share} of {count} training images leaves one set empty; give a share such as 0.2."
+        )
     return replace(
         data,
         x_train=data.x_train[~held],
@@ -71,7 +73,7 @@ def hold_out(data: ImageData, share: float, key: int = 0) -> ImageData:
 def average_pool(images: Tensor, image_size: int) -> Tensor:
     """Average square blocks of pixels: uint8 (N, C, H, H) to uint8 (N, C, image_size, image_size)."""
     kernel = images.shape[-1] // image_size
-    # In pieces: as float32 all of CIFAR-10 would take another 0.6 GB.
+    # In pieces, because all of CIFAR-10 in float32 would take another 0.6 GB.
     pooled = [F.avg_pool2d(piece.float(), kernel).round().to(torch.uint8) for piece in images.split(4096)]
     return torch.cat(pooled)
 
@@ -86,12 +88,11 @@ _STATISTICS: dict[str, ChannelStatistics] = {
 
 
 def channel_statistics(name: str) -> ChannelStatistics:
-    """Return a data set's public (mean, std) for each channel, of intensities in [0, 1].
+    """Return the public (mean, std) of a data set for each channel, for intensities in [0, 1].
 
-    They are constants of this file, never computed from the data that is loaded. CIFAR-10's are the published
-    mean and standard deviation of its training images, which others computed from those images without
-    noise. Like De et al. (2022) we treat them as public; no epsilon covers them. A mean and deviation of 0.5,
-    as for the digits, depends on no data.
+    They are constants, never computed from the data that are loaded. CIFAR-10's are the published mean and
+    standard deviation of its training images, which others computed from those images without noise. Like De
+    et al. (2022) we treat them as public; no epsilon covers them. The 0.5 of the digits depends on no data.
     """
     return _STATISTICS[name]
 
@@ -104,7 +105,7 @@ def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 
 @lru_cache(maxsize=16)
 def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """255·mean and 255·std, (1, C, 1, 1), copied to a device once, as each copy would synchronise with it."""
+    """255·mean and 255·std, (1, C, 1, 1), on the device; cached, because each copy would synchronise."""
     centre, spread = (
         torch.tensor(values, dtype=torch.float32).to(device).view(1, -1, 1, 1) * 255 for values in (mean, std)
     )

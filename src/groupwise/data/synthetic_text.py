@@ -1,21 +1,21 @@
 """Makes small synthetic data sets from templates and a seed: no file, no network, no licence.
 
-The templates, synthetic/*.yaml, are a grammar: rules, draws from one random generator, and names that are bound along
-the way. A program is a mapping, executed from top to bottom, or a list of programs:
+The templates, synthetic/*.yaml, are grammars of rules and programs. A program binds names to texts that are drawn from
+one random generator. It is a mapping, executed from top to bottom, or a list of programs:
 
 | entry | what it does |
 |---|---|
-| `name: TEXT` | binds a name; in a text `{name}` is what a name stands for, `<rule>` a draw from that list |
+| `name: TEXT` | binds a name; in a text `{name}` is replaced by the name's value, `<rule>` by a draw from that list |
 | `name: LIST`, `name: <rule>` | draws one of a list, uniformly |
 | `one, two: <rule>` | draws without replacement |
 | `who verb: <rule>` | draws a record, and names its fields |
-| `name but a b: <rule>` | draws anything but what `a` and `b` stand for |
-| `one of: [rule, PROGRAM, ...]` | follows one, uniformly |
-| `chance: {0.7: PROGRAM, else: PROGRAM}` | follows the first with that probability |
-| `by name: {VALUE: PROGRAM, ..., else: PROGRAM}` | follows the one for the name's value |
+| `name but a b: <rule>` | draws anything but the values of `a` and `b` |
+| `one of: [rule, PROGRAM, ...]` | runs one of them, uniformly |
+| `chance: {0.7: PROGRAM, else: PROGRAM}` | runs the first with that probability |
+| `by name: {VALUE: PROGRAM, ..., else: PROGRAM}` | runs the one for the name's value |
 
-`{combine: LISTS}` is the list of all combinations. Draws happen in the order of the file, so a seed makes the same
-texts everywhere. pytracery is not used, as it draws from the global generator of the process, and never without
+`{combine: LISTS}` is the list of all combinations. Draws happen in the order of the file, so a seed gives the same
+texts on every machine. pytracery is not used: it draws from the global generator of the process, and always with
 replacement.
 """
 
@@ -94,7 +94,7 @@ class _Grammar:
                 self.names[name] = self.say(str(text))
 
     def say(self, text: str) -> str:
-        """The text with its names and draws in place, from left to right."""
+        """The text with names and draws filled in, from left to right."""
         return _MARK.sub(lambda m: self.say(self.rng.choice(self.rules[m[1]])) if m[1] else str(self.names[m[2]]), text)
 
 
@@ -103,12 +103,12 @@ PairedMaker = Callable[[random.Random], Request]
 
 
 def make_review(rng: random.Random, label: int) -> Texts:
-    """SST-2: a sentence on a film, negative (0) or positive (1); if two clauses disagree, the main one decides."""
+    """SST-2: a sentence about a film, negative (0) or positive (1); of two clauses, the main clause decides."""
     return follow("reviews", "review", rng, label=label)["text"], None
 
 
 def make_pair(rng: random.Random, label: int, task: str) -> Texts:
-    """QNLI, QQP and MNLI: two sentences on films that judge alike, or not; or one on a restaurant, for "neutral"."""
+    """QNLI, QQP and MNLI: two sentences about films that agree or not; "neutral": one of them about a restaurant."""
     first = rng.randrange(2)
     meaning = GLUE[task].classes[label]
     if meaning == "neutral":
@@ -136,7 +136,7 @@ def make_restaurant(rng: random.Random) -> Request:
 
 
 def make_triples_and_texts(rng: random.Random) -> Request:
-    """DART: the slots of a restaurant as triples, and two of its texts."""
+    """DART: the slots of a restaurant as triples, and two texts about it."""
     request = make_restaurant(rng)
     name, *slots = (slot.split(" : ") for slot in request.source.split(" | "))
     source = linearise_triples([(name[1], slot, value) for slot, value in slots])
@@ -166,7 +166,7 @@ SOURCE = "made up by groupwise from templates (seed {})"
 def synthetic_labelled(task: str, seed: int = 0) -> LabelledText:
     """Synthetic sst2, qnli, qqp or mnli: 2,000 training texts and 200 per validation set, with balanced classes.
 
-    The same on every machine; no text is in two sets.
+    They are the same on every machine; no text is in two sets.
     """
     make = LABELLED[task]
     rng, seen, classes = random.Random(f"{task} {seed}"), set[Texts](), GLUE[task].classes
@@ -195,7 +195,7 @@ def synthetic_paired(task: str, seed: int = 0) -> PairedText:
 
 
 def _labelled(count: int, make: LabelledMaker, classes: int, rng: random.Random, seen: set[Texts]) -> Labelled:
-    """`count` new examples, their labels in turn and then shuffled."""
+    """`count` new examples with labels in equal numbers, shuffled."""
     rows: list[tuple[Texts, int]] = []
     while len(rows) < count:
         label = len(rows) % classes

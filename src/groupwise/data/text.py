@@ -1,7 +1,6 @@
-"""Reads texts from files: tables and dialogues with the texts that people wrote for them, and public text.
+"""Reads pairs of texts from files: tables with descriptions (E2E, DART) and dialogues with summaries (SAMSum).
 
-Tables of E2E and DART are linearised as in Li & Liang (2021), and SAMSum's dialogues are in the paper's instruction
-format (appendix C).
+The tables are linearised as in Li & Liang (2021). The dialogues are in the paper's instruction format (appendix C).
 """
 
 import io
@@ -34,8 +33,8 @@ _SLOT_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "fami
 def load_e2e(root: Path, train_file: str | None = None) -> PairedText:
     """Load E2E from `root`/e2e: trainset.csv (or trainset.reconstructed.csv), devset.csv, testset_w_refs.csv.
 
-    Each row of the training file is an example. For validation and test the rows of one MR are one request with several
-    references, in the order of the MRs' first rows.
+    Each row of the training file is an example. In the validation and test sets the rows of one meaning representation
+    (MR) are one request with several references, in the order in which the MRs first occur.
 
     Raises:
         UserError: a missing file or column, an empty cell, or an MR that cannot be parsed.
@@ -56,11 +55,11 @@ def load_e2e(root: Path, train_file: str | None = None) -> PairedText:
 def load_dart(root: Path, train_file: str | None = None) -> PairedText:
     """Load DART v1.1.1 from `root`/dart: dart-v1.1.1-full-train.json, -dev.json, -test.json (or -test.from_xml.json).
 
-    One set of triples with one of its texts is a training example; one entry of the file, with all its texts, is a
-    request. Texts are unchanged: one of the test set's references is empty.
+    A set of triples and one of its texts are a training example. An entry of the file, with all its texts, is a
+    request. Texts are not changed; one of the test set's references is empty.
 
     Raises:
-        UserError: a missing file, no JSON, or an entry of another form.
+        UserError: a missing file, a file that is not JSON, or an entry of another form.
     """
     folder = root / "dart"
     train = folder / (train_file or "dart-v1.1.1-full-train.json")
@@ -76,12 +75,12 @@ def load_dart(root: Path, train_file: str | None = None) -> PairedText:
 
 
 def linearise_mr(mr: str) -> str:
-    """Write an MR as text: "name[Alimentum], area[city centre], familyFriendly[no]" becomes
-    "name : Alimentum | area : city centre | family friendly : no".
+    """Write an MR as text.
 
-    The form is that of Li & Liang (2021) and Li et al. (2022): eatType becomes Type, priceRange price, and
-    familyFriendly family friendly; slots keep the MR's order. Values are unchanged, whereas those authors' copy of the
-    data is tokenised (£ 30).
+    "name[Alimentum], area[city centre], familyFriendly[no]" becomes
+    "name : Alimentum | area : city centre | family friendly : no". As in Li & Liang
+    (2021) and Li et al. (2022), eatType becomes Type, priceRange price, and familyFriendly family friendly. Slots keep
+    the MR's order. Values are unchanged. (In those authors' copy of the data they are tokenised: £ 30.)
 
     Raises:
         ValueError: the MR is not a list of slot[value].
@@ -113,7 +112,7 @@ def linearise_triples(triples: list[Any]) -> str:
 
 
 def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
-    """Read the columns mr and ref of one file as (linearised MR, reference), a row each.
+    """Read the columns mr and ref of one file as pairs (linearised MR, reference), one per row.
 
     Raises:
         UserError: the file or a column is missing, a cell is empty, or an MR cannot be parsed.
@@ -129,7 +128,7 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
     missing = [name for name in ("mr", "ref") if name not in table]
     if missing or table.empty:
         what = f"no column {missing[0]}" if missing else "no row"
-        raise UserError(f"{path} has {what}; expected the header mr,ref and rows of both, so replace the file.")
+        raise UserError(f"{path} has {what}; the header mr,ref and at least one row are needed, so replace the file.")
     pairs = []
     for number, (mr, reference) in enumerate(zip(table["mr"], table["ref"].str.strip(), strict=True), start=1):
         try:
@@ -146,7 +145,7 @@ def read_dart_json(path: Path) -> list[Request]:
     """Read one file: a list of {"tripleset": [[subject, predicate, object], ...], "annotations": [{"text"}, ...]}.
 
     Raises:
-        UserError: the file is missing or no JSON, or an entry is of another form; the message has its number, from 0.
+        UserError: the file is missing or not JSON, or an entry has another form; the message gives its number, from 0.
     """
     requests = []
     for number, entry in enumerate(read_json_list(path, DART_FILES)):
@@ -165,7 +164,7 @@ def read_dart_json(path: Path) -> list[Request]:
 
 
 def _first_there(folder: Path, names: tuple[str, ...]) -> str:
-    """The first of the names that is a file in the folder; the first name if none is."""
+    """The first of the names that is a file in the folder; if none is, the first name."""
     return next((name for name in names if (folder / name).is_file()), names[0])
 
 
@@ -178,7 +177,7 @@ def load_samsum(root: Path, train_file: str | None = None) -> PairedText:
     A row without a dialogue, of which the published training file has one, is dropped and counted in `source`.
 
     Raises:
-        UserError: a missing file, no JSON, a row without one of the three fields, or an empty summary.
+        UserError: a missing file, a file that is not JSON, a row without one of the fields, or an empty summary.
     """
     folder = root / "samsum"
     files = [folder / (train_file or "train.json"), folder / "val.json", folder / "test.json"]
@@ -197,7 +196,7 @@ def load_samsum(root: Path, train_file: str | None = None) -> PairedText:
 
 
 def instruct(dialogue: str) -> str:
-    """The source of a dialogue: an instruction before it and the delimiter of the summary after it.
+    """The source of a dialogue: an instruction before it, and the delimiter of the summary after it.
 
     The paper prepends "Summarize the following dialogue" to inputs and "TL;DR" to outputs. Here the delimiter is at
     the end of the source, so that loss and generated text cover the summary alone.
@@ -209,7 +208,7 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
     """Read one file as (instructed dialogue, summary), and how many rows without a dialogue were dropped.
 
     Raises:
-        UserError: the file is missing or no JSON, a row lacks a field, or a summary is empty.
+        UserError: the file is missing or not JSON, a row lacks a field, or a summary is empty.
     """
     pairs, dropped = [], 0
     for number, row in enumerate(read_json_list(path, SAMSUM_FILES)):
@@ -223,7 +222,7 @@ def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
         else:
             dropped += 1
     if not pairs:
-        raise UserError(f"{path} holds no row with a dialogue; at least one is needed, so replace the file.")
+        raise UserError(f"{path} has no row with a dialogue; replace the file.")
     return pairs, dropped
 
 

@@ -1,4 +1,4 @@
-"""Holds and selects the examples of a language task, and reads files with their fingerprints."""
+"""Holds and selects the examples of a language task, and reads and hashes files."""
 
 import hashlib
 import json
@@ -33,8 +33,8 @@ class LabelledText:
         train: the training set.
         valid: validation sets by name, the first one under ""; MNLI has "mismatched" too.
         classes: the classes' names, by label.
-        source: where it was found, and what was left out, in words.
-        sha256: SHA-256 in hex of each file that was read, by its path under the root.
+        source: where the data are from, and what was left out, in words.
+        sha256: SHA-256 in hex of each file that was read, by its path below the root.
     """
 
     train: Labelled
@@ -54,14 +54,14 @@ class Request:
 
 @dataclass(frozen=True)
 class PairedText:
-    """A task of generation.
+    """A text generation task.
 
     Attributes:
-        train: (source, target). One pair, a row of the file, is one example and the unit of privacy; sources repeat.
+        train: pairs (source, target). One pair is one example and the unit of privacy; sources may repeat.
         valid: requests for validation.
         test: requests for testing.
-        source: where it was found, and what was left out, in words.
-        sha256: SHA-256 in hex of each file that was read, by its path under the root.
+        source: where the data are from, and what was left out, in words.
+        sha256: SHA-256 in hex of each file that was read, by its path below the root.
     """
 
     train: list[tuple[str, str]]
@@ -83,20 +83,22 @@ Data = TypeVar("Data", LabelledText, PairedText)
 
 
 def hold_out(data: Data, share: float, seed: int = 0) -> Data:
-    """Set a random `share` of the training set aside, and validate on it instead; for tuning (0.2 in appendix A.2).
+    """Hold out a random `share` of the training set, and validate on it instead; for tuning (0.2 in appendix A.2).
 
     The split is fixed by `seed`, and the remaining rows keep their order. Labelled rows are chosen by their number
-    alone, exactly `share` of them. Pairs are chosen by the text of their source, about `share` of them: no source is on
-    both sides, and no row affects the side of another source. The test set is unchanged; the new validation set
-    replaces all others.
+    alone, exactly `share` of them. Pairs are chosen by a hash of their source, about `share` of them: pairs with the
+    same source stay together, and no row affects the choice of another source. The test set is unchanged; the new
+    validation set replaces all others.
 
     Raises:
-        UserError: a share that leaves one of the two sides empty.
+        UserError: a share that leaves one of the two sets empty.
     """
     count = len(data.train)
     wanted = round(share * count)
     if not 0 < wanted < count:
-        raise UserError(f"data.holdout={share} of {count} training examples leaves one side empty; give 0.2, say.")
+        raise UserError(
+            f"data.holdout={share} of {count} training examples leaves one set empty; give a share such as 0.2."
+        )
     source = f"{data.source}; {share:g} of the training set held out to validate on (seed {seed})"
     if isinstance(data, LabelledText):
         held = set(_order(count, seed)[:wanted])
@@ -106,7 +108,7 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     sources = {request.source for request in requests if keyed_fraction(request.source, seed) < share}
     if not 0 < len(sources) < len(requests):
         raise UserError(
-            f"data.holdout={share} of {len(requests)} sources leaves one side empty: give another share, or leave it "
+            f"data.holdout={share} of {len(requests)} sources leaves one set empty: give another share, or leave it "
             "out."
         )
     return replace(
@@ -118,9 +120,9 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
 
 
 def keep(data: Data, limit: int, seed: int = 0) -> Data:
-    """Keep a random choice of `limit` training examples, fixed by `seed`, in their order; a smaller limit is a subset.
+    """Keep `limit` training examples in their order, chosen at random by `seed`.
 
-    The choice depends on the rows' numbers, never on their content.
+    A smaller limit keeps a subset of them. The choice depends on the number of a row, never on its content.
     """
     count = len(data.train)
     if limit >= count:
@@ -133,7 +135,7 @@ def keep(data: Data, limit: int, seed: int = 0) -> Data:
 
 
 def _order(count: int, seed: int) -> list[int]:
-    """0..count - 1 shuffled, the same on every machine."""
+    """0..count - 1, shuffled; the same on every machine."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
@@ -144,15 +146,15 @@ def _rows(part: Labelled, rows: list[int]) -> Labelled:
 
 
 def sha256_of_examples(examples: object) -> str:
-    """Fingerprint of examples (lists, strings, numbers) without a file: SHA-256 of their JSON, in hex."""
+    """SHA-256, in hex, of the JSON of examples (lists, strings, numbers) that do not come from a file."""
     return sha256_of_bytes(json.dumps(examples, ensure_ascii=False).encode())
 
 
 def read_text(path: Path, advice: str) -> str:
-    """Read a file as UTF-8, without a byte-order mark; `advice` says how to fix it when it is missing.
+    """Read a file as UTF-8, without a byte-order mark; `advice` says what to do if it is missing.
 
     Raises:
-        UserError: no such file, or no UTF-8.
+        UserError: no such file, or it is not UTF-8.
     """
     if not path.is_file():  # reading a pipe could block, and a device may never end
         raise UserError(f"{path} is missing; {advice}.")
@@ -168,7 +170,7 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
     """Read a JSON file that holds a list of objects, at least one.
 
     Raises:
-        UserError: no such file, no JSON, or JSON of another form.
+        UserError: no such file, or it is not JSON of this form.
     """
     try:
         rows = json.loads(read_text(path, advice))
@@ -178,7 +180,7 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
     except (ValueError, RecursionError, MemoryError) as error:  # lone surrogates and thousands of brackets too
         raise UserError(f"{path} is not readable JSON ({reason(error)}); replace it.") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path} does not hold a list of objects, as the published file does; replace it.")
+        raise UserError(f"{path} is not a list of objects like the published file; replace it.")
     return rows
 
 
@@ -200,9 +202,9 @@ def sha256_of_bytes(*chunks: bytes) -> str:
 
 
 def keyed_fraction(content: str | bytes, key: int) -> float:
-    """A number in [0, 1) like a uniform draw, but the same on every machine and independent of other rows.
+    """A number in [0, 1) that looks uniformly random, but depends on this content and the key alone.
 
-    Equal contents have equal numbers, so copies of a row are never on both sides of a split.
+    Equal contents have equal numbers, so a split never separates copies of a row.
     """
     raw = content.encode() if isinstance(content, str) else content
     return int.from_bytes(hashlib.sha256(f"{key}\n".encode() + raw).digest()[:8]) / 2**64

@@ -1,4 +1,4 @@
-"""Makes the networks to train, with names and weights as their libraries have them."""
+"""Builds the networks to train. Names of parameters are those of the original libraries."""
 
 from groupwise.models.image_networks import WideResNet, scatter_cnn
 

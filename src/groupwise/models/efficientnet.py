@@ -68,7 +68,7 @@ class Lite0Features(nn.Module):
         self._conv_head, self._bn1 = SameConv(320, FEATURES, 1), _norm(FEATURES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The mean over all places of the last activations."""
+        """The mean of the last activations over all positions."""
         states = self._blocks(F.relu6(self._bn0(self._conv_stem(images))))
         return F.relu6(self._bn1(self._conv_head(states))).mean((2, 3), keepdim=True)
 
@@ -82,7 +82,7 @@ def load_lite0() -> nn.Module:
     """The network with its weights, in eval mode.
 
     Raises:
-        UserError: they have not been fetched.
+        UserError: the weights have not been fetched.
     """
     from safetensors.torch import load_file
 
@@ -91,7 +91,7 @@ def load_lite0() -> nn.Module:
         weights = load_file(path)
     except OSError as error:
         raise UserError(
-            f"model=lite0_head needs {SOURCE}: fetch it by `python -m groupwise.models.published efficientnet_lite0`."
+            f"model=lite0_head needs {SOURCE}: fetch it with `python -m groupwise.models.published efficientnet_lite0`."
         ) from error
     network = Lite0Features()
     network.load_state_dict({name: value for name, value in weights.items() if not name.startswith("_fc.")})
@@ -99,7 +99,10 @@ def load_lite0() -> nn.Module:
 
 
 def lite0_head(num_classes: int) -> nn.Module:
-    """Two layers on features (B, 1280, 1, 1), normalised example by example without weights: 330,000 weights."""
+    """A head of two linear layers, 330,000 weights: features (B, 1280, 1, 1) -> logits (B, num_classes).
+
+    The features of each example are normalised first, without trainable parameters.
+    """
     return nn.Sequential(
         nn.Flatten(),
         nn.LayerNorm(FEATURES, elementwise_affine=False),

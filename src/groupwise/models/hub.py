@@ -13,20 +13,20 @@ OWN = "pretrained/"
 
 
 def locate(key: str, name: str) -> str:
-    """The argument for `from_pretrained`: a folder, or a name on the hub, where transformers asks and has its cache.
+    """The argument for `from_pretrained`: a folder, or a name that transformers looks up on the hub or in its cache.
 
     Args:
         key: the key of the configuration that holds `name`, for messages.
         name: a folder, or a name on the hub.
 
     Raises:
-        UserError: no such folder of this project.
+        UserError: a model of this project whose folder is missing.
     """
     place = find_source(name)
     if name.startswith(OWN) and not Path(place).is_dir():
         raise UserError(
-            f"{key}={name} is one of this project's models and is not here: run `make pretrained` for those of "
-            "scale=lite, and take the others from a checkout."
+            f"{key}={name} is a model of this project, and its folder is missing: run `make pretrained` for the "
+            "models of scale=lite; the others are in the git repository."
         )
     return place
 
@@ -57,7 +57,7 @@ def load_tokenizer(name: str) -> Any:
         tokenizer(["A text."])  # settings of a wrong type raise only here
     except Exception as error:  # tokenizers raises bare ones
         raise UserError(
-            f"{name} holds no tokeniser that can be read ({reason(error)}): give model.tokenizer=FOLDER, which "
+            f"{name} has no readable tokeniser ({reason(error)}): give model.tokenizer=FOLDER, a folder that "
             "save_pretrained wrote."
         ) from error
     if not tokenizer.is_fast or len(tokenizer) == 0:
@@ -71,8 +71,8 @@ SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
     """The model's configuration: its shape, special tokens and dropout, without weights.
 
-    Fresh weights take their special tokens from the tokeniser. Without `source` they also take the size of its
-    vocabulary, unless `shape` gives one.
+    With fresh weights, the special tokens are those of the tokeniser. Without `source`, the vocabulary has the size of
+    the tokeniser's too, unless `shape` gives another.
 
     Raises:
         UserError: no model is named, or it is not found; an unknown architecture, key or value; a tokeniser with more
@@ -131,8 +131,8 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
     for key, value in _shape(type(config), settings).items():
         if getattr(config, key) != value:
             raise UserError(
-                f"model.shape.{key}={value} is not that of model.source={source}, which has {getattr(config, key)}: "
-                "choose model=hub, which assumes no shape, or add model.fresh=true."
+                f"model.shape.{key}={value} contradicts model.source={source}, which has {getattr(config, key)}: "
+                "choose model=hub, which sets no shape, or add model.fresh=true for random weights."
             )
     return config
 
@@ -186,6 +186,8 @@ def _set_dropout(config: Any, settings: ModelConfig) -> None:
         ("attention_dropout", settings.attention_dropout, attention),
     ):
         if value and not names:
-            raise UserError(f"model.{key}={value:g} was given, but a {config.model_type} has none: leave it out.")
+            raise UserError(
+                f"model.{key}={value:g} was given, but a {config.model_type} model has no such dropout: leave it out."
+            )
         for name in names if value is not None else ():
             setattr(config, name, float(value))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Replaces images by fixed features of them, which are computed once and cached on disk.
+"""Replaces images by fixed features, which are computed once and cached on disk.
 
-A feature is a function of its own image alone, so a model that is trained privately on features is private in the
-images. Wavelet scattering (Mallat 2012; kymatio) of depth J = 2 with 8 angles has no weights; Tramèr and Boneh (2021)
+The features of an image depend on that image alone. So private training on the features protects the images too.
+Wavelet scattering (Mallat 2012; kymatio) of depth J = 2 with 8 angles has no weights; Tramèr and Boneh (2021)
 trained small networks on it. EfficientNet-Lite0's weights were trained on ImageNet, so they count as public.
 """
 
@@ -26,7 +26,7 @@ SCALE = 2
 COEFFICIENTS = 81
 """Scattering features per channel: 1 + 8 J + 64 J (J - 1) / 2."""
 PIECE = 500
-"""Images that are transformed together."""
+"""How many images are transformed at once."""
 
 
 def scattering(data: ImageData) -> ImageData:
@@ -40,8 +40,8 @@ def scattering(data: ImageData) -> ImageData:
     side = data.image_size
     if side < 8 or side % 2**SCALE:
         raise UserError(
-            f"The images have {side} pixels a side, but scattering takes 8, 12, 16, ...: leave data.image_size out, or "
-            "give a multiple of 4."
+            f"The images are {side} pixels wide, but scattering needs a width of 8, 12, 16, ...: leave data.image_size "
+            "out, or give a multiple of 4."
         )
     shape = (COEFFICIENTS * data.channels, side // 2**SCALE, side // 2**SCALE)
 
@@ -62,10 +62,12 @@ def lite0(data: ImageData) -> ImageData:
     Images are enlarged to 112×112 pixels first; they take about 6 ms each.
 
     Raises:
-        UserError: the weights are not there; grey images.
+        UserError: the weights are missing, or the images are grey.
     """
     if data.channels != 3:
-        raise UserError(f"EfficientNet-Lite0 reads colours, but {data.source} has {data.channels}: choose cifar10.")
+        raise UserError(
+            f"EfficientNet-Lite0 needs 3 channels, but {data.source} has {data.channels}: give data.name=cifar10."
+        )
 
     def make() -> Callable[[Tensor], Tensor]:
         network = load_lite0()
@@ -77,7 +79,7 @@ def lite0(data: ImageData) -> ImageData:
 
 
 FEATURES_OF = {"scatter_cnn": scattering, "lite0_head": lite0}
-"""model.name -> what it reads in place of images."""
+"""model.name -> the function that replaces its images by features."""
 
 
 def _replaced(
@@ -113,7 +115,7 @@ def _features(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, write)
     except OSError:
-        pass  # without a cache it only takes longer
+        pass  # without a cache the next run computes them again
     return features
 
 

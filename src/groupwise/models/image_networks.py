@@ -14,15 +14,15 @@ from groupwise.errors import UserError
 def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
     """Choose the groups of a GroupNorm: `norm_groups`, but never so many that a group is a single channel.
 
-    A group of one channel subtracts each channel's own mean. Before a global average pooling that leaves
-    nothing but the bias: the network is constant. So the count is the largest divisor of `channels` that is
+    A group of one channel subtracts each channel's own mean. Before a global average pooling only the bias
+    would remain, and the network would be constant. So the count is the largest divisor of `channels` that is
     at most min(norm_groups, channels // 2).
 
     Args:
         channels: channels of the layer's input.
         norm_groups: the number of groups asked for (16 in De et al.).
-        stem: the input is the 16-channel first convolution, which De et al. do normalise in 16 groups of one
-            channel; there the bound is min(norm_groups, channels), so the published network stays itself.
+        stem: the input is the 16-channel first convolution, which De et al. normalise in 16 groups of one
+            channel. There the bound is min(norm_groups, channels), as in the published network.
 
     Returns:
         A divisor of `channels`, at least 1.
@@ -94,11 +94,11 @@ class WideResNet(nn.Module):
         width: factor on the stages' 16, 32 and 64 channels.
         num_classes: length of the logits.
         in_channels: channels of the images.
-        norm_groups: groups of each GroupNorm, less where channels are few; see `group_count`.
+        norm_groups: groups of each GroupNorm; fewer if there are few channels, see `group_count`.
         weight_standardization: standardise the filters of every convolution.
 
     Raises:
-        UserError: another depth.
+        UserError: a depth that is not 6n + 4.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class WideResNet(nn.Module):
 
 
 def _init_classifier(classifier: nn.Linear) -> None:
-    """Draw weights of variance 1/fan_in from a normal cut at two standard deviations, as De et al. do."""
-    std = classifier.in_features**-0.5 / 0.8796  # 0.8796: what the cut leaves of the standard deviation
+    """Draw weights of variance 1/fan_in from a normal truncated at two standard deviations, as De et al. do."""
+    std = classifier.in_features**-0.5 / 0.8796  # truncation multiplies the standard deviation by 0.8796
     nn.init.trunc_normal_(classifier.weight, std=std, a=-2 * std, b=2 * std)
     nn.init.zeros_(classifier.bias)
 
@@ -147,20 +147,22 @@ HIDDEN = 64
 
 
 def scatter_cnn(num_classes: int, in_channels: int, side: int, norm_groups: int = 27) -> nn.Module:
-    """Two convolutions with tanh on normalised features (their table 8; 182,000 weights on CIFAR-10).
+    """Two convolutions with tanh on normalised features (Tramèr and Boneh's table 8; 182,000 weights on CIFAR-10).
 
     Args:
-        num_classes: width of the output.
-        in_channels: features of a place, 243 on CIFAR-10; normalised in groups, without weights, example by example.
+        num_classes: number of logits.
+        in_channels: features per position, 243 on CIFAR-10. The features of each example are normalised in groups,
+            without trainable parameters.
         side: height and width of the features, 8 on CIFAR-10.
-        norm_groups: of that normalisation; a divisor of `in_channels`.
+        norm_groups: groups of that normalisation, a divisor of `in_channels`.
 
     Raises:
         UserError: groups that do not divide the channels.
     """
     if norm_groups < 1 or in_channels % norm_groups:
         raise UserError(
-            f"model.norm_groups={norm_groups} does not divide the {in_channels} scattering channels: take 27 or 9, say."
+            f"model.norm_groups={norm_groups} does not divide the {in_channels} scattering channels: give a divisor, "
+            "such as 27 or 9."
         )
     return nn.Sequential(
         nn.GroupNorm(norm_groups, in_channels, affine=False),

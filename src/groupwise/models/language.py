@@ -20,8 +20,8 @@ UNLIMITED = sys.maxsize
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
     """A model with a head for `classes`, in training mode, float32: logits (B, len(classes)).
 
-    A head that the weights do not have (or have for other classes) is fresh, from torch's global seed, as is BERT's
-    pooler where only a language model was pretrained. Causal models classify by their last token.
+    If the weights have no head, or one for other classes, the head is initialised at random from torch's global seed.
+    So is BERT's pooler if only a language model was pretrained. Causal models classify by their last token.
 
     Raises:
         UserError: as `make_config`; weights that cannot be read, are not safetensors, or lack more than the head.
@@ -36,10 +36,10 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
 def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     """A model that predicts the next token, in training mode, float32: logits (B, T, V).
 
-    Head and token embedding are one parameter where the model says so; `settings.untie` makes them two equal ones.
+    Head and token embedding are tied if the model's configuration says so; `settings.untie` makes the head a copy.
 
     Raises:
-        UserError: as `load_classifier`; an encoder, which sees future tokens.
+        UserError: as `load_classifier`; or the model is an encoder, which sees future tokens.
     """
     import_torchvision_first()
     return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
@@ -72,7 +72,7 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
     if kind == "CausalLM":
         _refuse_encoder(settings, config)
     automatic = getattr(transformers, f"AutoModelFor{kind}")
-    # Frozen weights of half precision are never held in float32; what trains is raised to it by `choose_trainable`.
+    # Frozen weights in half precision are never held in float32; `choose_trainable` converts trainable ones to it.
     half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
     options = {
         "dtype": torch.bfloat16 if half else torch.float32,
@@ -96,13 +96,13 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.
 
 
 def padding_token(model: nn.Module) -> int:
-    """The model's padding token, before which a causal classifier takes its last token; 0 if it has none."""
+    """The model's padding token, or 0 if it has none. A causal classifier reads the last token before the padding."""
     found = model.config.get_text_config().pad_token_id  # type: ignore[operator,union-attr]
     return 0 if found is None else int(found)
 
 
 def _refuse_encoder(settings: ModelConfig, config: Any) -> None:
-    """Refuse a model that sees future tokens; what has no class of the kind, transformers refuses."""
+    """Refuse a model that sees future tokens; transformers itself refuses one without a causal head."""
     import transformers
 
     masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
@@ -161,7 +161,7 @@ def untie(model: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report on fresh heads, which are expected, and without its progress bars."""
+    """Switch off transformers' warnings about new heads, which are expected, and its progress bars."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -179,8 +179,8 @@ def _quiet() -> Iterator[None]:
 class MeanPooled(nn.Module):
     """`model.pool=mean`: a classifier of transformers whose head reads the mean over all tokens except padding.
 
-    What would read the first token (RoBERTa's head, BERT's pooler) reads the mean in its place. It is called like the
-    model and returns what the model does, with `logits` (B, classes).
+    The module that would read the first token (RoBERTa's head, BERT's pooler) reads the mean instead. This is called
+    like the model, and returns the model's outputs, with `logits` (B, classes).
 
     Raises:
         UserError: the model has no such module.
@@ -193,11 +193,11 @@ class MeanPooled(nn.Module):
             head = pooler
         if head is None:
             raise UserError(
-                f"model.pool=mean is for heads that read the first token, such as RoBERTa's and BERT's, and "
-                f"{type(model).__name__} has another."
+                f"model.pool=mean is for heads that read the first token, such as RoBERTa's and BERT's, but "
+                f"{type(model).__name__} has no such head: leave model.pool out."
             )
         self.model = model
-        self._reader = (head,)  # in a tuple: it is a part of the model already
+        self._reader = (head,)  # in a tuple, so that torch does not register it a second time
 
     def forward(self, attention_mask: Tensor, **inputs: Any) -> Any:
         """The model's outputs from `attention_mask` (B, T) and its other inputs."""

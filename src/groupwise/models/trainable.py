@@ -1,4 +1,4 @@
-"""Chooses which parameters of a language model train (all, some kind, or adapters), and in which precision."""
+"""Chooses which parameters of a language model are trained (all, one kind, or adapters), and in which precision."""
 
 import warnings
 from collections.abc import Callable
@@ -27,11 +27,11 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
 
     The head is what a classifier adds to the pretrained model (`is_head`). A language model has none: its output layer
     was pretrained, and is often tied to the token embedding. Trainable parameters are float32. Frozen matrices are
-    `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, where they meet float32 layers.
+    `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, because other layers are float32.
 
     Raises:
         UserError: a choice that no parameter of the model matches, or adapters that peft refuses;
-            `settings.rematerialize` for a model that cannot compute its blocks again.
+            `settings.rematerialize` for a model without activation checkpointing.
     """
     match settings.trains:
         case "all":
@@ -47,7 +47,7 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad or settings.frozen_dtype == "float32":
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        elif parameter.dim() > 1:  # biases and norms are small, and torch's norms refuse mixed dtypes
+        elif parameter.dim() > 1:  # biases and norms are small, and torch's normalisation refuses mixed dtypes
             parameter.data = parameter.data.to(torch.bfloat16)
     if settings.rematerialize:
         _rematerialize(model)
@@ -58,7 +58,9 @@ def _rematerialize(model: Any) -> None:
     """Keep only each block's input; the backward pass computes the block again."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not getattr(network, "supports_gradient_checkpointing", False):
-        raise UserError(f"{type(network).__name__} cannot compute its blocks again: leave model.rematerialize out.")
+        raise UserError(
+            f"{type(network).__name__} does not support activation checkpointing: leave model.rematerialize out."
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # of the newer name, which older releases lack
         network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -67,7 +69,7 @@ def _rematerialize(model: Any) -> None:
 def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> None:
     names = {name for name, _ in model.named_parameters() if chosen(name)}
     if not names:
-        raise UserError(f"{type(model).__name__} has no {what} that could train alone: choose another model.trains.")
+        raise UserError(f"{type(model).__name__} has no {what} to train: choose another model.trains.")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names or is_head(model, name))
 
@@ -79,14 +81,14 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
     adapters.
 
     Raises:
-        UserError: a target that names no layer; other settings that peft refuses.
+        UserError: a target names no layer, or peft refuses other settings.
     """
     import_torchvision_first()  # before transformers, whose import would fail
     import peft
 
     head = [name for name, _ in model.named_parameters() if is_head(model, name)]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft itself sets it right layer by layer
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects it layer by layer
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft's call
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
         try:
@@ -103,7 +105,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
             raise UserError(f"peft refuses model.lora ({error}): correct it.") from error
     for target in settings.targets:
         if not any(f".{name}".endswith(f".{target}") for name in adapted.targeted_module_names):
-            raise UserError(f"model.lora.targets={target} names no layer that could take an adapter: correct it.")
+            raise UserError(f"model.lora.targets={target} names no layer that can have an adapter: correct it.")
     return adapted  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Makes tasks by name: data, model, loss and metrics."""
+"""Makes a task by its name: data, model, per-example losses and metrics."""
 
 from groupwise.tasks.registry import TASKS, make_task
 

@@ -1,4 +1,4 @@
-"""Beam search over many prompts, by transformers' `generate`."""
+"""Beam search over many prompts, with transformers' `generate`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,24 +28,23 @@ def generate(
     """Generate a text for each prompt: the best beam up to an end token, stripped.
 
     A text depends on its own prompt alone, not on the other prompts of its batch. Prompts of similar length are padded
-    on the left under a mask; a prompt so long that fewer than `max_new_tokens` fit after it shares no batch with
-    others. The model runs in eval mode and is then put back. Nothing random is drawn, whatever the model's own
-    generation settings are. An attached clipping engine is not involved.
+    on the left, with a mask. The prompts of a batch have room for equally many new tokens. The model runs in eval mode;
+    afterwards its mode is restored. The search draws no random numbers, whatever the model's own generation settings
+    are, and an attached clipping engine does nothing.
 
     Args:
-        model: a causal language model of transformers, with or without peft's adapters, or a stand-in for one.
-        tokenizer: its tokeniser; the end token also pads where there is no pad token.
+        model: a causal language model of transformers, with or without peft's adapters.
+        tokenizer: the model's; if it has no padding token, the end token is used.
         prompts: token ids, at least one each.
-        settings: beams, max_new_tokens, length_penalty, and batch_size, in prompts, which is halved when memory runs
-            out; `limit` is left to the caller.
+        settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
+            `limit` is not used.
         ends: tokens that end a text; by default the tokeniser's end token alone.
-        device: where the model is.
-        single_line: a text ends at its first line break; so do the beams, so that later tokens do not affect which one
-            is chosen.
+        device: of the model.
+        single_line: whether a line break ends a text. It ends beams too, so that later tokens do not affect the choice.
 
     Raises:
-        UserError: a prompt is empty, or leaves no room for a token; the tokeniser has no end token; the model is not a
-            causal language model.
+        UserError: a prompt is empty or too long, the tokeniser has no end token, or the model is not a causal language
+            model.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("The tokeniser has no end token, so generation would never stop: set its eos_token.")
@@ -54,8 +53,8 @@ def generate(
     for prompt in prompts:
         if not 1 <= len(prompt) < positions:
             raise UserError(
-                f"A prompt has {len(prompt)} tokens, and the model has {positions} positions: give it at least one "
-                f"token and at most {positions - 1}."
+                f"A prompt has {len(prompt)} tokens, and the model has {positions} positions: give 1 to "
+                f"{positions - 1} tokens."
             )
     lengths = [len(prompt) for prompt in prompts]
     breaks = _line_breaks(generator, tokenizer).to(device) if single_line else None
@@ -74,8 +73,7 @@ def generate(
 
 
 def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size: int) -> list[list[int]]:
-    """Indices of prompts in batches of at most `size`, the longest first; prompts of a batch have the same room for new
-    tokens."""
+    """Batches of at most `size` indices, the longest prompts first; a batch has one room for new tokens."""
 
     def room(index: int) -> int:
         return min(settings.max_new_tokens, positions - lengths[index])
@@ -132,7 +130,7 @@ def _generator(model: nn.Module) -> Any:
 
 @contextmanager
 def _quiet(model: nn.Module, generator: Any) -> Iterator[None]:
-    """Eval mode, without the model's own generation settings, which would override defaults of ours."""
+    """Eval mode, without the model's own generation settings, which would override ours."""
     from transformers import GenerationConfig
 
     own, generator.generation_config = generator.generation_config, GenerationConfig()
@@ -150,7 +148,7 @@ def _line_breaks(generator: Any, tokenizer: Any) -> Tensor:
 
 
 def _line_end(breaks: Tensor, width: int) -> Any:
-    """Stops a row (a prompt of `width` tokens, then new ones) at a line break, except for leading ones."""
+    """Stops a row (a prompt of `width` tokens, then new ones) at a line break that follows other text."""
 
     def ended(rows: Tensor, scores: Any, **_: Any) -> Tensor:
         new = breaks[rows[:, width:]]

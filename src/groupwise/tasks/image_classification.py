@@ -1,4 +1,4 @@
-"""Classifies images from scratch, by a wide residual network (section 4.1, appendix A.1) or on scattering features."""
+"""Image classification: a wide residual network (section 4.1, appendix A.1), or a small network on fixed features."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -44,7 +44,7 @@ class ImageClassification(Task):
         self._network = torch.compile(model) if compiled else model
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Tensor]:
-        """{"images": (n, C, H, W), "labels": (n,)}; all images have one size."""
+        """{"images": (n, C, H, W), "labels": (n,)}."""
         images, labels = self._splits["train"]
         rows = row_numbers(examples, images.device)
         return {"images": images[rows], "labels": labels[rows]}
@@ -96,9 +96,9 @@ def make_image_classification(config: RunConfig, device: torch.device) -> ImageC
     mean, std = channel_statistics(config.data.name)
 
     def prepare(images: Tensor) -> Tensor:
-        pixels = images.dtype == torch.uint8  # else features, which the network normalises itself
+        pixels = images.dtype == torch.uint8  # features are normalised by the network itself
         images = (normalize(images, mean, std) if pixels else images.float()).contiguous(memory_format=layout)
-        return images.view(images.shape)  # of one channel with torch's usual strides, by which kernels are chosen
+        return images.view(images.shape)  # gives one channel the usual strides, which torch chooses kernels by
 
     return ImageClassification(
         model,
@@ -145,9 +145,9 @@ def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, 
 
 
 def _first_of_each_class(labels: Tensor, limit: int | None) -> Tensor:
-    """Indices of `limit` examples, the first of each class in turn, in the order of the data; None takes all.
+    """Indices of `limit` examples, the first of each class, in the order of the data; None takes all.
 
-    One more row of a class may push another out, so the guarantee is for neighbouring data sets after this choice.
+    An additional row may displace another one, so the guarantee is for neighbouring data sets after this choice.
     """
     if limit is None or limit >= len(labels):
         return torch.arange(len(labels))

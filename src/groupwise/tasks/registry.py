@@ -1,4 +1,4 @@
-"""Makes a task by its name, or by the user's function that `own_task._target_` names."""
+"""Makes a task by its name, or with the user's function `own_task._target_`."""
 
 import importlib
 import os
@@ -14,10 +14,10 @@ from groupwise.training.task import Task
 def make_own_task(config: RunConfig, device: torch.device) -> Task:
     """The `Task` that ``function(config, device, **options)`` returns, where `options` is the rest of `own_task`.
 
-    The module is looked for on Python's path, then in the working folder. Exceptions of the function pass through.
+    The module is searched on Python's path, then in the working folder. Exceptions of the function are not caught.
 
     Raises:
-        UserError: it cannot be imported, or does not return a `Task`.
+        UserError: the function cannot be imported, or does not return a `Task`.
     """
     options = {str(key): value for key, value in config.own_task.items() if key != "_target_"}
     target = str(config.own_task["_target_"])
@@ -29,7 +29,7 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
     except Exception as error:  # the user's module may raise anything on import
         raise UserError(
             f"own_task._target_={target} cannot be imported ({type(error).__name__}: {reason(error)}): give "
-            "module.function, and put the module's folder on PYTHONPATH or run the command there."
+            "module.function, and add the module's folder to PYTHONPATH or run the command in it."
         ) from error
     task = function(config, device, **options)
     if not isinstance(task, Task):
@@ -44,7 +44,7 @@ TASKS = {
     **dict.fromkeys(("sst2", "qnli", "qqp", "mnli"), "text_classification"),
     **dict.fromkeys(("e2e", "dart", "samsum"), "text_generation"),
 }
-"""Name -> the module of this package whose function `make_<module>` makes it: imported only for its own tasks."""
+"""Name -> the module of this package with the function `make_<module>`; it is imported only when needed."""
 
 
 def make_task(config: RunConfig, device: torch.device) -> Task:
@@ -55,7 +55,9 @@ def make_task(config: RunConfig, device: torch.device) -> Task:
     """
     own = bool(config.own_task)
     if own and config.task in TASKS:
-        raise UserError(f"task={config.task} is a task of this package: give yours another name, such as task: mine.")
+        raise UserError(
+            f"task={config.task} is a task of this package: give your own task another name, such as task: mine."
+        )
     if not own and config.task not in TASKS:
         known = ", ".join(TASKS)
         raise UserError(f"task={config.task} is unknown: choose one of {known}, or set own_task._target_ in its file.")

@@ -1,4 +1,4 @@
-"""Joins source and target into one sequence of tokens, in the format of the model's family, and pads to tensors."""
+"""Joins source and target into one sequence of tokens, and pads sequences to tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LINE = "\n"
 
 @dataclass(frozen=True)
 class Frame:
-    """begin, source, ending, space + target, end.
+    """The format of an example: begin, source, ending, space + target, end.
 
     Args:
         begin: tokens before the source.
-        ending: tokens that tell the model that the target follows.
+        ending: tokens between source and target.
         end: the token that ends the target.
-        space: of the target's text, between it and the ending.
+        space: text that is put before the target.
         delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
     """
 
@@ -42,10 +42,10 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     """The frame of a model that continues text.
 
     * begin: the token that the tokeniser puts before every text, if any (Llama, Gemma, OPT; not GPT-2, Qwen).
-    * ending: a dialogue's own last line, `delimiter`. For tables, which have none, the token that both begins and ends
-      a text, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of GPT-2 (Li et al., 2022): "source
-      <|endoftext|> target <|endoftext|>", without the space before each of the two. If no token is both, a line break:
-      the model has never seen a token that is only one of them inside a sequence.
+    * ending: the last line of a dialogue, `delimiter`. Tables have no such line. If the model has one token that both
+      begins and ends a text, that is the ending, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of
+      GPT-2 (Li et al., 2022): "source<|endoftext|> target<|endoftext|>". Otherwise it is a line break, because the
+      model has never seen its begin or end token inside a sequence.
     * end: the tokeniser's end of text.
 
     Raises:
@@ -53,7 +53,7 @@ def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
     """
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     if end is None:
-        raise UserError("The tokeniser has no end-of-text token to end targets: choose a causal model's tokeniser.")
+        raise UserError("The tokeniser has no end-of-text token: choose a causal model's tokeniser.")
     first = [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
     if delimiter:
         return Frame(first, _tokens(tokenizer, delimiter), end, " ", delimiter)
@@ -71,7 +71,7 @@ IGNORED = -100
 
 
 def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
-    """The rows, padded on the right with `value`, (B, T) int64; T is the longest row, but at least `length`."""
+    """Pad the rows on the right with `value`: (B, T) int64. T is the length of the longest row, at least `length`."""
     padded = np.full((len(rows), max(length, *(len(row) for row in rows))), value, dtype=np.int64)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
@@ -79,10 +79,10 @@ def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
 
 
 def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-    """The positions at which a causal model predicts row i's tokens from `starts[i]` >= 1 on, and those tokens, (B, P).
+    """The positions at which a causal model predicts the tokens of row i from `starts[i]` >= 1 on, and these tokens.
 
-    Token t is predicted at position t - 1. P is the largest number of targets in a row; shorter rows are padded with
-    position 0 and the label `IGNORED`.
+    Both are (B, P). Token t is predicted at position t - 1. P is the largest number of targets in a row; shorter rows
+    are padded with position 0 and the label `IGNORED`.
     """
     positions = [np.arange(start - 1, len(row) - 1) for row, start in zip(rows, starts, strict=True)]
     labels = [row[start:] for row, start in zip(rows, starts, strict=True)]
@@ -90,16 +90,15 @@ def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray) 
 
 
 class ModelInputs:
-    """Makes the arguments of one model's forward from rows of tokens, each with the batch as its first axis.
+    """Makes the arguments of one model's forward from rows of tokens. The batch is their first axis.
 
-    Positions are passed explicitly: a model that makes its own has one row for all examples, without per-example
-    gradients. They are 0, 1, 2 … as in GPT-2 and BERT; if the position table has a padding row p, as in RoBERTa, they
-    are p + 1, p + 2 … and p at padding. Token types are passed only to models with a table for them (GPT-2 would add
-    token embeddings instead).
+    Positions are passed explicitly, because positions that a model makes itself have no batch axis. They are 0, 1, 2 …
+    as in GPT-2 and BERT. If the position table has a padding row p, as in RoBERTa, they are p + 1, p + 2 … and p at
+    padding. Token types are passed only to models with a table for them: GPT-2 would look them up among its tokens.
 
     Args:
         model: a transformers model, or adapters around one.
-        pad_token: the token at padding; the choice makes no difference.
+        pad_token: the token at padding; any token gives the same result.
     """
 
     def __init__(self, model: nn.Module, pad_token: int) -> None:
@@ -118,8 +117,8 @@ class ModelInputs:
     ) -> dict[str, Any]:
         """input_ids, attention_mask (1 at tokens, 0 at padding), position_ids and token_type_ids, (B, T) int64 each.
 
-        T is the longest row, but at least `length`. Only arguments that the model takes are included; its cache is
-        switched off.
+        T is the length of the longest row, at least `length`. Only arguments that the model takes are included; its
+        cache is switched off.
         """
         lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
         tokens = pad(rows, self._pad_token, length)
@@ -150,7 +149,7 @@ def _padding_position(model: nn.Module) -> int | None:
 
 
 CHUNK = 4096
-"""How many texts are tokenised at once, as a tokeniser's output takes much more memory than the tokens."""
+"""How many texts are tokenised at once, because a tokeniser's output takes much more memory than the tokens."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class Samples:
 
 
 class PairEncoder:
-    """Encodes sources and targets in the frame of the model's tokeniser.
+    """Encodes sources and targets as tokens, in a `Frame`.
 
     If an example is longer than `max_length`, its source is truncated, never the frame. A target that is too long by
     itself is truncated too, and loses its end token.
@@ -184,7 +183,7 @@ class PairEncoder:
     Args:
         tokenizer: of a causal model.
         frame: the tokens around a source and a target.
-        max_length: tokens.
+        max_length: the most tokens of an example.
     """
 
     def __init__(self, tokenizer: Any, frame: Frame, max_length: int) -> None:
@@ -219,11 +218,11 @@ class PairEncoder:
         return Samples(rows, np.array(starts, dtype=np.int64), cut)
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
-        """Encode sources alone as prompts, as in training, in at most `most` tokens."""
+        """Encode sources as prompts of at most `most` tokens, in the format of training."""
         return self._prompts(sources, self._frame.ending, min(most, self._most))
 
     def in_context(self, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Encode demonstrations and a source, as one text, in at most `most` tokens; a table's ending is left out."""
+        """Encode texts of demonstrations and a source as prompts of at most `most` tokens; tables get no ending."""
         frame = self._frame
         return self._prompts(texts, frame.ending if frame.delimiter else [], most)
 
@@ -247,26 +246,26 @@ class PairEncoder:
 
 
 PROMPT_SETS = 3
-"""The paper samples three sets of prompts and averages over them (section on fine-tuning GPT-3 on SAMSum)."""
+"""The paper averages over three sets of prompts (section on fine-tuning GPT-3 on SAMSum)."""
 
 
 def demonstrations(
     train: Sequence[tuple[str, str]], shots: int, prompt_set: int, fits: Callable[[str], bool]
 ) -> list[tuple[str, str]]:
-    """The `shots` training examples of prompt set 0, 1 or 2; the same ones in every run.
+    """The `shots` training examples of prompt set 0, 1 or 2; they are the same in every run.
 
-    Examples are drawn in a fixed random order, no source twice, and dealt to the three sets in turn. So no example is
-    in two sets, and a set with fewer shots is the beginning of one with more.
+    Examples are drawn in a fixed random order, no source twice, and assigned to the three sets in turn. So no example
+    is in two sets, and a set with fewer shots is the beginning of a set with more.
 
     No privacy guarantee: these are unmodified training examples.
 
     Args:
         train: (source, target) pairs.
         shots: k; 0 gives none.
-        fits: whether a demonstration is short enough in the prompt; the others are skipped.
+        fits: whether a demonstration is short enough for the prompt; others are skipped.
 
     Raises:
-        UserError: too few examples that fit for three sets.
+        UserError: too few examples fit into a prompt for three sets.
     """
     keys = random.Random(0)
     order = sorted(range(len(train)), key=[keys.random() for _ in train].__getitem__)
@@ -282,14 +281,15 @@ def demonstrations(
     if len(chosen) < shots * PROMPT_SETS:
         raise UserError(
             f"eval.shots={shots} needs {shots * PROMPT_SETS} training examples ({PROMPT_SETS} sets) that are short "
-            f"enough for the model's context, and there are {len(chosen)}: give fewer shots."
+            f"enough for the model's context, but there are only {len(chosen)}: give fewer shots."
         )
     return chosen[prompt_set::PROMPT_SETS]
 
 
 def in_context_prompt(shown: Sequence[tuple[str, str]], source: str) -> str:
-    """The demonstrations (source, space, target) and then the source to continue, separated by blank lines. Without
-    demonstrations it is the source alone (0-shot).
+    """The demonstrations (source, space, target) and the source to continue, separated by blank lines.
+
+    Without demonstrations it is the source alone (0-shot).
 
     No privacy guarantee: the demonstrations are training examples.
     """

@@ -1,4 +1,4 @@
-"""Classifies text: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
+"""Text classification: SST-2, QNLI, QQP and MNLI with an encoder such as RoBERTa (section 5.2, appendix A.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Examples:
 
 
 class TextClassification(TextTask):
-    """Cross-entropy of each text, and accuracy on one validation set or several."""
+    """Cross-entropy of each text, and accuracy on one or more validation sets."""
 
     def __init__(
         self,
@@ -56,11 +56,14 @@ class TextClassification(TextTask):
         self._train, self._valid = train, valid
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """The model's inputs, (n, T) each, and "labels" (n,); T is the longest text, `even` up to a multiple of 8."""
+        """The model's inputs, (n, T) each, and "labels" (n,).
+
+        T is the length of the longest text; `even` rounds it up to a multiple of 8.
+        """
         return self._read(self._train, examples, even)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Cross-entropy of each, (n,)."""
+        """Cross-entropy of each example, (n,)."""
         return self._losses(model, batch)[0]
 
     def evaluate(
@@ -116,8 +119,10 @@ def _load(config: RunConfig) -> LabelledText:
 
 
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
-    """Tokenise sentences or pairs with the model's special tokens; of a pair that is too long, the longer side is
-    cut."""
+    """Tokenise sentences or pairs with the model's special tokens.
+
+    If a pair is too long, its longer text is truncated.
+    """
     tokens: list[np.ndarray] = []
     types: list[np.ndarray] = []
     cut = 0

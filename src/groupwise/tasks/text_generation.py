@@ -1,7 +1,7 @@
-"""Generates text from a source by a causal model: E2E and DART (tables to text), SAMSum (summaries); section 5.3.
+"""Text generation with a causal model: E2E and DART (tables to text), SAMSum (summaries); section 5.3.
 
-The loss is on the target's tokens and the end of text alone, as in Li & Liang (2021) and Li et al. (2022); source
-tokens are not predicted. `samples.py` says how the two are joined in one sequence.
+Only the target's tokens and the end of text count in the loss, as in Li & Liang (2021) and Li et al. (2022).
+`samples.py` joins source and target in one sequence.
 """
 
 import json
@@ -51,13 +51,13 @@ from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others are scored as in the E2E challenge."""
 Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
-"""(tokeniser, prompts, settings, end tokens) -> texts, as `beam_search.generate` for one model."""
+"""(tokeniser, prompts, settings, end tokens) -> texts, such as `beam_search.generate` with its model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
 
 class TextGeneration(TextTask):
-    """Cross-entropy of each target given its source; perplexity, and at the end beam search on the test set."""
+    """Cross-entropy of each target given its source, perplexity, and finally beam search on the test set."""
 
     splits = ("valid", "test")
     headline = "perplexity"
@@ -78,9 +78,9 @@ class TextGeneration(TextTask):
         self._outputs: list[dict[str, Any]] = []
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` where there is none.
+        """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` outside of the target.
 
-        T is the longest sequence; `even` rounds T and P up to multiples of 8.
+        T is the length of the longest sequence; `even` rounds T and P up to multiples of 8.
         """
         return self._read(self._samples["train"], examples, even)
 
@@ -113,13 +113,13 @@ class TextGeneration(TextTask):
         return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
 
     def metrics(self, split: Split, rows: np.ndarray, outcomes: Tensor, write: Write | None = None) -> dict[str, float]:
-        """The metrics of `evaluate` from each example's loss, which a pipeline computes itself.
+        """The metrics of `evaluate` from the losses of examples, which a pipeline computes itself.
 
         Args:
-            split: evaluated.
-            rows: examples of it, (n,).
+            split: of the examples.
+            rows: the examples' numbers, (n,).
             outcomes: their losses, the mean or sum over their own target tokens as in training, (n,).
-            write: generates texts, and so makes the evaluation final.
+            write: generates texts for a final evaluation; None for others.
         """
         losses, lengths = outcomes.double(), torch.from_numpy(self._samples[split].target_lengths[rows])
         totals = losses if self._token_loss == "sum" else losses * lengths
@@ -132,10 +132,10 @@ class TextGeneration(TextTask):
         return found | self._score(requests, prompts, write)
 
     def evaluate_in_context(self, shots: int, prompt_set: int) -> dict[str, float]:
-        """Scores, as in `evaluate`, of the texts generated from `shots` training examples and a test input.
+        """Scores, as in `evaluate`, of texts generated from `shots` training examples and a test input.
 
-        Not private: the prompt contains those examples. Each demonstration gets at most an equal share of the prompt's
-        length; an input that is still too long is truncated as in training.
+        Not private: the prompt contains these examples. A demonstration takes at most 1 / (shots + 1) of the prompt's
+        length. An input that is too long is truncated as in training.
 
         Raises:
             UserError: too few training examples that are short enough.
@@ -148,14 +148,14 @@ class TextGeneration(TextTask):
         return self._score(requests, prompts, partial(generate, self.model, device=self.device))
 
     def outputs(self) -> dict[str, list[dict[str, Any]]]:
-        """{"test": a {"source", "output", "references"} for each input}, of the last generation."""
+        """{"test": [{"source", "output", "references"}, ...]} of the last generation, one entry per input."""
         return {"test": self._outputs} if self._outputs else {}
 
     def _requests(self) -> list[Request]:
         return self._data.test[: self._generate.limit]
 
     def _score(self, requests: Sequence[Request], prompts: list[list[int]], write: Write) -> dict[str, float]:
-        """Generate a text for each prompt, keep them, and compare them with the references."""
+        """Generate and keep a text for each prompt; returns the scores against the references."""
         if not requests:
             return {}
         with self.precision():
@@ -179,10 +179,10 @@ class TextGeneration(TextTask):
         return self.inputs(tokens, self.device, length=length) | {"labels": labels}
 
     def _token_losses(self, model: nn.Module, read: dict[str, Any]) -> Tensor:
-        """Losses of the last P tokens, (n, P), from the first target's first token on.
+        """Losses of the last P tokens, (n, P), where the earliest target begins.
 
-        The last P positions are sliced, not gathered row by row, which keeps the batch axis plain. For sequences of
-        similar length this costs hardly more.
+        The last P positions are sliced, not gathered row by row, so that the batch axis is easy to trace. For sequences
+        of similar length this costs hardly more.
         """
         labels = read["labels"]
         kept = labels.shape[1] + 1  # the last position predicts nothing
@@ -192,15 +192,15 @@ class TextGeneration(TextTask):
 
 
 class TextFeed:
-    """Sources and targets, right-padded; see `training.task.Feed`.
+    """Microbatches of sources and targets, padded on the right; see `training.task.Feed`.
 
-    T is the longest of the logical batch, P the most target tokens in it; both are rounded up to a multiple of 8 (at
-    most `max_length`).
+    T is the longest length in the logical batch, and P the largest number of target tokens. Both are rounded up to a
+    multiple of 8, at most `max_length`.
 
     Args:
         samples: of one split.
-        pad_token: the token at padding; the choice makes no difference.
-        max_length: the longest that an example can be.
+        pad_token: the token at padding; any token gives the same result.
+        max_length: the most tokens of an example.
         device: of the microbatches.
     """
 
@@ -252,7 +252,7 @@ def make_text_generation(
 ) -> TextGeneration:
     """`task=e2e|dart|samsum` on files, or on synthetic pairs (`data.name=synthetic`).
 
-    `build` makes the model from its settings and the tokeniser, with what trains chosen; None loads it to `device`.
+    `build` makes the model from its settings and the tokeniser, and freezes parameters; None loads it to `device`.
     """
     check_installed()
     tokenizer = find_tokenizer(config)
@@ -281,7 +281,7 @@ def _load(config: RunConfig) -> PairedText:
 
 
 def _private(data: PairedText) -> list[str]:
-    """SHA-256 of the training file, the first file that is read."""
+    """The SHA-256 of the training file, which is the first of the files."""
     return list(data.sha256.values())[:1]
 
 
@@ -307,11 +307,11 @@ def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]
 
 
 PROVENANCE, RECORD = "provenance.json", "vocabulary.json"
-"""Records beside weights and tokeniser, with the SHA-256 of the public files that these were made from."""
+"""Records in the folder of weights and tokeniser. They list the SHA-256 of the public files these were made from."""
 
 
 def public_text(config: RunConfig, private: Iterable[str]) -> str:
-    """A phrase that names the public files behind weights and tokeniser, from their records; empty without a record.
+    """A phrase that names the public files that weights and tokeniser were made from; empty without a record.
 
     Args:
         config: the run's.
@@ -328,15 +328,15 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
         for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
             raise UserError(
                 f"The {part} of model.source={config.model.source} were made from {name}, which this run should "
-                "protect: start from other public text (model.source), or from random weights (model.fresh=true) with "
-                "another model.tokenizer."
+                "protect: start from weights of other public text (model.source), or from random weights "
+                "(model.fresh=true) with another model.tokenizer."
             )
     lines = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
     return "; ".join(lines)
 
 
 def _digests(source: str | None, name: str, trail: tuple[str, ...]) -> Mapping[str, str]:
-    """{file: SHA-256} of a record beside a model; empty without a record."""
+    """{file: SHA-256} of a record in a model's folder; empty without a record."""
     if source is None or not (file := Path(find_source(source)) / name).is_file():
         return {}
     try:

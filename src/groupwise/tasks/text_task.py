@@ -1,4 +1,4 @@
-"""The parts that all text tasks share: eval and training mode, order by length, token losses, and export."""
+"""What all text tasks share: order by length, token losses, the choice of data, and export."""
 
 from __future__ import annotations
 
@@ -55,23 +55,26 @@ class TextTask(Task):
         self._network = torch.compile(network) if config.train.compile else network
 
     def describe_data(self) -> dict[str, Any]:
-        """Source, SHA-256 of the files, counts, lengths and how many examples were cut."""
+        """Source and SHA-256 of the files, counts, lengths, and how many examples were truncated."""
         return self._description
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """Longest first, so that microbatches need little padding; equal lengths keep their order."""
+        """Longest first, so that microbatches need little padding; examples of equal length keep their order."""
         return examples[longest_first(self._lengths[examples])]
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write a transformers folder in float32, or only the adapters if only adapters train."""
+        """Write the model as a transformers folder, or the adapters alone if only adapters are trained."""
         save_network(self.model, self.tokenizer, folder, provenance)
 
     def even_length(self, tokens: Sequence[np.ndarray]) -> int:
-        """The longest row's length, rounded up to a multiple of `ROUND` but at most the model's positions."""
+        """The length of the longest row, rounded up to a multiple of 8, at most the model's positions."""
         return rounded(max(len(row) for row in tokens), position_limit(self.model))
 
     def logits(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The model's output in the run's precision, then at least in float32; the task's own model may be compiled."""
+        """The model's logits, computed in the run's precision and returned in float32 or better.
+
+        The task's own model runs compiled if `train.compile` is set.
+        """
         network = self._network if model is self.model else model
         with self.precision():
             logits = network(**inputs).logits
@@ -114,7 +117,7 @@ def per_example(losses: Tensor, labels: Tensor, token_loss: str) -> Tensor:
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """The tokeniser of `model.tokenizer`, else of `model.source`; refuses a network that is not for text."""
+    """The tokeniser of `model.tokenizer`, else of `model.source`; refuses an image network."""
     if config.model.name in IMAGE_MODELS:
         raise UserError(
             f"The chosen model's network {config.model.name} cannot read text: choose model=roberta_base or gpt2 for "
@@ -130,13 +133,13 @@ def check_length(max_length: int, least: int, model: nn.Module) -> None:
     """Refuse a `max_length` above the model's number of positions, or too short for any text."""
     most = position_limit(model)
     if max_length > most:
-        raise UserError(f"data.max_length={max_length} is longer than the model, which has {most} positions: lower it.")
+        raise UserError(f"data.max_length={max_length} is more than the {most} positions of the model: lower it.")
     if max_length < least:
         raise UserError(f"data.max_length={max_length} leaves no room for text: give at least {least}.")
 
 
 def choose_data(config: RunConfig, from_files: Callable[[Path], Data], made_up: Callable[[str], Data]) -> Data:
-    """The data of `data.name`, below `paths.data` or synthetic, after `data.holdout` and `data.train_limit`."""
+    """The data of `data.name`, from files or synthetic, with `data.holdout` and `data.train_limit` applied."""
     settings = config.data
     if settings.name == "files":
         data = from_files(Path(config.paths.data).expanduser())
@@ -155,7 +158,7 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     Args:
         config: the run's.
         source: where the data are from.
-        sha256: of each file.
+        sha256: SHA-256 of each file.
         lengths: tokens of each training example, (N,).
         cut: training examples that were longer than `data.max_length`.
     """
@@ -183,7 +186,7 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
     """Write weights, configuration and tokeniser as `save_pretrained` does, and provenance.json with their SHA-256.
 
     Args:
-        model: a transformers model, or adapters around one: then the adapters alone are written.
+        model: a transformers model; of a model with adapters, only the adapters are written.
         tokenizer: the model's.
         folder: created if it is missing.
         provenance: where the weights come from.
@@ -206,8 +209,10 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
 
 
 def _forget_last_call(tokenizer: Any) -> None:
-    """Reset truncation and padding, which a fast tokeniser would write into tokenizer.json: they show whether an
-    example was too long."""
+    """Reset truncation and padding, which a fast tokeniser would save in tokenizer.json.
+
+    They would reveal whether an example was too long.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
