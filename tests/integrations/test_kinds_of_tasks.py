@@ -106,7 +106,7 @@ def test_smoothed_labels_are_those_of_transformers(tmp_path, make):
 
 def test_smoothing_is_for_classes_and_tokens():
     make, labels = KINDS["regression"]
-    with pytest.raises(UserError, match="these labels are neither"):
+    with pytest.raises(UserError, match="needs labels that are classes or tokens"):
         find_losses(make(), [batch_of(rows(labels, 1))], 1e-5, smoothing=0.1)
 
 
@@ -134,7 +134,7 @@ def test_privacy_is_also_a_dict(tmp_path):
     given = PrivacyArguments(epsilon=3)
     assert PrivacyArguments.of(given) is given
     for wrong, says in (
-        ({"target_epsilon": 3}, r"privacy knows no 'target_epsilon' \(did you mean epsilon\?\)"),
+        ({"target_epsilon": 3}, r"privacy has no argument 'target_epsilon' \(did you mean epsilon\?\)"),
         ({"max_grad_norm": 3}, r"'max_grad_norm' \(did you mean threshold\?\)"),
     ):
         with pytest.raises(UserError, match=says):

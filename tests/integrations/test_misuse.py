@@ -109,10 +109,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, losses=mixed).train(),
         "a layer or the loss mixes the examples of a batch",
     ),
-    "no labels": (without_labels, "no whole numbers as 'labels'"),
+    "no labels": (without_labels, "no integer 'labels'"),
     "secure_noise with a source that is not secure": (
         lambda f: trainer(f, budget=privacy(secure_noise=True)),
-        "secure_noise=True does not reach the given noise_source",
+        "secure_noise=True has no effect on a given noise_source",
     ),
     "a dataset without numbered examples": (
         lambda f: trainer(f, train_dataset=Stream()).train(),
@@ -124,11 +124,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "train() twice": (twice, "training again would spend another epsilon"),
-    "resuming from save_only_model": (only_the_model, "is no whole checkpoint of a private training"),
+    "resuming from save_only_model": (only_the_model, "is not a complete checkpoint of a private training"),
 }
 """In an empty folder."""
 AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
-    "train() where a killed run can go on": (lambda f: trainer(f).train(), "a private training that did not end"),
+    "train() where a killed run can go on": (lambda f: trainer(f).train(), "an unfinished private training"),
     "resuming with other settings": (
         lambda f: resume(f, weight_decay=0.1),
         "made with weight_decay=0.0, but here it is 0.1",
@@ -138,24 +138,24 @@ AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: resume(f, budget=privacy(threshold=2.0)),
         "made with threshold=1.0, but here it is 2.0",
     ),
-    "resuming without the optimiser's state": (no_optimizer_state, "is no whole checkpoint of a private training"),
+    "resuming without the optimiser's state": (no_optimizer_state, "is not a complete checkpoint"),
     "resuming on other data": (lambda f: resume(f, train_dataset=Texts(48)), "was made with dataset_size="),
-    "resuming without the key": (without_the_key, ".noise_key.pt: bring it there if the run was killed"),
+    "resuming without the key": (without_the_key, ".noise_key.pt: if the folder was moved, move the key"),
     "resuming where the folder was moved to": (
         lambda f: resume(f.rename(f / ".." / f"{f.name}-moved")),
-        "-moved.noise_key.pt: bring it there if",
+        "-moved.noise_key.pt: if the folder was moved",
     ),
     "resuming into another folder, whose key would stay for good": (
         lambda f: trainer(f / "other").train(f / "checkpoint-3"),
-        "lies outside of output_dir",
+        "is outside of output_dir",
     ),
 }
 AFTER_THE_END: dict[str, tuple[Callable[[Path], object], str]] = {
     "going back after the end": (
         lambda f: trainer(f).train(str(f / "checkpoint-3")),
-        "one that is done cannot be resumed",
+        "A finished run cannot be resumed",
     ),
-    "going on after the end": (resume, "one that is done cannot be resumed"),
+    "going on after the end": (resume, "A finished run cannot be resumed"),
 }
 
 

@@ -103,7 +103,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, whole, killed, asked):
 def test_where_the_last_checkpoint_was_cut_off_the_one_before_it_is_taken_by_name(tmp_path, whole, killed):
     copy_run(killed, tmp_path)
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
-    with pytest.raises(UserError, match=r"checkpoint-6 is no whole checkpoint .* an earlier one"):
+    with pytest.raises(UserError, match=r"checkpoint-6 is not a complete checkpoint .* an earlier one"):
         trainer(tmp_path).train(True)
     resumed = trainer(tmp_path)
     resumed.train(str(tmp_path / "checkpoint-3"))

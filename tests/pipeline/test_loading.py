@@ -170,7 +170,7 @@ def test_all_weights_can_train_where_the_head_is_untied(folders, tokenizer):
     tied = ModelConfig(source=str(folders["gpt2", "shards"]))
     stage = loaded(tied, tokenizer, 0, stages=1)
     assert stage.head.weight is stage.body.wte.weight
-    with pytest.raises(UserError, match="at once, as token embedding and as head"):
+    with pytest.raises(UserError, match="at once, as token embedding and head"):
         loaded(tied, tokenizer, 0)
 
 

@@ -224,7 +224,7 @@ def test_a_parameter_outside_all_parts_is_refused():
 def test_a_stage_where_nothing_trains_is_refused():
     model = untied("gpt2").requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    with pytest.raises(UserError, match=r"Nothing trains on stage 0"):
+    with pytest.raises(UserError, match=r"Stage 0 has nothing to train"):
         cut(model, ((0, 2), (2, 4)), 1)
 
 

@@ -1,5 +1,5 @@
-"""Trains privately in the loops of other libraries: `groupwise.integrations.transformers`."""
+"""Private training with other libraries: `groupwise.integrations.transformers`."""
 
 from groupwise.torchvision_import import import_torchvision_first
 
-import_torchvision_first()  # before transformers, which falls where torchvision is built for another torch
+import_torchvision_first()  # before transformers, whose import fails if torchvision is built for another torch

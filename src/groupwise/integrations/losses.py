@@ -1,4 +1,4 @@
-"""Computes one loss for each example where the model of transformers would return their mean."""
+"""Computes one loss per example for models of transformers, which return the mean loss of a batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,26 +16,28 @@ from groupwise.training.task import eval_mode
 
 LossesOf = Callable[[nn.Module, dict[str, Any]], Tensor]
 """(model, inputs of b examples) -> their losses, (b,)."""
-GIVE_LOSSES = "give PrivateTrainer(losses=...), a function of (model, inputs) that returns one loss for each example"
+GIVE_LOSSES = "give PrivateTrainer(losses=...), a function of (model, inputs) that returns one loss per example"
 
 
 def cross_entropies(
     model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False, smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy of logits (b, C) with labels (b,), or its mean over tokens, of (b, T, V) with (b, T); returns (b,).
+    """Cross-entropies of b examples, (b,).
+
+    Logits (b, C) go with labels (b,). For logits (b, T, V) and labels (b, T) it is the mean over an example's tokens.
 
     Args:
-        model, inputs: of b examples; the labels are not given to the model, which would average over the batch. A
-            decoder reads them shifted to the right, as an encoder-decoder has it.
-        shifted: the logits at position t are of token t + 1, as in a causal model.
-        smoothing: the share of each target that all classes or tokens have alike.
+        model, inputs: of b examples. The labels are not given to the model, which would average over the batch. The
+            decoder of an encoder-decoder gets them shifted to the right.
+        shifted: the logits at position t are those of token t + 1, as in a causal model.
+        smoothing: label smoothing, the share of each target that is spread over all classes or tokens.
 
     Raises:
-        UserError: labels of another kind or shape.
+        UserError: labels of another type or shape.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
-        raise UserError(f"The inputs have no whole numbers as 'labels', so no loss is known for them: {GIVE_LOSSES}.")
+        raise UserError(f"The inputs have no integer 'labels', so their loss is unknown: {GIVE_LOSSES}.")
     inputs = {name: value for name, value in inputs.items() if name != "labels"}
     shift_right = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if labels.ndim == 2 and shift_right is not None and "decoder_input_ids" not in inputs:
@@ -54,9 +56,10 @@ def cross_entropies(
 
 
 def means_over_outputs(model: nn.Module, inputs: dict[str, Any], *, loss: Callable[..., Tensor] = F.mse_loss) -> Tensor:
-    """Mean over an example's outputs of ``loss`` of logits (b, C) and labels (b, C) or, for C = 1, (b,); returns (b,).
+    """The mean of ``loss`` over the C outputs of each example, (b,).
 
-    Squared errors for regression, `F.binary_cross_entropy_with_logits` for several labels at once.
+    Logits are (b, C); labels are (b, C) or, for C = 1, (b,). The squared error is for regression,
+    `F.binary_cross_entropy_with_logits` for several labels at once.
     """
     labels = inputs["labels"]
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
@@ -70,9 +73,9 @@ def means_over_outputs(model: nn.Module, inputs: dict[str, Any], *, loss: Callab
 
 
 def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Question answering: half the cross-entropies of a span's first and last token, (b,).
+    """Question answering: the mean cross-entropy of a span's first and last token, (b,).
 
-    Padding is no answer: its logits are left out, as otherwise an example's loss would follow the length of others.
+    Logits at padding are left out. Otherwise an example's loss would depend on the length of other examples.
     """
     ends = ("start", "end")
     outputs = model(**{name: value for name, value in inputs.items() if not name.endswith("_positions")})
@@ -91,15 +94,16 @@ def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 def find_losses(
     model: nn.Module, examples: Sequence[dict[str, Any]], tolerance: float, smoothing: float = 0.0
 ) -> LossesOf:
-    """The losses of single examples whose mean is what the model itself computes from labels.
+    """The per-example losses that agree with the loss that the model itself computes from labels.
 
     Args:
-        model: that returns a ``loss`` when it is given labels. examples: inputs of one example each.
-        tolerance: how far the two may be apart, relative to 1 at least.
-        smoothing: of labels, which the model's own loss does not have.
+        model: returns a ``loss`` if it gets labels.
+        examples: the inputs of one example each.
+        tolerance: of the difference, relative to a loss of at least 1.
+        smoothing: label smoothing, which the model's own loss does not have.
 
     Raises:
-        UserError: none is, or the model computes no loss.
+        UserError: none of the known losses agrees, or the model computes no loss.
     """
     candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
     labels = examples[0].get("labels")
@@ -109,20 +113,20 @@ def find_losses(
         several = partial(means_over_outputs, loss=F.binary_cross_entropy_with_logits)
         candidates = (means_over_outputs, several)
     if smoothing and cross_entropies not in candidates:
-        raise UserError(f"label_smoothing_factor={smoothing} is for classes or tokens, and these labels are neither.")
+        raise UserError(f"label_smoothing_factor={smoothing} needs labels that are classes or tokens: leave it out.")
     with eval_mode(model), torch.no_grad():
         found = [(_distance(model, losses_of, examples), losses_of) for losses_of in candidates]
     distance, losses_of = min(found, key=lambda pair: pair[0])
     if not distance <= tolerance:
         raise UserError(
-            f"The model's own loss is none that is known here (cross-entropy, squared error; they differ by "
-            f"{distance:.2g}), so it would train for something else: {GIVE_LOSSES}."
+            f"The model's own loss is neither cross-entropy nor squared error (the closest differs by {distance:.2g}), "
+            f"so its per-example losses are unknown: {GIVE_LOSSES}."
         )
     return partial(losses_of, smoothing=smoothing) if smoothing else losses_of  # type: ignore[call-arg]
 
 
 def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str, Any]]) -> float:
-    """The largest difference between the model's loss and ours; an example without a target has none."""
+    """The largest difference between the model's loss and ours, over the examples for which the model has a loss."""
     found = []
     for inputs in examples:
         ours, own = float(losses_of(model, inputs).mean()), model(**inputs).get("loss")

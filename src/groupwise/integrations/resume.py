@@ -1,7 +1,7 @@
-"""Saves what a private training needs to resume in transformers' checkpoints, and the key of the noise elsewhere.
+"""Saves the state of a private training in transformers' checkpoints, and the noise key elsewhere.
 
 The folder of a checkpoint may be published: its `privacy.pt` has the plan, thresholds and steps, but not the key. The
-key lies beside ``output_dir``, which some trackers upload whole, in a file that only its owner can read.
+key is in a file beside ``output_dir``, because some trackers upload that folder. Only its owner can read the file.
 """
 
 import os
@@ -19,66 +19,66 @@ STATE = "privacy.pt"
 
 
 def key_path(folder: Path) -> Path:
-    """The file with the key of the run in ``folder``, beside the folder: out -> out.noise_key.pt."""
+    """The file beside ``folder`` with the key of its run: out -> out.noise_key.pt."""
     whole = folder.resolve()
     return whole.parent / f"{whole.name}.noise_key.pt"
 
 
 def keep_key(folder: Path, noise: NoiseSource) -> None:
-    """Keep the key of a run that writes its checkpoints into ``folder``, before its first release."""
+    """Save the key of the run in ``folder``; this happens before its first release."""
     path = key_path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(path, noise.state_dict())
 
 
 def check_new(folder: Path) -> None:
-    """Refuse to begin where another run can be resumed.
+    """Refuse to start a run in a folder where another run can be resumed.
 
     Raises:
-        UserError: there are its key and a checkpoint.
+        UserError: the key and a checkpoint of another run are there.
     """
     if key_path(folder).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
         raise UserError(
-            f"{folder} holds a private training that did not end, and a new one would spend another epsilon: "
-            "train(resume_from_checkpoint=True) resumes it, or give another output_dir."
+            f"{folder} holds an unfinished private training, and a new one would spend another epsilon: resume it by "
+            "train(resume_from_checkpoint=True), or give another output_dir."
         )
 
 
 def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
-    """The checkpoint to resume from: ``asked``, or for True the last.
+    """The checkpoint to resume from: ``asked``, or the last one for True.
 
     Raises:
-        UserError: there is none, it is not whole, or it lies elsewhere, where its key would stay.
+        UserError: there is none, it is incomplete, or it is outside of ``folder``, beside which the key is.
     """
     found = asked if isinstance(asked, str | os.PathLike) else get_last_checkpoint(str(folder))
     if found is None or not all((Path(found) / name).exists() for name in (STATE, OPTIMIZER_NAME, TRAINER_STATE_NAME)):
         raise UserError(
-            f"{found or folder} is no whole checkpoint of a private training with its optimiser: give one that "
-            "PrivateTrainer wrote without save_only_model, an earlier one if the last was cut off, or start over."
+            f"{found or folder} is not a complete checkpoint of a private training with its optimiser: give one that "
+            "PrivateTrainer wrote without save_only_model, an earlier one if the last is truncated, or start over."
         )
     if (home := Path(found).absolute().parent).resolve() != folder.resolve():
-        raise UserError(f"{found} lies outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")
+        raise UserError(f"{found} is outside of output_dir={str(folder)!r}: give output_dir={str(home)!r}.")
     return Path(found)
 
 
 def save(folder: Path, private: Private) -> None:
-    """Write ``privacy.pt`` into a checkpoint's folder, where weights and optimiser are."""
+    """Write ``privacy.pt`` into a checkpoint's folder; weights and optimiser are saved by transformers."""
     state = private._state()  # without copies of the weights
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
     save_checkpoint(folder / STATE, {**kept, "of_key": private.core.noise.derive("checkpoint")})
 
 
 def load(folder: Path, private: Private) -> None:
-    """Resume from a checkpoint whose weights and optimiser were read already, with its key.
+    """Resume from a checkpoint whose weights and optimiser have been loaded, with its key.
 
     Raises:
-        UserError: other settings, another key, or none.
+        UserError: other settings, the key of another run, or no key.
     """
     saved, path, core = load_checkpoint(folder / STATE), key_path(folder.absolute().parent), private.core
     if not path.exists():
         raise UserError(
-            f"The key of the noise is not at {path}: bring it there if the run was killed or its folder moved; one "
-            "that is done cannot be resumed."
+            f"The noise key is not at {path}: if the folder was moved, move the key there too. A finished run cannot "
+            "be resumed."
         )
     key = load_checkpoint(path)
     if NoiseSource.from_state(key).derive("checkpoint") != saved["of_key"]:

@@ -1,4 +1,4 @@
-"""Trains privately with the transformers library's Trainer: same arguments, checkpoints, metrics and callbacks."""
+"""Private training with the Trainer of transformers: same arguments, checkpoints, metrics and callbacks."""
 
 import math
 import os
@@ -29,14 +29,14 @@ __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
 
 class PrivateTrainer(Trainer):
-    """`transformers.Trainer` whose training is one `groupwise.make_private`.
+    """A `transformers.Trainer` that trains with `groupwise.make_private`.
 
     A step draws each example with probability B/N, B = per_device_train_batch_size · gradient_accumulation_steps, and
     reads the batch per_device_train_batch_size examples at a time. Drawing, clipping, noise, update and count happen
-    inside of `training_step`, so that no callback or hook sees a gradient without noise. An epoch is ⌈N/B⌉ steps.
+    inside of `training_step`, so no callback or hook sees a gradient without noise. An epoch is ⌈N/B⌉ steps.
 
-    `log_history`, trackers and metrics get ``epsilon``, of the steps that were executed. The training loss, which no
-    noise protects, is called ``nonprivate/loss``; callbacks get it, `log_history` and so checkpoints do not.
+    `log_history`, trackers and metrics get ``epsilon`` of the steps so far. The training loss has no noise and is
+    called ``nonprivate/loss``. Callbacks get it, but it is not kept in `log_history` or checkpoints.
 
     Example:
         trainer = PrivateTrainer(model, args, privacy=PrivacyArguments(epsilon=8), train_dataset=data)
@@ -45,17 +45,18 @@ class PrivateTrainer(Trainer):
     Args:
         model, args, others: as `transformers.Trainer` has them.
         privacy: budget, clipping and noise; also as a dict, ``{"epsilon": 8}``.
-        losses: (model, inputs of b examples) -> (b,) losses, each of its own example alone; by default the model's
-            own where it is known: cross-entropy of ``labels`` for classification, decoders and encoder-decoders (-100
-            predicts nothing), for regression and several labels at once, and of spans for question answering.
-        noise_source: by default a fresh key of the operating system's entropy. Never use one key for two runs.
+        losses: (model, inputs of b examples) -> (b,) losses, where each depends on its own example alone. By default
+            the model's own loss, if it is known: cross-entropy of ``labels`` for classification, decoders and
+            encoder-decoders (-100 predicts nothing), losses for regression and for several labels at once, and that
+            of spans in question answering.
+        noise_source: by default with a new key from the operating system. Never use one key for two runs.
 
     Raises:
         UserError: `TrainingArguments` or others that cannot be private; what `make_private` refuses, at `train`.
     """
 
     private: Private | None = None
-    """The training under way or, detached, the one that ended: `statement()` and `epsilon` say what was spent."""
+    """The private training. After `train` it is detached; `statement()` and `epsilon` still give what was spent."""
 
     def __init__(
         self,
@@ -71,18 +72,18 @@ class PrivateTrainer(Trainer):
         check_arguments(args)
         if privacy.secure_noise and noise_source is not None and not noise_source.secure:
             raise UserError(
-                "secure_noise=True does not reach the given noise_source: make that with secure=True, or leave it out."
+                "secure_noise=True has no effect on a given noise_source: make that with secure=True, or leave it out."
             )
         if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
             raise UserError(
-                "compute_loss gives one loss for a whole batch, which cannot be clipped by example: give "
-                "losses(model, inputs), one loss for each."
+                "compute_loss gives one loss for a whole batch, which cannot be clipped per example: give "
+                "losses(model, inputs), which returns one loss per example."
             )
         super().__init__(model, args, **others)
         if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
             raise UserError(
-                "eval_dataset is the training set, whose losses without noise would stand in the log, and choose the "
-                "checkpoint or the learning rate where these follow eval_loss: give examples that are held out."
+                "eval_dataset is the training set, so losses without noise would be logged, and might choose the "
+                "checkpoint or the learning rate: give examples that are held out."
             )
         self.privacy, self._noise_source = privacy, noise_source
         self._given_losses = losses
@@ -92,7 +93,7 @@ class PrivateTrainer(Trainer):
     # -- the data, and the plan --------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """As many empty inputs as the Trainer's loop has turns: `training_step` draws for itself."""
+        """One empty batch for each microstep of the Trainer's loop: `training_step` draws its own batch."""
         if self.train_dataset is not None:
             length_of(self.train_dataset)
         loader = super().get_train_dataloader()
@@ -107,7 +108,7 @@ class PrivateTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Where model, optimiser and the number of steps are settled, so the private training is made here."""
+        """As the Trainer does; first makes the private training, since all that it needs is known here."""
         if self.is_in_train:
             self._begin(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
@@ -118,8 +119,8 @@ class PrivateTrainer(Trainer):
 
     def _begin(self, steps: int) -> None:
         model: Any = self.model
-        model.train()  # as every step begins, so that what is checked is what trains
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's around it
+        model.train()  # as in training, so that the check sees the same model
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
         rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
         losses = self._given_losses or find_losses(
             model,
@@ -150,11 +151,11 @@ class PrivateTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: Any, **others: Any
     ) -> TrainOutput:
-        """As the Trainer does. Afterwards the model is as it was, with other weights.
+        """As the Trainer does. Afterwards the model is a plain model again, with the trained weights.
 
         Raises:
-            UserError: steps were released here before, and this call does not resume them; the folder holds a training
-                that did not end.
+            UserError: this trainer has released steps that this call does not resume, or the folder has an unfinished
+                training.
         """
         self._resuming = bool(resume_from_checkpoint)
         checkpoint = None
@@ -163,8 +164,8 @@ class PrivateTrainer(Trainer):
         else:
             if released := 0 if self.private is None else self.private.executed:
                 raise UserError(
-                    f"{released} steps were released here, and training again would spend another epsilon: "
-                    "resume_from_checkpoint=True resumes it, and a new PrivateTrainer starts again."
+                    f"{released} steps were released, and training again would spend another epsilon: resume with "
+                    "resume_from_checkpoint=True, or make a new PrivateTrainer to start over."
                 )
             resume.check_new(self._folder)
         try:
@@ -181,7 +182,7 @@ class PrivateTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """One private step, from its drawing to its update, in the last of the turns that accumulate gradients.
+        """One private step, from drawing to update, at the last microstep; the others do nothing.
 
         Returns:
             The mean loss of the drawn examples, (); not private.
@@ -189,19 +190,19 @@ class PrivateTrainer(Trainer):
         if not self.accelerator.sync_gradients or self.private is None:
             return torch.zeros((), device=self.args.device)
         step = self.private.step()
-        # The update is done: accelerate's optimiser, which the Trainer's loop calls next, passes nothing on unless
-        # gradients are in sync.
+        # The update is done. The Trainer's loop calls accelerate's optimiser next, which does nothing as long as
+        # gradients are not in sync.
         self.accelerator.gradient_state._set_sync_gradients(False)
         return torch.tensor(step.nonprivate["loss"], device=self.args.device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """0: they follow the lengths of the examples that were drawn, which no noise protects."""
+        """0, because the true number would reveal the lengths of the drawn examples."""
         return 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the Trainer does, with ``epsilon``; losses on training data become ``nonprivate/...``.
 
-        Those go to callbacks alone: checkpoints, which may be published, keep `log_history`.
+        Only callbacks get those. They are not kept in `log_history`, which is part of checkpoints.
         """
         for name in ("loss", "train_loss"):
             if name in logs:
@@ -213,16 +214,21 @@ class PrivateTrainer(Trainer):
         self.state.log_history[-1] = {name: kept[name] for name in kept if not name.startswith("nonprivate/")}
 
     def create_model_card(self, *args: Any, **others: Any) -> None:
-        """As the Trainer does, which `push_to_hub` calls too, with a section and tags of privacy."""
+        """As the Trainer does, with a section and tags on privacy; `push_to_hub` calls this too."""
         if self.private is None or not self.private.executed:
             return super().create_model_card(*args, **others)
         plan, secret = self.private.plan, self.private.core.noise.is_secret
-        said = {**plan.to_dict(), "private": plan.is_private and secret}  # the plan's ε: who stopped may have looked
+        said = {
+            **plan.to_dict(),
+            "private": plan.is_private and secret,
+        }  # the plan's ε: stopping may have depended on results
         known = others.get("tags") or []
         others["tags"] = [*([known] if isinstance(known, str) else known), *(TAGS if said["private"] else ())]
         super().create_model_card(*args, **others)
         path = self._folder / "README.md"
-        text = re.sub(r"\| +\|\n\|:", "| Epsilon |\n|:", path.read_text(encoding="utf-8"))  # it leaves the name out
+        text = re.sub(
+            r"\| +\|\n\|:", "| Epsilon |\n|:", path.read_text(encoding="utf-8")
+        )  # the Trainer leaves this column without a name
         write_text(path, f"{text.rstrip()}\n\n{privacy_section(said)}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Trains a model in stages, one process and one device each, that clip what they host (per-device, Algorithm 2)."""
+"""Trains a model in pipeline stages, one per process and device. Each stage clips its own parameters (Algorithm 2)."""

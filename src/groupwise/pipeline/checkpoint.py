@@ -1,7 +1,8 @@
 """Saves checkpoints and weights of a pipeline, one file per stage, on a file system that all processes share.
 
-`checkpoint.pt` names a folder with every stage's file and is written last, so a run that is killed always leaves a
-complete checkpoint. Weights are saved under the whole model's names, so any number of stages can read them.
+`checkpoint.pt` names the folder with the files of all stages. It is written last, so there is always a complete
+checkpoint, even if a run is killed. Weights are saved under the whole model's names, so any number of stages can read
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from groupwise.training.checkpoint import load_checkpoint, previous, save_checkp
 from groupwise.training.ranks import Ranks
 
 LARGEST = 8 << 30
-"""Bytes up to which a model is also written as one file."""
+"""The largest model, in bytes, that is also written as one file."""
 
 
 def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Ranks) -> None:
@@ -29,7 +30,7 @@ def save(path: Path, own: dict[str, Any], common: dict[str, Any], ranks: Ranks) 
     Args:
         path: of checkpoint.pt; the stages' files go to a folder beside it, which it names.
         own: the stage's state, the same in every replica.
-        common: the state that all stages share, with the key "step"; the main process's is written.
+        common: the state that all stages share, with the key "step"; that of the main process is written.
 
     Raises:
         UserError: on every process, if any of them cannot write; the previous checkpoint is kept.
@@ -47,7 +48,7 @@ def load(path: Path, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     """The stage's own state and the common state, from checkpoint.pt (`path`) and the stage's file.
 
     Raises:
-        UserError: a file is missing or was altered, or another number of stages wrote them.
+        UserError: a file is missing or damaged, or a run with another number of stages wrote them.
     """
     state = load_checkpoint(path, device)
     if state["stages"] != ranks.stages:
@@ -69,7 +70,7 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
 
     Args:
         path: of model.pt.
-        names: of the stage → of the whole model.
+        names: name in the stage → name in the whole model.
         state: the stage's own state dict, the same in every replica.
 
     Raises:
@@ -82,11 +83,11 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
 
 
 def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Weights that `save_weights` wrote, for a stage of any cut of the same model (or for all of it).
+    """The weights of a stage, or of the whole model, from files of `save_weights` for any number of stages.
 
     Args:
         path: of model.pt, which may be missing if the stages' files are there.
-        names: of the stage → of the whole model, as `Stage.names` gives them.
+        names: name in the stage → name in the whole model, from `Stage.names`.
 
     Returns:
         A state dict for the stage.
@@ -131,7 +132,7 @@ def _remove_others(path: Path) -> None:
 
 
 def _together(ranks: Ranks, here: bool, write: Callable[..., None], *args: Any) -> None:
-    """Let the chosen processes write; all processes wait for them, and raise the first error."""
+    """Write on the processes where `here` is true; all processes wait, and raise the first error."""
     problem = None
     try:
         if here:

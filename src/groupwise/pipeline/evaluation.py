@@ -1,7 +1,7 @@
-"""Evaluates a model in stages: forward passes without gradients, and beam search over them.
+"""Evaluates a model in stages: forward passes without gradients, and beam search.
 
-The search is transformers', and all stages run it. In each of its forward passes they run one after the other, and the
-last one sends the scores to all.
+All stages run the search of transformers. In each forward pass they run one after the other, and the last one sends the
+scores to all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 
 
 class StageLink:
-    """One process's link to the other stages; all processes of the pipeline make the same calls in the same order.
+    """Sends and receives between stages; all processes of the pipeline make the same calls in the same order.
 
-    With one stage nothing is sent, and no process group is needed.
+    A single stage needs no process group.
 
     Args:
         stage: the part of the model on this process.
@@ -46,7 +46,7 @@ class StageLink:
         """One forward pass: receive from the stage before, run `stage.hidden`, send to the stage after.
 
         Args:
-            first: the input of the first stage, on this device; the others need its shape alone.
+            first: the input of the first stage, on this device; other stages only use its shape.
             kwargs: arguments of `stage.hidden`.
 
         Returns:
@@ -69,7 +69,7 @@ class StageLink:
             dist.broadcast(tensor, group=self._group, group_src=self.stage.count - 1)
 
     def broadcast(self, value: Any) -> Any:
-        """Broadcast a small object of the last stage."""
+        """Broadcast a small object from the last stage."""
         values = [value]
         if self.stage.count > 1:
             dist.broadcast_object_list(values, group=self._group, group_src=self.stage.count - 1, device=self.device)
@@ -79,12 +79,12 @@ class StageLink:
 def evaluate_pipeline(
     task: TextGeneration, link: StageLink, split: Split, batch_size: int, limit: int | None = None, final: bool = False
 ) -> dict[str, float]:
-    """The metrics that the task's `evaluate` would give for the whole model, on every process; all of them call it.
+    """The metrics that the task's `evaluate` would give for the whole model; all processes call this and get them.
 
-    A final evaluation puts the texts into the task's `outputs`, on every process.
+    A final evaluation also stores the generated texts in the task's `outputs`.
 
     Args:
-        task: gives data and metrics; its own model is not used.
+        task: for data and metrics; its model is not used.
         split, batch_size, limit, final: as `evaluate` takes them.
     """
     feed = task.feed(split, link.device)
@@ -95,9 +95,9 @@ def evaluate_pipeline(
 
 
 def evaluate_outcomes(link: StageLink, microbatches: Iterable[Microbatch]) -> Tensor:
-    """The losses of all examples on every process, in order and without fillers, on the CPU: (n,).
+    """The losses of all examples, (n,), on every process, on the CPU, in order and without padding examples.
 
-    The microbatches may differ in shape. A stage starts the next one as soon as it has sent one on.
+    Microbatches may differ in shape. A stage starts the next one as soon as it has sent the current one on.
     """
     stage, found = link.stage, []
     with eval_mode(stage), torch.no_grad():
@@ -116,21 +116,20 @@ def generate_on_stages(
     settings: GenerateConfig,
     ends: Sequence[int] = (),
 ) -> list[str]:
-    """The texts that `tasks.beam_search.generate` would give for the whole model, on every process; all call it."""
+    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call this."""
     return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):
     """A causal language model whose forward pass runs through all stages.
 
-    All processes search in step: they get the same scores, so they choose the same tokens. Each has the key-value cache
-    of its own blocks.
+    All processes get the same scores, so they choose the same tokens. Each has the key-value cache of its own blocks.
     """
 
     def __init__(self, link: StageLink) -> None:
         stage: Any = link.stage
         config = copy.deepcopy(stage.config)
-        config._attn_implementation = "eager"  # this model has no implementation to check
+        config._attn_implementation = "eager"  # transformers would check that this class has another one
         super().__init__(config)
         self.stage, self._link = stage, link
 

@@ -1,4 +1,4 @@
-"""Loads a stage's weights without the whole model in memory: built empty, split, then filled from the files."""
+"""Loads a stage without the whole model in memory: the model is built empty and split, then the stage is filled."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def load_stage(
     device: torch.device,
     **options: Any,
 ) -> Stage:
-    """Stage `index` of `model.source` on `device`, with its trainable parameters chosen; only its tensors are read.
+    """Stage `index` of `model.source` on `device`, with frozen parameters; only its own tensors are read.
 
-    It equals the stage that `cut` makes of the whole model, except for the adapters: A is drawn as peft draws it, from
-    `seed` and the parameter's name, so that it does not depend on the number of stages; B is zero.
+    It equals the stage that `cut` makes of the whole model, except for the adapters. Their A is drawn from peft's
+    distribution by `seed` and the parameter's name, so it does not depend on the number of stages. B is zero.
 
     Args:
-        settings: whose `source` is a folder that `save_pretrained` wrote, with one of `FILES`.
+        settings: with a `source` that is a folder of `save_pretrained`, with one of `FILES`.
         tokenizer: the model's.
-        choose: the whole model, on the meta device -> the ranges; such as `partial(choose_ranges, stages=4)`.
+        choose: the whole model on the meta device -> the ranges, such as `partial(choose_ranges, stages=4)`.
         index: of the stage.
         seed: of the adapters' A.
         device: of the stage.
@@ -74,7 +74,7 @@ def load_stage(
 
 
 def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
-    """`model.source` with its adapters. Parameters are on the meta device, buffers are real.
+    """`model.source` with its adapters. Parameters are on the meta device, buffers on the CPU.
 
     Raises:
         UserError: see `load_stage`.
@@ -98,9 +98,9 @@ def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
 
 
 def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
-    """From a parameter's name in `model` to its possible names in the files, the likeliest first.
+    """A function from a parameter's name in `model` to its possible names in the files, the most likely first.
 
-    A head that is or was tied to the token embedding is rarely saved under its own name. Some folders, such as the
+    A head that is or was tied to the token embedding is often not saved under its own name. Some folders, such as the
     hub's gpt2, leave out the first part of all names.
     """
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -117,7 +117,7 @@ def _aliases(model: nn.Module, untied: bool) -> Callable[[str], list[str]]:
 
 
 def _adapter(name: str, empty: Tensor, seed: int) -> Tensor | None:
-    """An adapter's initial values, as in peft: A uniform with variance 1 / (3 · inputs), B zero; None if no adapter."""
+    """An adapter's initial values, as in peft: A uniform with variance 1 / (3 · inputs), B zero. None for others."""
     if ".lora_B." in name:
         return torch.zeros(empty.shape)
     if ".lora_A." not in name:
@@ -131,10 +131,10 @@ SINGLE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 class Weights:
-    """The tensors of a folder that `save_pretrained` wrote, in one file or in shards; read one at a time.
+    """The tensors in a folder of `save_pretrained`, in one file or in shards; they are read one at a time.
 
     Args:
-        folder: has model.safetensors, or model.safetensors.index.json and the files that it names.
+        folder: with model.safetensors, or with model.safetensors.index.json and the files that it names.
 
     Raises:
         UserError: they cannot be read.
@@ -154,10 +154,10 @@ class Weights:
                 self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
     def read(self, *names: str) -> Tensor:
-        """The tensor under the first of these names that the files have, on the CPU.
+        """The tensor of the first of these names that is in the files, on the CPU.
 
         Raises:
-            UserError: they have none.
+            UserError: none of them is.
         """
         name = next((name for name in names if name in self._files), None)
         if name is None:

@@ -13,17 +13,17 @@ from groupwise.errors import UserError
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a causal language model of transformers; those after `body` are inside it.
+    """The names of a causal language model's parts in transformers. All parts but `body` are inside `body`.
 
     Args:
         body: the module that runs the blocks.
         tokens: token embedding.
         blocks: list of blocks.
         norm: after the last block.
-        positions: position table that is added to the tokens; rotary positions are computed on each stage.
+        positions: table of positions, which are added to the token embedding; each stage computes rotary ones itself.
         dropout: between the embedding and the first block.
-        project_in: from the embedding's width to the blocks'.
-        project_out: back.
+        project_in: from the embedding's width to that of the blocks.
+        project_out: from the blocks' width back to the embedding's.
     """
 
     body: str
@@ -59,7 +59,7 @@ FAMILIES = {
     "gemma": _LIKE_LLAMA,
     "gemma2": _LIKE_LLAMA,
 }
-"""transformers' model_type → where its parts are."""
+"""model_type of transformers → the names of the parts."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class ModelParts:
         entry: modules that only the first stage needs.
         blocks: in their order.
         exit: modules that only the last stage needs.
-        network: the model without peft's wrapper. body: the module in it that runs the blocks.
-        family: where its parts are.
+        network: the model without peft's wrapper.
+        body: the module in it that runs the blocks.
+        family: the names of its parts.
     """
 
     entry: tuple[nn.Module, ...]
@@ -91,7 +92,7 @@ def find_parts(model: nn.Module) -> ModelParts:
     """Find the parts of a causal language model, bare or with peft's adapters inside.
 
     Raises:
-        UserError: a model whose parts are not known here.
+        UserError: a model of an unknown family.
     """
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
@@ -107,10 +108,10 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_known(model_type: str) -> None:
-    """Refuse a type of model that cannot be cut.
+    """Refuse a model_type that cannot be split.
 
     Raises:
-        UserError: naming those that can.
+        UserError: it is not in `FAMILIES`.
     """
     if model_type not in FAMILIES:
         raise UserError(

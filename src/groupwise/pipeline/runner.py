@@ -1,9 +1,9 @@
-"""Runs one process's stage on its part of a logical batch, clipped as it goes (Algorithm 2).
+"""Runs the stage of one process on its replica's part of a logical batch, and clips (Algorithm 2).
 
-torch's pipeline stage and its schedule 1F1B run the passes, microbatch by microbatch, inside the engine's passes. All
-microbatches of a step have one shape, so torch knows every shape beforehand and needs no extra pass to infer it. The
-stage is built again for each step, because the Poisson sample decides on the shape and number of microbatches; its
-buffers are freed with it.
+torch's pipeline stage and its 1F1B schedule run the passes of all microbatches inside the engine's passes. All
+microbatches of a step have one shape. torch gets it in advance, so it needs no extra pass to infer it. Torch's stage is
+built again for each step, because the Poisson sample determines the shape and number of microbatches. Its buffers are
+freed with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +26,16 @@ Around = Callable[[int], AbstractContextManager[object]]
 
 
 class SteppedStage(PipelineStage):
-    """A stage for one step.
+    """torch's pipeline stage for one step.
 
     Args:
         stage: the part of the model.
         microbatches: of the step; each stage reads the fields that it needs.
         held: how many microbatches are between their forward and backward passes at once. Torch makes a receive buffer
-            for every microbatch of a step; here a buffer is used again once its microbatch is done.
-        around: contexts for the forward and the backward pass of a microbatch.
-        device, group: of this process, and the processes of the pipeline.
+            for every microbatch of a step; here only so many are made, and used again.
+        around: contexts around the forward and the backward pass of a microbatch.
+        device: of this process.
+        group: the processes of the pipeline.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class SteppedStage(PipelineStage):
 
 
 def _repeat(buffers: dict[int, Any], count: int) -> None:
-    """Give microbatch i the buffers of microbatch i - held, which is done by then."""
+    """Give microbatch i the buffers of microbatch i - held, which has finished by then."""
     held = len(buffers)
     for i in range(held, count):
         buffers[i] = buffers[i - held]
 
 
 def _received(stage: Stage, first: Tensor) -> Tensor:
-    """The stage's input as torch expects it: shape, dtype, and whether a gradient is sent back."""
+    """A meta tensor like the stage's input: shape, dtype, and whether a gradient is sent back."""
     if stage.first:
         return torch.empty_like(first, device="meta")
     shape = stage.activation(len(first), first.shape[-1], before=True)
@@ -103,20 +104,20 @@ def _received(stage: Stage, first: Tensor) -> Tensor:
 
 
 def _sent(stage: Stage, first: Tensor) -> Tensor:
-    """The stage's output as torch expects it; the last stage's losses are not sent."""
+    """A meta tensor like the stage's output, which for the last stage are the losses."""
     shape = (len(first),) if stage.last else stage.activation(len(first), first.shape[-1])
     return torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
 
 
 def held_at_once(stages: int, index: int, microbatches: int) -> int:
-    """The most microbatches of stage `index` between their two passes at once under 1F1B: S - s."""
+    """How many microbatches of stage s = `index` are between their two passes at once under 1F1B: at most S - s."""
     return min(microbatches, stages - index)
 
 
 class StageRunner:
-    """Takes one stage through the microbatches of a step; all processes of the pipeline call the same method together.
+    """Runs one stage on the microbatches of a step; all processes of the pipeline call the same method together.
 
-    With one stage it is a loop over the microbatches, without communication.
+    A single stage loops over the microbatches, without communication.
 
     Args:
         stage: the part of the model on this process.
@@ -134,12 +135,12 @@ class StageRunner:
     ) -> None:
         self.stage, self.engine, self.device, self.group = stage, engine, device, group
         self.least = stage.count
-        """The least number of microbatches in a step for 1F1B, which `Feed.microbatches` makes."""
+        """The minimal number of microbatches in a step of 1F1B; an argument of `Feed.microbatches`."""
         if engine is not None:
             self._prove(engine)
 
     def _prove(self, engine: ClippingEngine) -> None:
-        """On the first output that requires a gradient, check once that all parameters are clipped."""
+        """Check once, on the first output that requires a gradient, that all parameters are clipped."""
 
         def look(_: Stage, __: Any, output: Tensor) -> None:
             if output.requires_grad:
@@ -149,14 +150,14 @@ class StageRunner:
         hook = self.stage.register_forward_hook(look)
 
     def run(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
-        """Add the stage's clipped sums over these examples to the parameters' .grad; clipping is local to this device.
+        """Add the stage's clipped sums over these examples to the parameters' .grad; no norms leave this device.
 
         Args:
             microbatches: of the step.
             randomness: a context around both passes of a microbatch, which fixes its random numbers.
 
         Returns:
-            On the last stage the examples' losses (n,), in order and without fillers; None on the others.
+            On the last stage the examples' losses (n,), in order and without padding examples; None on the others.
         """
         engine = self.engine
         if engine is None:
@@ -170,8 +171,9 @@ class StageRunner:
     def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """As `run`, but all stages are one group: two passes, and one all-reduce of the examples' squared norms.
 
-        The first pass computes norms alone. Then all stages know every example's whole norm and its clip factor. The
-        second pass repeats the first, with each layer's rows multiplied by the factors; `randomness` repeats dropout.
+        The first pass computes norms alone. Their sum over the stages is each example's norm, and gives its clip
+        factor. The second pass repeats the first, with each layer's rows multiplied by the factors; `randomness`
+        repeats the dropout masks.
         """
         engine = self.engine
         assert engine is not None and len(engine.groups) == 1, "flat clipping needs one group on each stage"
@@ -250,13 +252,13 @@ def _within(outer: Around, inner: Around) -> Around:
 
 
 def _present(rows: Tensor, microbatches: Sequence[Microbatch]) -> Tensor:
-    """(microbatches, b) -> (n,): the rows that are no fillers, in order."""
+    """(microbatches, b) -> (n,): the rows of real examples, in order."""
     kept = [row[: len(row) - m.absent] for row, m in zip(rows, microbatches, strict=True)]
     return torch.cat(kept)
 
 
 def _mistake(error: BaseException | None, stage: int) -> UserError | None:
-    """The error of a pass, or what caused it, as a `UserError`; None if the user cannot fix it."""
+    """The error of a pass, or its cause, as a `UserError`; None if the user cannot fix it."""
     if error is None or isinstance(error, UserError):
         return error
     if isinstance(error, torch.OutOfMemoryError):

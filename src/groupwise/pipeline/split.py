@@ -20,11 +20,12 @@ Ranges = tuple[tuple[int, int], ...]
 def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) -> Ranges:
     """Assign the blocks of `model`, in their order and at least one each, to `stages` stages.
 
-    The parameters of the heaviest stage are minimised, and the others balanced. The embedding counts for the first
+    The largest stage has as few parameters as possible, and the others are balanced. The embedding counts for the first
     stage and the head for the last.
 
     Args:
-        model: as for `cut`. stages: S.
+        model: as for `cut`.
+        stages: S.
         by_hand: the number of blocks of each stage, in place of balancing.
 
     Raises:
@@ -46,13 +47,13 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
 
 
 def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: float = 0.0) -> Ranges:
-    """Minimise the cost of the heaviest stage, by dynamic programming; among equal ones, prefer a small sum of squares.
+    """Minimise the cost of the most expensive stage, then the sum of squared costs, by dynamic programming.
 
     Args:
         costs: of each block, (n,), n >= stages.
         stages: S.
-        entry: cost of the first stage beside its blocks.
-        exit: cost of the last stage beside its blocks.
+        entry: cost of the first stage in addition to its blocks.
+        exit: cost of the last stage in addition to its blocks.
     """
     sums = list(accumulate(costs, initial=0))
     table: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
@@ -61,12 +62,12 @@ def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: floa
         left = stages - stage - 1  # each later stage needs a block
         found = {}
         for stop in range(stage + 1, len(costs) - left + 1):
-            ways = []
+            options = []
             for start, (heaviest, squares, stops) in table.items():
                 if start < stop:
                     load = sums[stop] - sums[start] + ends
-                    ways.append((max(heaviest, load), squares + load * load, (*stops, stop)))
-            found[stop] = min(ways)
+                    options.append((max(heaviest, load), squares + load * load, (*stops, stop)))
+            found[stop] = min(options)
         table = found
     return tuple(pairwise((0, *table[len(costs)][2])))
 
@@ -93,11 +94,11 @@ def cut(
         index: of the stage.
         rematerialize: keep only each block's input for the backward pass, and run the block again there.
         token_loss: mean | sum over each example's own tokens.
-        precision: makes the context of every forward pass; see `training.precision`.
+        precision: makes the context of every forward pass, such as autocast.
 
     Raises:
-        UserError: a model that cannot be split, a parameter that would train on two stages or on none, or a stage
-            without trainable parameters.
+        UserError: a model that cannot be split, a trainable parameter on two stages or on none, or a stage without
+            trainable parameters.
     """
     anatomy = find_parts(model)
     _check_trainable(model, anatomy, ranges)
@@ -122,9 +123,11 @@ def _check_trainable(model: nn.Module, anatomy: ModelParts, ranges: Ranges) -> N
             raise UserError(f"Parameter {name!r} trains but belongs to no stage: freeze it.")
         if len(found) > 1:
             raise UserError(
-                f"Parameter {name!r} trains on stages {min(found)} and {max(found)} at once, as token embedding and as "
+                f"Parameter {name!r} trains on stages {min(found)} and {max(found)} at once, as token embedding and "
                 "head: give model.untie=true, or freeze it (model.trains=lora)."
             )
     for stage in range(len(ranges)):
         if {stage} not in trainable.values():
-            raise UserError(f"Nothing trains on stage {stage}: give fewer pipeline.stages, or other pipeline.blocks.")
+            raise UserError(
+                f"Stage {stage} has nothing to train: give fewer pipeline.stages, or other pipeline.blocks."
+            )

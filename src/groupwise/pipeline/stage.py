@@ -18,11 +18,13 @@ from groupwise.tasks.text_task import at_least_float32, per_example, token_losse
 
 
 class Stage(nn.Module, ABC):
-    """One part of a model: hidden activations in and out, token ids into the first, losses out of the last.
+    """A part of a model, from hidden activations to hidden activations.
+
+    The first stage takes token ids, and the last one returns losses.
 
     Args:
         index: 0 ... count - 1.
-        count: stages.
+        count: number of stages.
     """
 
     reads: tuple[str, ...] = ()
@@ -38,11 +40,11 @@ class Stage(nn.Module, ABC):
         """Run the stage.
 
         Args:
-            x: token ids (b, T) on the first stage, else the output of the stage before.
+            x: token ids (b, T) on the first stage, else the output of the previous stage.
             kwargs: of a `training.task.Microbatch`; a stage ignores those that it does not use.
 
         Returns:
-            hidden activations, contiguous and of `dtype`; on the last stage weighted losses of the examples, (b,).
+            Hidden activations, contiguous and of `dtype`; on the last stage the examples' weighted losses, (b,).
         """
         hidden = self.hidden(x, **{name: kwargs[name] for name in self.reads if name in kwargs})
         if not self.last:
@@ -52,7 +54,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """The pass without head and loss."""
+        """The forward pass without head and loss."""
 
     @abstractmethod
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
@@ -67,26 +69,26 @@ class Stage(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the activations between stages, which is that of the frozen matrices, the embedding included."""
+        """Dtype of the activations between stages: that of the frozen matrices, including the embedding."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         return next((p for p in matrices if not p.requires_grad), matrices[0]).dtype
 
     def names(self) -> dict[str, str]:
-        """Each name of `state_dict()` → its name in the whole model's, so that stages can be joined or split again."""
+        """Name in `state_dict()` → name in the whole model, so that stages can be joined or split differently."""
         return dict(self._names)
 
     def remember(self, modules: Mapping[int, str]) -> None:
-        """Note each module's name in the whole model, by its id; called by `cut`."""
+        """Store the names in the whole model; `modules` maps a module's id to its name. `cut` calls this."""
         for name in self.state_dict():
             module, _, leaf = name.rpartition(".")
             self._names[name] = f"{modules[id(self.get_submodule(module))]}.{leaf}".lstrip(".")
 
 
 class TextStage(Stage):
-    """A stage of a causal language model, run by the model's own `body`: transformers makes masks and rotary positions.
+    """A stage of a causal language model. The model's own `body` runs it, and makes masks and rotary positions.
 
-    After the first stage the hidden activations are passed as embeddings; the position table then gives zeros and the
-    embedding dropout is the identity. Before the last stage the final norm is the identity.
+    After the first stage, hidden activations are passed as embeddings: the position table is replaced by zeros and the
+    embedding dropout by the identity. Before the last stage the identity replaces the final norm.
     """
 
     reads = ("attention_mask", "position_ids")
@@ -120,12 +122,12 @@ class TextStage(Stage):
         return self.body.config
 
     def hidden(self, x: Tensor, **kwargs: Any) -> Tensor:
-        """The pass without head and loss, (b, T, d).
+        """The forward pass without head and loss, (b, T, d).
 
         Args:
-            x: as `forward` takes it.
-            kwargs: attention_mask, position_ids, and for generation past_key_values (layers counted from this stage's
-                first block) with use_cache=True; as transformers takes them.
+            x: as in `forward`.
+            kwargs: as in transformers: attention_mask, position_ids, and for generation past_key_values (of this
+                stage's blocks) with use_cache=True.
         """
         given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
         with self._precision():
@@ -141,7 +143,7 @@ class TextStage(Stage):
         return at_least_float32(logits)
 
     def losses(self, hidden: Tensor, kwargs: Mapping[str, Tensor]) -> Tensor:
-        """Mean or sum over each example's own tokens, (b,), as in `tasks`; the head runs at `places` alone."""
+        """Mean or sum over each example's own tokens, (b,), as in `tasks`; the head runs only at `places`."""
         at_places = torch.take_along_dim(hidden, kwargs["places"].unsqueeze(-1), dim=1)
         return per_example(token_losses(self.logits(at_places), kwargs["labels"]), kwargs["labels"], self._token_loss)
 
@@ -151,7 +153,7 @@ class TextStage(Stage):
 
 
 class NoPositions(nn.Module):
-    """Replaces a position table: adds nothing to hidden activations."""
+    """Replaces a table of positions after the first stage: its output is zero."""
 
     def forward(self, first: Tensor, *_: Any, **__: Any) -> Tensor:
         """0 on the device of the first argument."""
@@ -159,7 +161,7 @@ class NoPositions(nn.Module):
 
 
 def _keep_blocks(body: Any, family: Family, start: int, stop: int) -> None:
-    """Keep blocks [start, stop) and number them from 0, as the configuration does."""
+    """Keep blocks [start, stop), and number them from 0 in the modules and the configuration."""
     blocks = nn.ModuleList(getattr(body, family.blocks)[start:stop])
     setattr(body, family.blocks, blocks)
     for module in blocks.modules():
@@ -190,7 +192,7 @@ def _neutralize(body: Any, family: Family, *, first: bool, last: bool) -> None:
 
 
 def _drops_out(body: Any) -> bool:
-    """Whether a block may draw random numbers, which must be repeated when it runs again."""
+    """Whether a block may draw random numbers, which must be the same when it is recomputed."""
     rates = [value for name, value in body.config.to_dict().items() if "drop" in name]
     modules = [module.p for module in body.modules() if isinstance(module, nn.Dropout)]
     return any(isinstance(rate, float | int) and rate > 0 for rate in rates + modules)

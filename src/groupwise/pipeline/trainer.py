@@ -1,9 +1,9 @@
-"""Takes training steps on one stage of a pipeline (Algorithm 2), otherwise as `training.step` does.
+"""Training steps of one stage of a pipeline (Algorithm 2); see also `training.step`.
 
-All stages draw the same sample from the run's key. Each clips its own parameters' gradients, adds noise at
-std_k = σ_new·√K·C_k from a stream of its own, and moves its own thresholds by its own noisy counts: no per-example norm
-is exchanged. With `clip.grouping=flat` all stages are one group; they then exchange squared norms once per logical
-batch, and all hold the one threshold.
+All stages draw the same batch from the run's key. Each clips the gradients of its own parameters, adds noise of
+std_k = σ_new·√K·C_k from a generator of its own, and moves its own thresholds by its own noisy counts. No per-example
+norms are exchanged. With `clip.grouping=flat` all stages are one group with one threshold, and exchange squared norms
+once per logical batch.
 """
 
 import math
@@ -29,13 +29,13 @@ from groupwise.training.task import Feed, Split
 
 
 class StageSums:
-    """A stage's clipped sums of drawn batches; see `groupwise.training.private_step.BatchSums`.
+    """The clipped sums of drawn batches on one stage; see `groupwise.training.private_step.BatchSums`.
 
     Args:
-        runner: takes the stage through microbatches.
+        runner: runs the stage on microbatches.
         feed: of the training set.
-        size: rows of a microbatch; the dropout masks depend on it.
-        one_group: all stages together are one group (flat); else each stage has groups of its own.
+        size: examples of a microbatch; the dropout masks depend on it.
+        one_group: whether all stages together are one group (flat); otherwise each stage has groups of its own.
     """
 
     keeps_gradients = False
@@ -54,9 +54,9 @@ class StageSums:
 
 @dataclass(kw_only=True)
 class PipelineTrainer(Trainer):
-    """A trainer of one stage, `task.model`, whose sums are `StageSums`; all processes call the same methods together.
+    """The trainer of one stage, `task.model`, with `StageSums`; all processes call the same methods together.
 
-    `thresholds` and `engine` are those of the stage's own groups, `plan.num_groups` is K, over all stages.
+    `thresholds` and `engine` are for the stage's own groups; `plan.num_groups` is K, over all stages.
     """
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class PipelineTrainer(Trainer):
             self.private.count_noise = self.private.gradient_noise
 
     def step(self, step: int) -> list[float]:
-        """Run step `step` (0-based); returns this process's part of what `report` takes."""
+        """Run step `step` (0-based); returns this process's part of the sums that `report` takes."""
         parts = super().step(step)
         if self.private.engine is None:
             return parts
@@ -90,7 +90,7 @@ class PipelineTrainer(Trainer):
         return {**super().report([loss]), **whole, "nonprivate/nonfinite": max(nonfinite)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The stage's state that the next step depends on; frozen weights are left out, as they are loaded again."""
+        """The state of the stage that the next step depends on, without frozen weights, which are loaded again."""
         state = super().state_dict()
         return {**state, "model": {name: state["model"][name] for name in self._kept()}}
 
@@ -109,13 +109,13 @@ class PipelineTrainer(Trainer):
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """The task's own metrics, from forward passes of the pipeline; the same on every process."""
+        """The task's metrics, from forward passes of the pipeline; the same on every process."""
         assert isinstance(self.task, TextGeneration)
         link = StageLink(self.runner.stage, self.private.device, self.runner.group)
         return evaluate_pipeline(self.task, link, split, batch_size, limit, final)
 
     def named_thresholds(self) -> dict[str, float]:
-        """Group -> C_k of all stages; the group of a whole stage has the stage's name."""
+        """Group -> C_k for all stages; if a stage is one group, that has the stage's name."""
         own = super().named_thresholds()
         if self.one_group or not own:
             return own
@@ -125,7 +125,7 @@ class PipelineTrainer(Trainer):
         return {name: value for of_one in by_stage for name, value in of_one.items()}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        """Write a checkpoint, a file for each stage, with the main process's `extra`."""
+        """Write a checkpoint, one file per stage, with `extra` of the main process."""
         own = self.state_dict()
         common = {
             name: own[name] for name in own if name in ("step", "plan", "microbatches") or name.startswith("noise_")
@@ -133,14 +133,14 @@ class PipelineTrainer(Trainer):
         checkpoint.save(path, own, {**common, **extra}, self.private.ranks)
 
     def save_model(self, path: Path) -> None:
-        """Write the weights, a file for each stage, and also the whole model to `path` if it is small."""
+        """Write the weights, one file per stage; if the model is small, also as one file `path`."""
         checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.private.ranks)
 
     def machine(self) -> dict[str, Any]:
-        """The most memory that each process held at once."""
+        """The peak memory of each process, in bytes."""
         return {"peak_memory_bytes_by_process": self.private.ranks.gather(peak_memory_bytes(self.private.device))}
 
 
 def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:
-    """A stage's own noise source, independent of the other stages' and the same in every replica."""
+    """A stage's own noise source. It is independent of those of other stages, and the same in every replica."""
     return noise.child(f"stage {stage}")
