@@ -327,8 +327,8 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("paths.results=/dev/null", "/dev/null is no folder"),
-        ("export=/dev/null/deeper", "/dev/null is no folder"),
+        ("paths.results=/dev/null", "/dev/null is not a folder"),
+        ("export=/dev/null/deeper", "/dev/null is not a folder"),
         ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
         ("data.train_file=/etc/passwd", "is outside the data set's folder"),
         ("data.train_file=a/../../b", "is outside the data set's folder"),

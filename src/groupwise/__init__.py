@@ -7,17 +7,17 @@ Train your own model (docs/loop.md, `help(groupwise.make_private)`)::
         return cross_entropy(model(inputs), labels, reduction="none")
 
     private = groupwise.make_private(model, optimizer, dataset, losses, epsilon=8, epochs=10, batch_size=512)
-    for step in private.steps():  # len() of it is how many
+    for step in private.steps():  # len(private.steps()) is their number
         scheduler.step()
     print(private.statement())
 
-    groupwise.fix_model(model)                                      replaces BatchNorm, and says what it changed
-    groupwise.gradient_norms(model, losses_of, rows)                norms of single examples, without privacy
-    from groupwise.privacy import make_plan                         sigma for an epsilon, and the reverse
-    from groupwise.integrations.transformers import PrivateTrainer  in the place of transformers' Trainer
+    groupwise.fix_model(model)                                      replaces BatchNorm, and lists the changes
+    groupwise.gradient_norms(model, losses_of, rows)                norms of single examples, not private
+    from groupwise.privacy import make_plan                         sigma for an epsilon, or the reverse
+    from groupwise.integrations.transformers import PrivateTrainer  in place of transformers' Trainer
 
-`groupwise.clipping` and `groupwise.privacy` are the two libraries that it is built from.
-On a command line: `groupwise --help`, and `python run.py --help` in a checkout.
+`groupwise.clipping` and `groupwise.privacy` are the two libraries that this is built on.
+On the command line: `groupwise --help`, and `python run.py --help` in a checkout.
 """
 
 from importlib import import_module
@@ -45,10 +45,10 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, when they are asked for: the package alone imports no torch."""
+    """Import a public name when it is used, so that importing the package does not import torch."""
     if name in _OWNERS:
         return getattr(import_module(_OWNERS[name]), name)
-    if name in _INSTEAD:  # Python would replace an AttributeError of `from groupwise import` by a text of its own
+    if name in _INSTEAD:  # Python replaces the text of an AttributeError in `from groupwise import`
         raise ImportError(f"module 'groupwise' has no attribute {name!r}: use {_INSTEAD[name]}")
     raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
 

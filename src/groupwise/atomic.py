@@ -1,4 +1,4 @@
-"""Writes files that are there whole, or not at all."""
+"""Writes files atomically."""
 
 import fcntl
 import json
@@ -12,10 +12,10 @@ from typing import IO, Any
 
 
 def write_atomically(path: Path, write: Callable[[BufferedRandom], object], keep: Path | None = None) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, flush it to the disk, then put it in its place.
+    """Let ``write`` fill a temporary file beside ``path``, flush it to the disk, then rename it to ``path``.
 
-    Killed at any moment, ``path`` holds its old content or its new. Only the owner may read it. What was there goes
-    to ``keep``, if that is given; killed then, there may be ``keep`` alone. Raises ``OSError``.
+    If the process is killed, ``path`` has its old or its new content. Only the owner may read it. If ``keep`` is given,
+    an earlier file is renamed to it; if the process is killed then, only ``keep`` may exist. Raises ``OSError``.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     try:
@@ -31,13 +31,13 @@ def write_atomically(path: Path, write: Callable[[BufferedRandom], object], keep
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself survives a power cut
+        os.fsync(folder)  # so that the new name survives a power failure
     finally:
         os.close(folder)
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_atomically` for text, readable by everyone whom the umask allows."""
+    """`write_atomically` for text, with the permissions of the umask."""
     write_atomically(path, lambda file: file.write(text.encode()))
     mask = os.umask(0)
     os.umask(mask)
@@ -45,20 +45,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """`write_text` of indented JSON; NumPy's and torch's single numbers become floats, inf ``Infinity``."""
+    """`write_text` for indented JSON. Scalars of NumPy and torch become floats, and inf becomes ``Infinity``."""
     write_text(path, json.dumps(content, indent=2, default=float) + "\n")
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to a folder that may not be there yet; None where it can."""
+    """Why a folder, which may not exist yet, cannot be written to; None if it can."""
     nearest = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(parent))
     if not nearest.is_dir():
-        return f"{nearest} is no folder"
+        return f"{nearest} is not a folder"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"no permission to write in {nearest}"
 
 
 def remove(entry: Path) -> None:
-    """Remove a file, a link, or a folder with all in it."""
+    """Remove a file, a link, or a folder with its contents."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry)
     else:
@@ -66,7 +66,7 @@ def remove(entry: Path) -> None:
 
 
 def lock(path: Path, *, wait: bool = False) -> IO[bytes] | None:
-    """Lock a file until what is returned is closed; if another process has it, wait for it, or return None."""
+    """Lock a file until the returned file is closed; if another process has the lock, wait or return None."""
     file = open(path, "ab")  # noqa: SIM115 (the caller closes it)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

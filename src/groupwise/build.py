@@ -1,4 +1,4 @@
-"""Builds the trainer of a run: in one process, as a replica, in shards, or as one stage of a pipeline."""
+"""Builds the trainer of a run: a single process, a replica, a shard, or a stage of a pipeline."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -40,19 +40,19 @@ def build_trainer(
     ranks: Ranks,
     state: dict[str, Any] | None,
 ) -> Trainer:
-    """A trainer with a verified engine, at its first step; `state` is the checkpoint that it resumes from, if any.
+    """A trainer with a verified engine, before its first step.
 
-    All processes of a run call it. Replicas get the weights of the first one, and the noise key of the main process.
+    All processes of a run call this. Replicas get the weights of the first one and the noise key of the main process.
     With `parallel.kind=fsdp` the model is sharded, and the trainer has a new engine. `task.model` may be a stage of a
-    pipeline (`build_stage_task`).
+    pipeline (`build_stage_task`). `state` is the checkpoint to resume from; only its plan and key are used here.
 
     Raises:
         UserError: the checkpoint belongs to another plan; the model cannot be clipped or sharded.
     """
     if state is not None and state.get("plan") != plan.to_dict():
         raise UserError(
-            "The checkpoint was made with another privacy plan (other data, software or settings), or by another "
-            "version: restore those, or start afresh with overwrite=true."
+            "The checkpoint has another privacy plan, as data, settings or software have changed: restore them, or "
+            "start afresh with overwrite=true."
         )
     noise = make_noise(config, plan, ranks, state)
     sums: Any
@@ -90,7 +90,7 @@ def _task_sums(
     ranks: Ranks,
     new: bool,
 ) -> tuple[BatchSums, ClippingEngine | None]:
-    """The sums of a whole model whose engine was verified, and the engine, a new one if the model is sharded."""
+    """Verify the engine of a whole model; returns the sums and the engine, a new one if the model is sharded."""
     microbatch = config.train.microbatch
     examples = task.order(np.arange(task.train_size))
     if microbatch is None and new:
@@ -113,7 +113,7 @@ def _task_sums(
 
 
 MICROBATCHES_PER_STAGE = 4
-"""With at least as many, stages wait for at most a fifth of the time (Huang et al., 2019)."""
+"""With this many, stages are idle for at most a fifth of the time (Huang et al., 2019)."""
 
 
 def _stage_sums(
@@ -125,8 +125,8 @@ def _stage_sums(
     ranks: Any,
     new: bool,
 ) -> BatchSums:
-    """The sums of a stage of a pipeline, after its engine was verified."""
-    # Only here: they bring transformers and torch's pipelining, seconds that a run in one process does not pay.
+    """Verify the engine of a pipeline stage; returns the stage's sums."""
+    # Imported here, because transformers and torch's pipelining take seconds, which other runs should not pay.
     from groupwise.pipeline.runner import StageRunner
     from groupwise.pipeline.trainer import StageSums
 
@@ -151,8 +151,11 @@ def _stage_sums(
 
 
 def make_noise(config: RunConfig, plan: PrivacyPlan, ranks: Ranks, state: dict[str, Any] | None) -> NoiseSource:
-    """The main process's noise source: with the checkpoint's key, so that replayed steps repeat their noise; else with
-    a key from entropy, or from a seed, which is not secret."""
+    """The noise source of the main process, for all processes.
+
+    With a checkpoint it has the checkpoint's key, so that replayed steps repeat their noise. Otherwise the key is new
+    and secret, or derived from a public seed.
+    """
     secure, seed = config.noise.secure, config.debug.noise_seed
     if state is not None:
         noise = NoiseSource.from_state(state)
@@ -187,12 +190,12 @@ def build_stage_task(config: RunConfig, ranks: Ranks, device: torch.device) -> T
         task = make_task(config, torch.device("cpu"))
         stage = _cut_stage(task.model, choose(task.model), ranks.stage, parts).to(device)
     task.model = stage
-    task.precision = nullcontext  # the stage itself computes in the run's precision
+    task.precision = nullcontext  # the stage applies the run's precision itself
     return task
 
 
 def _folder_of_weights(config: RunConfig) -> Path | None:
-    """The folder from which a stage can read its own weights, or None."""
+    """The folder from which a stage can read its own weights alone, or None."""
     model = config.model
     if model.fresh or model.trains != "lora" or not model.source:
         return None
@@ -207,7 +210,7 @@ def _folder_of_weights(config: RunConfig) -> Path | None:
 
 
 def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, Any]) -> Stage:
-    """Cut a stage out, and free the memory of all others, which the task may still refer to."""
+    """Cut a stage out, and free the memory of the others, which the task may still refer to."""
     parameters = list(model.parameters())
     stage = cut(model, ranges, index, **parts)
     kept = {id(parameter) for parameter in stage.parameters()}
@@ -220,10 +223,10 @@ def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, An
 def losses_of_stage(
     stage: Stage, microbatch: Microbatch, device: torch.device
 ) -> Callable[[Sequence[int] | np.ndarray], Tensor]:
-    """A function of n rows of a microbatch that returns their losses, (n,), computed by this stage alone.
+    """A function from n rows of a microbatch to n losses, (n,), computed by this stage alone.
 
-    A stage that is not the first gets random activations, and one that is not the last returns a random sum of its
-    outputs, so that the whole backward pass runs.
+    A stage that is not the first gets random activations. A stage that is not the last returns the dot product of its
+    outputs with random numbers, so that the whole backward pass runs.
     """
     generator = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Says where the checkout is that this package is installed from."""
+"""The checkout that this package is installed from."""
 
 from pathlib import Path
 

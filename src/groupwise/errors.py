@@ -13,14 +13,14 @@ from typing import ParamSpec
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: one sentence saying what was given, what was expected and how to fix it.
+    """A mistake of the user. Its message says what was given, what is wrong with it, and how to fix it.
 
-    `run.py` prints the sentence and leaves with exit code 2; libraries see an ordinary ``ValueError``.
+    `run.py` prints the message and exits with code 2; for a library it is an ordinary ``ValueError``.
     """
 
 
 def reason(error: BaseException) -> str:
-    """A library's error message on one line, short enough for brackets in a sentence of ours."""
+    """A library's error message on one line, short enough to be quoted in a message of ours."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -39,7 +39,7 @@ def _printable(text: str) -> str:
 
 
 class ProcessFailed(RuntimeError):
-    """One of a run's processes died or hit a bug: one sentence on which and how; `run.py` leaves with exit code 1."""
+    """A process of a run died or raised an unexpected exception; `run.py` prints the message and exits with code 1."""
 
 
 EXTRAS = {
@@ -47,12 +47,12 @@ EXTRAS = {
     **dict.fromkeys(("sklearn", "torchvision", "pandas", "matplotlib", "hydra", "omegaconf", "yaml"), "suite"),
     "cryptography": "secure",
 }
-"""Packages that are imported where they are needed -> the extra that brings them."""
+"""Optional packages -> the extra that installs them."""
 
 
 @contextmanager
 def environment_errors() -> Iterator[None]:
-    """A package that is not installed, or a file or disk that refuses, becomes a `UserError`."""
+    """Turn errors of missing packages, files and full disks into a `UserError`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -70,13 +70,13 @@ def environment_errors() -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:
-    """`` (did you mean X?)``, X the known word close to ``word`` or its ``in_full``; empty if none is."""
+    """`` (did you mean X?)``, with X the known word closest to ``word``, or its ``in_full``; empty if none is close."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {(in_full or {}).get(close[0], close[0])}?)" if close else ""
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> UserError:
-    """The error for a word that is none of the known names of what it should name."""
+    """The error for a name that is not among the known names of a kind of thing (``what``)."""
     known = list(known)
     return UserError(f"There is no {what} {word}{did_you_mean(word, known)}: choose one of {', '.join(known)}.")
 
@@ -85,7 +85,7 @@ MISTAKE, BUG, INTERRUPTED = 2, 1, 130
 
 
 def report(error: Exception) -> None:
-    """A mistake in one sentence, a bug with its traceback, on stderr."""
+    """Print an error on stderr: the message of a mistake, the traceback of a bug."""
     if isinstance(error, UserError | ProcessFailed):
         print(f"error: {message(error)}", file=sys.stderr)
     else:
@@ -96,7 +96,7 @@ Given = ParamSpec("Given")
 
 
 def command(main: Callable[Given, int]) -> Callable[Given, int]:
-    """A command's `main`, which returns the exit code: a mistake inside is one sentence on stderr, and code 2."""
+    """Wrap a command's `main`, which returns the exit code: a `UserError` is printed and gives code 2."""
 
     @wraps(main)
     def run(*arguments: Given.args, **options: Given.kwargs) -> int:
@@ -105,8 +105,8 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
                 code = main(*arguments, **options)
                 sys.stdout.flush()
                 return code
-        except BrokenPipeError:  # the reader has closed the pipe: ... | head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered goes nowhere at exit
+        except BrokenPipeError:  # the reader of the pipe has exited: ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
             return 0
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -119,7 +119,7 @@ def command(main: Callable[Given, int]) -> Callable[Given, int]:
 
 
 PASSED = ("groupwise", "contextlib")
-"""Packages whose lines a warning does not point at."""
+"""Packages whose own lines a warning never points at."""
 
 
 def warn(message: str) -> None:
@@ -131,12 +131,12 @@ def warn(message: str) -> None:
 
 
 def tell_warnings() -> None:
-    """From now on a warning is one sentence on stderr, without the line of code that it came from."""
+    """Print warnings as one sentence on stderr, without their line of code."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
 
 
 def exit_code(kinds: Iterable[str]) -> int:
-    """Of the exceptions' names: 0 without any, 2 where all are mistakes, else 1."""
+    """The exit code for these exceptions, by name: 0 if there are none, 2 if all are mistakes, else 1."""
     kinds = list(kinds)
     if not kinds:
         return 0

@@ -1,4 +1,4 @@
-"""Scores generated texts against references: BLEU by sacrebleu, ROUGE by rouge-score."""
+"""Scores generated texts against references: BLEU with sacrebleu, ROUGE with rouge-score."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -6,22 +6,22 @@ from types import SimpleNamespace
 
 
 def check_installed() -> None:
-    """Raise `ModuleNotFoundError` before training where a package that scores texts is missing."""
+    """Raise `ModuleNotFoundError` if a package that scores texts is missing; called before training."""
     for package in ("sacrebleu", "rouge_score"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """BLEU-4 of all texts together, in percent, by sacrebleu.
+    """Corpus BLEU-4, in percent, computed by sacrebleu.
 
-    The settings are those of the challenge's measure_scores.py (its Python scorer, pymteval): tokens of mteval-v13a in
-    lower case; n-gram counts clipped at the most that one reference has; the brevity penalty on the reference closest
-    in length, the shorter of two that are equally close; no smoothing.
+    The settings are those of the E2E challenge's measure_scores.py (its Python scorer, pymteval): lower-case tokens of
+    mteval-v13a; n-gram counts clipped at the maximum over the references; a brevity penalty for the reference closest
+    in length, the shorter one of a tie; no smoothing.
 
-    The two differ in corners only. Where not a single 4-gram of the whole corpus matches, this is 0, and pymteval,
-    which never takes the logarithm of 0, gives some hundredths. For a hypothesis of one or two tokens pymteval counts
-    4-grams (and 3-grams) below zero; here there are none. An empty hypothesis is one token there, and none here.
+    The two scorers differ only in rare cases. If no 4-gram of the whole corpus matches, BLEU is 0 here and a few
+    hundredths in pymteval. For a hypothesis of one or two tokens, pymteval counts a negative number of 4-grams (and
+    3-grams); here it is 0. An empty hypothesis has one token there, and none here.
 
     Args:
         hypotheses: n texts, as generated (not tokenised).
@@ -31,22 +31,22 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
 
     most = max(map(len, references))
     columns = [[texts[k] if k < len(texts) else None for texts in references] for k in range(most)]
-    # force: no word to stderr about texts that end in " ."
+    # force: no warning about texts that end in " ."
     scorer = BLEU(tokenize="13a", lowercase=True, smooth_method="none", force=True)
     return float(scorer.corpus_score(list(hypotheses), columns).score)  # type: ignore[arg-type]
 
 
 BETA = 1.2
-"""How much more recall counts than precision in the challenge's F."""
+"""The weight of recall relative to precision in the challenge's F score."""
 DROPPED = frozenset({"'", '"', "`", "''", "``", ".", "?", "!", ",", ":", ";", "-", "--", "..."})
-"""Tokens that the challenge leaves out; brackets stay."""
+"""Tokens that the challenge removes; it keeps brackets."""
 
 
 def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """Mean F1 over texts of ROUGE-1, ROUGE-2 and ROUGE-L, in percent, as SAMSum is scored.
 
-    Tokens are lower-case runs of letters and digits, reduced to Porter stems; ROUGE-L takes a text as one sentence.
-    Where a text has several references, each score is that of the reference best by it (`score_multi`).
+    Tokens are lower-case sequences of letters and digits, reduced to Porter stems. ROUGE-L treats a text as one
+    sentence. Of several references, the one with the best score counts, for each score separately (`score_multi`).
 
     Args:
         hypotheses: n texts, as generated.
@@ -71,13 +71,13 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     """Mean over texts of the COCO captions' ROUGE-L, in percent, as the E2E NLG Challenge scores it.
 
     For each text P = max over references of LCS / len(hypothesis), R = max over references of LCS / len(reference),
-    perhaps of another one, and F = (1 + β²) P R / (R + β² P) with β = 1.2; 0 where P or R is.
+    and F = (1 + β²) P R / (R + β² P) with β = 1.2, or 0 if P or R is 0. P and R may be of different references.
 
-    Tokens are those of mteval-v13a (sacrebleu's) in lower case, without punctuation marks. The challenge cuts with the
-    Stanford Penn Treebank tokeniser, a Java program, and drops the same marks; it also splits clitics (it 's, do n't)
-    and some signs otherwise. Its whole pipeline and this one, on the first human reference of each input against the
-    others: 65.28 and 65.25 on E2E's development set, 63.81 and 63.75 on its test set, 61.83 and 61.89 on DART's
-    development set. A single text can differ by 10 points and more.
+    Tokens are those of mteval-v13a (from sacrebleu) in lower case, without punctuation marks. The challenge uses the
+    Stanford Penn Treebank tokeniser, a Java program, and removes the same marks. That tokeniser also splits clitics
+    (it 's, do n't) and treats some signs differently. If the first human reference of each input is scored against the
+    others, its pipeline and this one give 65.28 and 65.25 on E2E's development set, 63.81 and 63.75 on its test set,
+    and 61.83 and 61.89 on DART's development set. A single text can differ by 10 points or more.
 
     Args are those of `rouge`.
     """

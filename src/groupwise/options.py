@@ -1,4 +1,4 @@
-"""Reads a tool's command line, `key=value ...`, into a dataclass; --help lists its fields."""
+"""Reads the command line of a tool, `key=value ...`, into a dataclass; --help lists the fields."""
 
 import inspect
 import math
@@ -14,20 +14,20 @@ from groupwise.errors import UserError, did_you_mean
 T = TypeVar("T")
 BOOLS = {"true": True, "false": False}
 SUITE = {"noise_multiplier": "sigma", "batch_size": "batch", "dataset_size": "n"}
-"""Names of run.py and make_private -> those of the tools, which take both."""
+"""Names in run.py and make_private -> names in the tools, which accept both."""
 EXPECTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def option(default: Any, text: str, *, among: Sequence[str] = (), zero: bool = False, infinite: bool = False) -> Any:
     """A field of a dataclass of options, with its --help text.
 
-    Numbers must be finite and above 0, except as `zero` and `infinite` say; `among` are the words to choose from.
+    Numbers must be finite and positive, unless `zero` or `infinite` is true. `among` lists the allowed words.
     """
     return field(default=default, metadata={"help": text, "among": among, "zero": zero, "infinite": infinite})
 
 
 def help_text(schema: type) -> str:
-    """The lines of --help on these options."""
+    """The part of --help that lists these options."""
     lines = []
     for each in fields(schema):
         start = f"  {each.name}={'' if each.default is None else str(each.default).lower()}"
@@ -36,7 +36,7 @@ def help_text(schema: type) -> str:
 
 
 def read(schema: type[T], words: Sequence[str]) -> T:
-    """The words `key=value …` as an instance of the dataclass `schema`; `null` is None where the field allows it.
+    """An instance of the dataclass `schema` from words `key=value`; `null` is None if the field allows it.
 
     Raises:
         UserError: an unknown key, or a value that does not fit.

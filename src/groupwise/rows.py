@@ -1,8 +1,8 @@
 """Defines the columns of a result row, and reads and writes tables of rows, `results/measured/<sweep>_<scale>.csv`.
 
-A run's row is `result.json`, flat: its hash, every setting of the configuration under its own key, then `git.`,
-`plan.`, `system.`, `seeds.`, `data.` and the final metrics. What was computed from training examples without noise is
-named `nonprivate/...`. A table puts `sweep`, `cell`, `seed` and `scale` first, and leaves out the machine's paths.
+A run's row is its `result.json`: the hash, every key of the configuration, then `git.`, `plan.`, `system.`, `seeds.`,
+`data.` and the final metrics. Values that were computed from training examples without noise are named
+`nonprivate/...`. A table has `sweep`, `cell`, `seed` and `scale` first, and no `paths.`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 Row = dict[str, str]
 
 SCALES = ("paper", "lite", "midi", "mini", "demo", "smoke")
-"""From the paper's own size to the smallest."""
+"""The scales, from the paper's size to the smallest."""
 KEYS = ("sweep", "cell", "seed", "scale")
 """Columns that identify a row of a table."""
 ORIGIN = ("hash", "git.sha", "git.dirty")
-"""Where a row comes from; every row has these."""
+"""Columns that say where a row comes from; every row has them."""
 FIRST = ("task", "model.name", "model.fresh", "clip.name", "privacy.epsilon", "optim.learning_rate")
 """The settings that come first in a table."""
 NONPRIVATE = "nonprivate/"
-"""Prefix of what was computed from the training examples without noise."""
+"""Prefix of values that were computed from the training examples without noise."""
 HELD_OUT = ("valid/", "test/")
 """Prefixes of the metrics on held-out examples."""
 METRICS = (*HELD_OUT, f"{NONPRIVATE}train_")
@@ -41,13 +41,13 @@ PUBLIC_DATA = (
     "train_examples", "valid_examples", "test_examples", "image_size", "max_length", "selected_on", "generated",
     "public_text", "pretrained",
 )  # fmt: skip
-"""Entries of a data description that are settings, N, or about the held-out sets. `source` is not one: it counts rows
-of the files, before examples are chosen."""
+"""Entries of a data description that are settings, N, or about the held-out sets. `source` is not among them, because
+it counts rows of the files, before examples are chosen."""
 NOT_IN_TABLES = "paths."
 
 
 def row_of_data(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's description of its data as keys of a row: ``data.<key>``, or ``nonprivate/data.<key>``."""
+    """A task's description of its data, as columns ``data.<key>`` or ``nonprivate/data.<key>`` of a row."""
     return {f"{'' if key in PUBLIC_DATA else NONPRIVATE}data.{key}": value for key, value in description.items()}
 
 
@@ -57,7 +57,7 @@ def table_path(folder: Path, sweep: str, scale: str, kind: str = "") -> Path:
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a table, unchanged; none if there is no file.
+    """The rows of a table as text; an empty list if there is no file.
 
     Raises:
         UserError: it cannot be read.
@@ -68,14 +68,14 @@ def read_table(path: Path) -> list[Row]:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, strict=True))
     except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no table ({error}): fix or remove it.") from error
+        raise UserError(f"{path} is not a table ({error}): fix or remove it.") from error
     if any(None in row or None in row.values() for row in rows):
-        raise UserError(f"{path} is no table (a line has more or fewer values than columns): fix or remove it.")
+        raise UserError(f"{path} is not a table (a line has more or fewer values than columns): fix or remove it.")
     return rows
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = FIRST) -> None:
-    """Write a table atomically: cell and seed first, then these columns, metrics, and the rest by name."""
+    """Write a table atomically: `KEYS` first, then `columns`, metrics, and the other columns by name."""
     present = {key for row in rows for key in row}
     first = [key for key in (*KEYS, *columns) if key in present]
     metrics = [key for prefix in METRICS for key in sorted(present) if key.startswith(prefix)]

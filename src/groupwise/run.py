@@ -1,4 +1,4 @@
-"""Runs one configuration and returns its result row: everything is checked before anything is written."""
+"""Runs one configuration and returns its result row. Everything is checked before anything is written."""
 
 import time
 from functools import partial
@@ -38,15 +38,16 @@ from groupwise.training.train import train
 @oom_as_user_error()
 @environment_errors()
 def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train one cell, or resume it from its last checkpoint; returns its result row.
+    """Train one configuration, or resume it from its last checkpoint; returns its result row.
 
     Nothing is written before data, model, clipping and plan have been checked.
 
     Args:
-        ranks: the processes of the run, each of which calls this; None is one process.
+        config: checked.
+        ranks: the processes of the run, which all call this; None for a single process.
 
     Raises:
-        UserError: anything that the user can fix.
+        UserError: any error that the user can fix.
     """
     ranks = ranks or Ranks()
     record = RunRecord.open(config)
@@ -111,7 +112,7 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         return _explain(trainer)
     if state is not None and file is not None:
         trainer.load_state_dict(state)
-        state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer's now
+        state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer has these now
         print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
     ranks.barrier()  # every process has loaded its state
     if ranks.main:
@@ -126,9 +127,9 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
 
 
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:
-    """Write the model of a finished run to `export=FOLDER`, as the run would have done at its end."""
+    """Export the model of a finished run to `export=FOLDER`, as at the end of a run."""
     if config.pipeline.stages > 1 or config.eval.shots is not None:
-        raise UserError(f"export={config.export} cannot be written for this run, which is finished: leave it out.")
+        raise UserError(f"export={config.export} is not possible for this finished run: leave it out.")
     task = make_task(config, torch.device("cpu"))
     _check_exports(config, task)
     start_from(task.model, str(record.folder))
@@ -139,11 +140,13 @@ def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) 
 
 def _check_exports(config: RunConfig, task: Task) -> None:
     if config.export is not None and not task.exports:
-        raise UserError(f"export is for language models: for task={config.task} use model.pt in the run's folder.")
+        raise UserError(
+            f"export works for language models only: for task={config.task} use model.pt in the run's folder."
+        )
 
 
 def _explain(trainer: Trainer) -> dict[str, Any]:
-    """Print the cost model's choices for one microbatch of the size that training will use."""
+    """Print how norms are computed for one microbatch of the size that training will use."""
     if trainer.private.engine is None:
         print("clip=none clips nothing, so there are no norms to explain.")
         return {}
@@ -158,32 +161,32 @@ def require_gpu_for_the_paper(config: RunConfig) -> None:
     """Refuse a new run at the paper's scale without a GPU, unless train.device=cpu was given.
 
     Raises:
-        UserError: it was not given, and no setting makes the run a short one.
+        UserError: it was not given, and no other setting makes the run short.
     """
     small = config.scale != "paper" or config.train.steps is not None or config.eval.shots is not None or config.explain
-    small = small or bool(config.own_task)  # not in the paper
+    small = small or bool(config.own_task)  # a task that is not in the paper
     if small or config.train.device != "auto" or torch.cuda.is_available():
         return
     raise UserError(
-        f"scale=paper trains the paper's own cell, {config.train.epochs:g} epochs of {config.model.name} on "
+        f"scale=paper trains the paper's cell, {config.train.epochs:g} epochs of {config.model.name} on "
         f"task={config.task}, which takes days on a CPU, and torch sees no GPU: give scale=mini or scale=demo, which "
         "take minutes, or train.device=cpu to train on the CPU anyway."
     )
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device; "auto" takes CUDA where there is one."""
+    """The named device; "auto" is CUDA if there is a GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"train.device={name} was asked for, but torch sees no GPU: use train.device=cpu, or auto.")
+        raise UserError(f"train.device={name} was given, but torch sees no GPU: use train.device=cpu, or auto.")
     return torch.device(name)
 
 
 def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> int | None:
-    """K, the number of groups over all stages, or one for flat clipping; None without clipping."""
+    """K, the number of groups over all stages; 1 for flat clipping, None without clipping."""
     if engine is None:
         return None
     if config.clip.grouping == "flat":
@@ -192,7 +195,7 @@ def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> i
 
 
 def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyPlan:
-    """The privacy plan: B and T from the configuration, K from `groups`; if that is None, it has no guarantee."""
+    """The privacy plan, with K = `groups`; None means no clipping, so no guarantee."""
     privacy = config.privacy
     epsilon, multiplier = privacy.epsilon, privacy.noise_multiplier
     if groups is None:
@@ -213,20 +216,20 @@ def plan_run(config: RunConfig, train_size: int, groups: int | None) -> PrivacyP
 
 
 def _expected_batch_size(config: RunConfig, train_size: int) -> int:
-    """B as given, or ρN."""
+    """B as configured, or ρN."""
     if config.train.sample_rate is not None:
         return max(1, round(config.train.sample_rate * train_size))
     batch_size = config.train.batch_size
     assert batch_size is not None, "validate() asks for one of the two"
     if batch_size > train_size:
         raise UserError(
-            f"train.batch_size={batch_size} is larger than the training set ({train_size} examples): make it smaller."
+            f"train.batch_size={batch_size} is larger than the training set ({train_size} examples): lower it."
         )
     return batch_size
 
 
 def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device: torch.device) -> dict[str, Any]:
-    """Evaluate the untrained model with `eval.shots` examples in the prompt; writes a record and returns its row."""
+    """Evaluate without training, with `eval.shots` examples in the prompt; writes a record and returns its row."""
     assert config.eval.shots is not None
     shots, prompt_set = config.eval.shots, config.eval.prompt_set
     print(f"In context: {shots} training examples in the prompt (set {prompt_set}), no training.")
@@ -263,7 +266,7 @@ def start_from(model: nn.Module, given: str) -> None:
         given: a finished run's folder, or its model.pt.
 
     Raises:
-        UserError: no weights there, weights of another model, or weights that are not finite.
+        UserError: there are no weights, they are of another model, or they are not finite.
     """
     path = Path(given).expanduser()
     path = path / "model.pt" if path.is_dir() else path

@@ -44,7 +44,7 @@ def test_the_command_line_chooses_among_the_cells(key: str, wanted: list[str], n
     ("grid", "scale", "words"),
     [
         ({"clip": []}, "paper", "clip has no values"),
-        ({"seed": "many"}, "paper", "no whole number"),
+        ({"seed": "many"}, "paper", "not a whole number"),
         ({"clip": "flat"}, "mini", "no scale=mini"),
     ],
 )
@@ -74,5 +74,5 @@ def test_what_is_no_sweep_is_one_sentence(tmp_path: Path, content: str) -> None:
         read_sweep(file)
     with pytest.raises(UserError, match=r"no sweep nam \(did you mean name\?\): choose one of name\."):
         read_sweep(tmp_path / "nam.yaml")
-    with pytest.raises(UserError, match=r"name\.yaml is no sweep"):
+    with pytest.raises(UserError, match=r"name\.yaml is not a sweep"):
         read_sweep(tmp_path / "nowhere" / "name.yaml")

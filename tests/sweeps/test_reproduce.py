@@ -72,12 +72,12 @@ def test_elsewhere_a_point_is_allowed():
     row = {"valid/accuracy": "50.0", "valid/loss": "1.5", "system.device": "a", "git.sha": "1"}
     near = {"valid/accuracy": 50.9, "valid/loss": 1.54, "system.device": "b", "git.sha": "1"}
     good, lines = compare(row, near)
-    assert good and "since another system.device" in lines[-1]
+    assert good and "because of another system.device" in lines[-1]
     assert not compare(row, near | {"valid/loss": 1.56})[0]
     assert not compare(row, near | {"system.device": "a"})[0]
     older = compare(row | {"git.sha": "0123456789"}, near | {"valid/loss": 1.56})[1][-1]
     assert older.startswith("NOT reproduced") and older.endswith(
-        "commit 0123456 made the row, and today's code gives other bits, so make it again"
+        "the row is from commit 0123456, and today's code gives other bits, so renew the row"
     )
     good, lines = compare(row, {"valid/loss": 1.54})
     assert not good and lines[0] == "valid/accuracy: 50.0 then, None now"

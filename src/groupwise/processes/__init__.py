@@ -1,1 +1,1 @@
-"""Starts the processes of a run, watches over them, and ends all of them when one has failed."""
+"""Starts the processes of a run, watches them, and stops all of them if one fails."""

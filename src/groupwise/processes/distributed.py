@@ -1,4 +1,4 @@
-"""Brings the processes of a run together, and goes through the run in lock-step with them."""
+"""Connects the processes of a run, and runs it in each of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from groupwise.training.ranks import Ranks
 
 
 def join(config: RunConfig, place: Place) -> dict[str, Any]:
-    """As `run_here`, for a process that torchrun or srun started: only the main one prints and reports mistakes."""
+    """As `run_here`, for a process of torchrun or srun: only the main one prints, and one reports a mistake."""
     interrupt_on(signal.SIGTERM)
     if not place.main:
         silence(sys.stdout)
@@ -37,10 +37,10 @@ def join(config: RunConfig, place: Place) -> dict[str, Any]:
 
 
 def run_here(config: RunConfig, place: Place, store: dist.Store | None = None) -> dict[str, Any]:
-    """Be one process of a run; returns its result row, {} on all but the main one.
+    """Run as one process of several; returns the result row on the main process, {} on others.
 
     Raises:
-        UserError: a mistake, which other processes may have found too.
+        UserError: a mistake, which other processes may find too.
     """
     store = _meet(config, place) if store is None else store
     if config.train.threads is None:
@@ -56,18 +56,18 @@ def run_here(config: RunConfig, place: Place, store: dist.Store | None = None) -
         device_id=None if device.type == "cpu" else device,
     )
     row = run(config, Ranks(config.pipeline.stages, device, timeout))
-    dist.destroy_process_group()  # after an error it could wait for those that are gone
+    dist.destroy_process_group()  # not after an error, when it could wait for processes that have ended
     return row
 
 
 def _device(config: RunConfig, place: Place) -> torch.device:
-    """A GPU of its own, where there are any."""
+    """A GPU for this process alone if there are GPUs, else the CPU."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count < place.sharing:
         raise UserError(
-            f"{place.sharing} processes need as many GPUs, and this machine has {count}: give fewer pipeline.stages or "
+            f"{place.sharing} processes need as many GPUs, but this machine has {count}: give fewer pipeline.stages or "
             "parallel.ranks, start them on several machines, or give train.device=cpu."
         )
     device = torch.device("cuda", place.local % count)
@@ -76,13 +76,13 @@ def _device(config: RunConfig, place: Place) -> torch.device:
 
 
 def _meet(config: RunConfig, place: Place) -> dist.Store:
-    """The store through which the processes of the run find each other."""
+    """The store through which the processes of the run connect."""
     timeout = timedelta(seconds=config.pipeline.timeout)
     try:
         store, _, _ = next(dist.rendezvous(place.meeting, place.rank, place.world, timeout=timeout))
     except (dist.DistError, OSError, RuntimeError) as error:
         raise UserError(
-            f"The {place.world} processes did not find each other at {place.meeting} within "
+            f"The {place.world} processes could not connect at {place.meeting} within "
             f"{config.pipeline.timeout:g} s ({str(error).splitlines()[0]}): start them all with the same MASTER_ADDR "
             "and MASTER_PORT."
         ) from error
@@ -91,7 +91,7 @@ def _meet(config: RunConfig, place: Place) -> dist.Store:
 
 
 def _first(store: dist.Store) -> bool:
-    """Whether this process is the first to ask. If the store is gone, another one has reported and exited."""
+    """Whether this process is the first to ask. If the store is gone, another process has reported and ended."""
     try:
         return store.add("reported", 1) == 1
     except (dist.DistError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Reads from the environment which process of a run this is, where torchrun or srun started several."""
+"""Reads from the environment which process of a run this is, if torchrun or srun started several."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from groupwise.errors import UserError, reason
 
 @dataclass(frozen=True)
 class Place:
-    """One process of several: process r = (d·S + s)·P + p has part p of stage s of replica d."""
+    """One process of several: process r = d·S + s has stage s of replica d."""
 
     rank: int
     """r, over all machines."""
     world: int
-    """D·S, the processes of the run."""
+    """D·S, the number of processes of the run."""
     local: int
-    """The number on its own machine: which GPU it takes."""
+    """The number on its own machine, which chooses the GPU."""
     sharing: int
-    """How many processes share the cores that it may use."""
+    """How many processes share the CPU cores that it may use."""
     meeting: str
-    """Where the processes find each other: torch's `init_method`."""
+    """Where the processes connect: torch's `init_method`."""
 
     @property
     def main(self) -> bool:
@@ -36,12 +36,12 @@ class Place:
 
 
 def world_size(config: RunConfig) -> int:
-    """How many processes a run has: stages times replicas."""
+    """The number of processes of a run: stages times replicas."""
     return config.pipeline.stages * config.parallel.ranks
 
 
 def name_of(config: RunConfig, rank: int) -> str:
-    """A process in words: stage 1, replica 0, or stage 1 of replica 0."""
+    """The name of a process in messages: stage 1, replica 0, or stage 1 of replica 0."""
     replica, stage = divmod(rank, config.pipeline.stages)
     if config.pipeline.stages == 1:
         return f"replica {replica}"
@@ -49,10 +49,10 @@ def name_of(config: RunConfig, rank: int) -> str:
 
 
 def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun or srun gave this process; None where nobody started several.
+    """The place of this process from the variables of torchrun or srun; None without them.
 
     Raises:
-        UserError: their variables cannot be read, or they started another number of processes than is configured.
+        UserError: the variables cannot be read, or the number of processes is not the configured one.
     """
     try:
         place = _torchrun(environment) or _slurm(environment)
@@ -61,11 +61,11 @@ def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -
     world = world_size(config)
     if place is not None and place.world != world:
         if not place.main:
-            sys.exit(2)  # once is enough
+            sys.exit(2)  # the main process reports it
         launcher = "torchrun" if "RANK" in environment else "srun"
         raise UserError(
             f"{launcher} started {place.world} processes, but pipeline.stages={config.pipeline.stages} times "
-            f"parallel.ranks={config.parallel.ranks} makes {world}: start as many, or change one of the two."
+            f"parallel.ranks={config.parallel.ranks} makes {world}: start {world}, or change one of the two."
         )
     return place
 
@@ -79,24 +79,26 @@ def _torchrun(given: Mapping[str, str]) -> Place | None:
 
 
 def _slurm(given: Mapping[str, str]) -> Place | None:
-    """A task of srun, which submitit uses too; a batch script by itself has no step, and one task is no several."""
+    """The place of a task of srun, which submitit uses too; None in a batch script (no step) and for a single task."""
     if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"} <= given.keys() or int(given["SLURM_NTASKS"]) == 1:
         return None
     host = given.get("MASTER_ADDR") or first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
     own = 20000 + (int(given.get("SLURM_JOB_ID", 0)) * 17 + int(given["SLURM_STEP_ID"])) % 10000
     meeting = f"tcp://{host}:{given.get('MASTER_PORT', own)}"
     local = int(given.get("SLURM_LOCALID", 0))
-    return Place(int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, 1, meeting)  # srun shares out the cores
+    return Place(
+        int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, 1, meeting
+    )  # srun assigns cores to tasks
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of machines: ``gpu[03-05,9],login`` -> ``gpu03``."""
+    """The first machine in SLURM's list: ``gpu[03-05,9],login`` -> ``gpu03``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else nodes
 
 
 def interrupt_on(number: int) -> None:
-    """Let a signal do what Ctrl-C does."""
+    """Let a signal act like Ctrl-C."""
 
     def interrupt(_: int, __: Any) -> None:
         raise KeyboardInterrupt
@@ -105,7 +107,7 @@ def interrupt_on(number: int) -> None:
 
 
 def silence(stream: Any) -> None:
-    """Send a stream, and what C libraries write to it, nowhere."""
+    """Discard what Python and C libraries write to a stream."""
     stream.flush()
     with open(os.devnull, "ab") as file:
         os.dup2(file.fileno(), stream.fileno())

@@ -1,8 +1,8 @@
-"""Starts the processes of a run on this machine by torch.multiprocessing, and reports what went wrong first.
+"""Starts the processes of a run on this machine with torch.multiprocessing, and reports the first failure.
 
-A process writes how it ended into a file of its own before it leaves, and the others notice only when it has left, so
-the first report is the cause and later ones are its consequences. A process that was killed says nothing. Torch comes
-only with a process's work.
+Before it exits, each process writes to a file how it ended. The others notice only after it has exited, so the first
+report is the cause, and later ones are consequences. A process that is killed writes no report. Torch is imported only
+in the processes that work.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from groupwise.processes.environment import Place, find_place, interrupt_on, nam
 
 Work = Callable[[RunConfig, Place], dict[str, Any]]
 GRACE = 5.0
-"""Seconds that the others have to end by themselves when one has failed; then they are asked to, and at last killed."""
+"""Seconds that the other processes have to exit after one has failed. Then they get SIGTERM, and finally SIGKILL."""
 
 
 def start(config: RunConfig) -> dict[str, Any]:
-    """Run one cell, in as many processes as it asks for; returns its result row (empty but in the main process).
+    """Run one configuration in the configured number of processes; returns the result row in the main process, else {}.
 
-    Under torchrun or srun this process is one of them; otherwise they are started here, and this one watches.
+    Under torchrun or srun this process is one of them; otherwise this process starts them and watches.
 
     Raises:
-        UserError: a mistake, reported once, whichever processes found it.
-        ProcessFailed: a process died, or hit a bug; no other is left.
-        KeyboardInterrupt: asked to stop, after a checkpoint that all agreed on.
+        UserError: a mistake, reported once even if several processes found it.
+        ProcessFailed: a process died or raised another exception; all others have been stopped.
+        KeyboardInterrupt: the run was asked to stop, and all processes have written a checkpoint.
     """
     place = find_place(config)
     if place is not None and place.world > 1:
@@ -56,15 +56,15 @@ def start(config: RunConfig) -> dict[str, Any]:
 
 
 def spawn(config: RunConfig, work: Work | None = None) -> dict[str, Any]:
-    """Start all processes on this machine and watch over them to the end; see `start` for what it returns and raises.
+    """Start all processes on this machine and wait for them; returns and raises as `start`.
 
     Args:
-        work: what each does, a function at the top of a module, by default `run_here`; its result in the main process
-            is returned.
+        work: the function that each process calls, at the top level of a module; by default `run_here`. The result of
+            the main process is returned.
     """
     import torch.multiprocessing as mp
 
-    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # of processes that it ends
+    logging.getLogger(mp.spawn.__module__).setLevel(logging.ERROR)  # it would log the processes that it stops
     with tempfile.TemporaryDirectory(prefix="groupwise-") as name:
         folder, failed = Path(name), None
         started = mp.start_processes(_live, (config, work, folder), world_size(config), join=False)
@@ -83,24 +83,24 @@ def spawn(config: RunConfig, work: Work | None = None) -> dict[str, Any]:
         raise KeyboardInterrupt
     if failed is not None and failed.error_index not in written:
         raise ProcessFailed(_killed(config, failed.error_index, failed.exit_code))
-    reports = {rank: pickle.loads(report) for rank, report in written.items()}  # noqa: S301 (of our own processes)
+    reports = {rank: pickle.loads(report) for rank, report in written.items()}  # noqa: S301 (from our own processes)
     return _outcome(config, reports)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A process's own report of how it ended."""
+    """How a process ended, written by itself."""
 
     kind: str
     """done, mistake, interrupted or crashed."""
     value: Any
-    """The row of the main process; the mistake's sentence; the traceback."""
+    """The row of the main process, the sentence of a mistake, or a traceback."""
     when: float
-    """Seconds on a clock that all processes of a machine share."""
+    """Seconds on the machine's monotonic clock."""
 
 
 def _outcome(config: RunConfig, reports: dict[int, Report]) -> dict[str, Any]:
-    """The main process's row, or the exception for what went wrong first."""
+    """The row of the main process, or the exception for the first failure."""
     first = min(reports, key=lambda rank: (reports[rank].kind == "done", reports[rank].when))
     report = reports[first]
     if report.kind == "mistake":
@@ -110,7 +110,7 @@ def _outcome(config: RunConfig, reports: dict[int, Report]) -> dict[str, Any]:
     if report.kind == "crashed":
         print(report.value, file=sys.stderr, end="")
         raise ProcessFailed(
-            f"the process of {name_of(config, first)} failed, so all were stopped: fix the error above, then the same "
+            f"the process of {name_of(config, first)} failed, so all were stopped: fix the error above; then the same "
             "command resumes from the last checkpoint."
         )
     return reports[0].value
@@ -119,27 +119,27 @@ def _outcome(config: RunConfig, reports: dict[int, Report]) -> dict[str, Any]:
 def _killed(config: RunConfig, rank: int, code: int) -> str:
     """The sentence for a process that ended without a report."""
     how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    why = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""
+    why = " (perhaps because memory ran out)" if code == -signal.SIGKILL else ""
     return (
-        f"the process of {name_of(config, rank)} {how}{why}, so all were stopped: the same command goes on from the "
+        f"the process of {name_of(config, rank)} {how}{why}, so all were stopped: the same command resumes from the "
         "last checkpoint."
     )
 
 
 @contextmanager
 def _passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
-    """A list that fills up when this process is asked to stop; all are asked too, and killed by a second Ctrl-C."""
+    """Pass signals to stop on to the processes, and yield the list of them; a second Ctrl-C kills the processes."""
     asked: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        again = number == signal.SIGINT in asked  # a cluster may say SIGTERM more than once
+        again = number == signal.SIGINT in asked  # a cluster may send SIGTERM more than once
         asked.append(number)
         for process in processes:
             process.kill() if again else process.terminate()
 
     try:
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # only the main thread can handle signals
         yield asked
         return
     try:
@@ -150,25 +150,25 @@ def _passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
 
 
 def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None:
-    """Be one of the processes: work, write a `Report`, and leave. Torch interrupts it when its parent has ended."""
+    """The main function of a process: work, write a `Report`, and exit. Torch interrupts it if its parent ends."""
     from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # one process shows progress; tqdm's own lock is a semaphore that a kill leaks
-    os.setsid()  # Ctrl-C goes to the process that watches, and from there to all
+    tqdm.set_lock(threading.RLock())  # only one process shows progress; a kill would leak tqdm's own semaphore
+    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on
     interrupt_on(signal.SIGTERM)
-    interrupt_on(signal.SIGINT)  # which torch sends when the parent has ended, and nohup has ignored
+    interrupt_on(signal.SIGINT)  # torch sends it when the parent ends; nohup would ignore it
     place = Place(rank, world_size(config), rank, world_size(config), f"file://{folder}/meeting")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if not place.main:
         silence(sys.stdout)
-        warnings.simplefilter("ignore", UserWarning)  # all would be warned of the same
+        warnings.simplefilter("ignore", UserWarning)  # all processes would print the same warnings
     tell_warnings()
     code, kind = 0, "done"
     value: Any = None
     try:
         if work is None:
-            from groupwise.processes import distributed  # brings torch
+            from groupwise.processes import distributed  # imports torch
 
             work = distributed.run_here
         row = work(config, place)
@@ -183,4 +183,4 @@ def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None
     sys.stderr.flush()
     when = time.monotonic()
     (folder / f"{rank}").write_bytes(pickle.dumps(Report(kind, value, when)))
-    os._exit(code)  # what is left of torch's threads is not waited for
+    os._exit(code)  # without waiting for torch's threads

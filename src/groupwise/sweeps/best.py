@@ -8,30 +8,30 @@ from groupwise.errors import UserError
 from groupwise.rows import Row
 
 HEADLINES = ("valid/accuracy", "valid/perplexity")
-"""Metrics that searches compare; a task has one of them. With `data.holdout` it is on a part of the training set, else
-on the paper's validation set."""
+"""Metrics that searches compare; each task has one. With `data.holdout` it is computed on a part of the training set,
+otherwise on the paper's validation set."""
 
 
 def search_metric(row: Mapping[str, Any]) -> float | None:
-    """The headline metric of a result row; None if it has none."""
+    """The value of the headline metric in a result row, or None."""
     return next((float(row[name]) for name in HEADLINES if name in row), None)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether it is a loss or a perplexity."""
+    """Whether the metric is a loss or a perplexity."""
     return metric.rpartition("/")[2] in ("loss", "nll", "perplexity")
 
 
 APART = ("task", "model", "model.trains", "clip", "privacy.epsilon")
-"""Cells that differ in these keys are not compared."""
+"""Cells with different values of these keys are not compared."""
 
 
 def candidates(rows: list[Row], metric: str) -> Any:
-    """A data frame with one row per cell of the search, in their order.
+    """A data frame with one row per cell of the search, in the order of the rows.
 
-    Columns: ``cell``; ``mean`` and ``std`` of `metric` over ``seeds``, NaN after a run that diverged; ``rivals``, the
-    settings among `APART`; ``whole``: whether it is compared, with as many seeds as any and no run that diverged;
-    ``best``: whether it is the best of its rivals.
+    Columns: ``cell``; ``mean`` and ``std`` of `metric` over ``seeds``, NaN if a run diverged; ``rivals``, the settings
+    of the keys in `APART`, which are equal for cells that are compared; ``whole``: whether the cell has the most seeds
+    and no run diverged; ``best``: whether it is the best such cell among its rivals.
 
     Raises:
         UserError: no row has that metric.
@@ -39,7 +39,7 @@ def candidates(rows: list[Row], metric: str) -> Any:
     import pandas as pd
 
     if not any(row.get(metric) for row in rows):
-        raise UserError(f"no row of the search has {metric}, which its cells are compared by: collect the sweep again.")
+        raise UserError(f"no row of the search has {metric}, by which its cells are compared: collect the sweep again.")
     values = pd.DataFrame({"cell": [row["cell"] for row in rows], "value": [row.get(metric) or "nan" for row in rows]})
     values["value"] = values["value"].astype(float).where(lambda column: column.abs() < math.inf)
     groups = values.groupby("cell", sort=False)["value"]

@@ -1,15 +1,15 @@
-"""Lists the cells of a sweep, which are the runs behind a table or figure, at the paper's scale or a smaller one.
+"""Lists the cells of a sweep: the runs of a table or figure, at the paper's scale or a smaller one.
 
-The launcher and the tables read both from `sweeps/<name>.yaml`:
+The launcher and the tables read `sweeps/<name>.yaml`:
 
     grids:                         # the paper's cells: all combinations of each grid
       - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1, 2]}
-    scales:                        # what a smaller scale changes
+    scales:                        # what smaller scales change
       mini:
-        train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value there; null leaves the cell out
+        train.epochs: {10: 0.2, 30: 0.6}   # the paper's value -> the value at this scale; null leaves the cell out
         eval.every: 0.5                    # for all cells
         task: {dart: {data.max_length: 96}}  # more keys of the cells that have this value
-        seed: [0, 1, 2, 3]                 # other seeds than the paper's, for all cells
+        seed: [0, 1, 2, 3]                 # seeds of all cells, in place of the paper's
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from groupwise.errors import UserError, unknown
 
 PAPER = "paper"
 Grid = Mapping[str, Any]
-"""A key of the command line -> its value, or a list of values."""
+"""A key of the command line -> a value or a list of values."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sweep:
 
     name: str
     title: str
-    """The first line of its heading."""
+    """The first comment of the file."""
     grids: tuple[Grid, ...]
     scales: Mapping[str, Mapping[str, Any]]
 
@@ -59,7 +59,7 @@ def scale_of(word: str) -> str:
     """The scale in the word ``scale=NAME`` of a command line; raises `UserError` for any other word."""
     key, _, scale = word.partition("=")
     if key != "scale" or not scale:
-        raise UserError(f"{word!r} is not known here: give scale=NAME or nothing.")
+        raise UserError(f"{word!r} is not an argument of this command: give scale=NAME or nothing.")
     return scale
 
 
@@ -67,7 +67,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read a file of `sweeps/`.
 
     Raises:
-        UserError: there is none, or it has no grids.
+        UserError: there is no such file, or it has no grids.
     """
     if not path.is_file() and (known := sorted(file.stem for file in path.parent.glob("*.yaml"))):
         raise unknown("sweep", path.stem, known)
@@ -75,9 +75,9 @@ def read_sweep(path: Path) -> Sweep:
         heading = path.read_text(encoding="utf-8")
         content = OmegaConf.to_container(OmegaConf.load(path))  # numbers as Hydra reads them: 1e-4 is one
     except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is no sweep ({str(error).splitlines()[0]}).") from error
+        raise UserError(f"{path} is not a sweep ({str(error).splitlines()[0]}): correct it.") from error
     if not isinstance(content, dict) or not content.get("grids"):
-        raise UserError(f"{path} has no grids, as the sweep of a table or figure must: add them.")
+        raise UserError(f"{path} has no grids: list the values of each key under grids.")
     comments = [line.lstrip("# ") for line in heading.splitlines() if line.startswith("# ") and "@package" not in line]
     return Sweep(
         path.stem, comments[0] if comments else path.stem, tuple(content["grids"]), content.get("scales") or {}
@@ -90,13 +90,13 @@ def expand(
     scale: str,
     chosen: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Cell]:
-    """All combinations of each grid, each cell once, with the changes of `scale`; scale=paper changes nothing.
+    """The cells of all grids, each once, with the changes of `scale`; scale=paper changes nothing.
 
     Args:
-        chosen: key -> the paper's values of it to keep (see `choose`).
+        chosen: key -> the values to keep (see `choose`).
 
     Raises:
-        UserError: a grid without values for a key, a seed that is no whole number, or a scale without an entry.
+        UserError: a key without values, a seed that is not a whole number, or an unknown scale.
     """
     if scale != PAPER and scale not in scales:
         known = ", ".join([PAPER, *scales])
@@ -111,10 +111,10 @@ def expand(
 
 
 def choose(grids: Sequence[Mapping[str, list[str]]], key: str, wanted: Sequence[str]) -> list[dict[str, list[str]]]:
-    """The grids with only `wanted` as values of `key`; a grid without the key stays as it is.
+    """The grids with only `wanted` as values of `key`; a grid without the key is not changed.
 
-    Values that some grid has select: each grid keeps those that it has, and goes if it has none of them. Values that no
-    grid has are new: they go to the grids that have some wanted value, or to all.
+    A value that some grid has is a selection: each grid keeps the selected values that it has, and is dropped if it has
+    none. A value that no grid has is new: it is added to the grids that are kept.
     """
     known = {value for grid in grids for value in grid.get(key, ())}
     new = [value for value in wanted if value not in known]
@@ -134,7 +134,7 @@ def _cells(grid: Mapping[str, list[str]], changes: Mapping[str, Any], scale: str
         settings = dict(zip(grid, combination, strict=True))
         seed = settings.pop("seed")
         if not seed.isdecimal():
-            raise UserError(f"seed={seed} in a grid of the sweep is no whole number: correct it.")
+            raise UserError(f"seed={seed} in a grid of the sweep is not a whole number: correct it.")
         changed = _changed(settings | {"seed": seed}, changes)
         if changed is not None:
             overrides = tuple(f"{key}={value}" for key, value in ({"scale": scale} | changed).items())

@@ -17,21 +17,25 @@ from groupwise.sweeps.cells import PAPER, scale_of
 from groupwise.sweeps.prepare import table_cells
 
 BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
-"""The files of a sweep besides its rows, and the columns that they begin with."""
+"""The other files of a sweep, and their first columns."""
 SAMPLES = 3
-"""How many test inputs keep their generated texts."""
+"""The number of test inputs whose generated texts are kept."""
 
 
 def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
-    """Write the rows of a sweep, curves for cells that evaluate them, and samples of texts.
+    """Write the rows of a sweep, the curves of cells with `eval.curve`, and samples of generated texts.
 
     A cell whose run is not in `runs` keeps its row, or gets the row of the same run in another sweep's table.
 
     Args:
-        what: a file of `sweeps/`, or the path of another, as for `table_cells`. scale: of the cells.
+        what: a file of `sweeps/`, or the path of another file, as for `table_cells`.
+        scale: of the cells.
+        runs: the folder of the runs.
+        out: the folder of the tables.
+        conf: the folder of the configuration.
 
     Returns:
-        Lines for the user: how many rows, which cells are missing, which rows were dropped.
+        Lines to print: the number of rows, missing cells, dropped rows.
 
     Raises:
         UserError: no such sweep, no finished run of it, or a result that does not match its run's configuration.
@@ -73,12 +77,12 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     return [
         f"{paths['']}: {len(found[''])} of {len(cells)} cells",
         *(f"  missing: {cell}" for cell in missing),
-        *(f"  dropped: {cell}, which the sweep no longer has in this form" for cell in dropped),
+        *(f"  dropped: {cell}, which is no longer a cell of the sweep" for cell in dropped),
     ]
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
-    """The row in `result.json`, without the machine's paths; None if the run is not done.
+    """The row in `result.json`, without paths; None if the run is not done.
 
     Args:
         expected: the hash of `config`, which names the folder.
@@ -128,7 +132,7 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The rows of a run's file, each with at least these keys."""
+    """The rows of a file of a run, which must have these keys."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if absent := [key for line in lines for key in keys if key not in line]:
@@ -142,14 +146,16 @@ def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
-    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=mini if not paper")
+    parser.add_argument(
+        "sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=mini unless scale=paper"
+    )
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="folder of the tables")
     given = parser.parse_args(arguments)
     names = [item for item in given.sweeps if "=" not in item]
     scale = [PAPER, *(scale_of(item) for item in given.sweeps if "=" in item)][-1]
     if not names:
-        raise UserError("Name a sweep, such as cifar.")
+        raise UserError("Give the name of a sweep, such as cifar.")
     given.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         for line in collect(name, scale, given.runs, given.out):

@@ -1,6 +1,4 @@
-"""Manages a sweep's folder, `results/sweeps/<time>-<name>`, with its cells and failures. Runs a cell in the process
-that the launcher started for it.
-"""
+"""A sweep's folder, `results/sweeps/<time>-<name>`, with its cells and failures, and the function that runs a cell."""
 
 import json
 import os
@@ -55,7 +53,7 @@ def begin_sweep(planned: PlannedSweep) -> Path:
 
 
 def cell_file(folder: Path, key: str) -> Path:
-    """The configuration of the cell with these 12 digits of its hash."""
+    """The file with the configuration of a cell, by 12 digits of its hash."""
     return folder / "cells" / f"{key}.yaml"
 
 
@@ -68,11 +66,11 @@ def read_cells(folder: Path) -> list[dict[str, Any]]:
     try:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} is not a sweep's folder: name one of results/sweeps.") from error
+        raise UserError(f"{folder} is not a sweep's folder: give one of results/sweeps.") from error
 
 
 def _cells(folder: Path) -> dict[str, dict[str, Any]]:
-    """12 digits of the hash -> cell; empty if another sweeper chooses the cells."""
+    """12 digits of the hash -> cell; empty if a sweeper such as Optuna chooses the cells."""
     return {cell["hash"][:12]: cell for cell in read_cells(folder)} if (folder / CELLS).is_file() else {}
 
 
@@ -82,12 +80,12 @@ class Failure:
 
     cell: str
     kind: str
-    """The exception's name; a UserError is a mistake of the user, all others are bugs."""
+    """The name of the exception."""
     file: Path
 
 
 def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path | None) -> None:
-    """Write the sentence of a mistake, or the traceback of a bug, to ``failed/<key>.txt``."""
+    """Write the message of a mistake, or the traceback of another exception, to ``failed/<key>.txt``."""
     expected = isinstance(error, UserError | ProcessFailed)
     lines = [f"{type(error).__name__}: {' '.join(str(error).split())}", f"cell: {cell}"]
     lines += [] if log is None else [f"log: {log}"]
@@ -98,7 +96,7 @@ def write_failure(folder: Path, key: str, cell: str, error: Exception, log: Path
 
 
 def failures(folder: Path) -> list[Failure]:
-    """The failures of cells that have not succeeded since, in the order of the cells."""
+    """The failures of cells that have not succeeded in a later attempt, in the order of the cells."""
     found = {}
     for file in sorted((folder / "failed").glob("*.txt")):
         first, second, *_ = [*file.read_text(encoding="utf-8").splitlines(), "", ""]
@@ -107,31 +105,31 @@ def failures(folder: Path) -> list[Failure]:
 
 
 def unfinished(folder: Path) -> list[dict[str, Any]]:
-    """The cells that are neither done nor failed: killed, or still running."""
+    """The cells that are neither done nor failed: they were killed, or are still running."""
     failed = {failure.file.stem for failure in failures(folder)}
     return [cell for key, cell in _cells(folder).items() if key not in failed and not is_done(folder, cell)]
 
 
 def is_done(folder: Path, cell: dict[str, Any]) -> bool:
-    """Whether its run is `DONE`; with overwrite=true, an earlier run does not count."""
+    """Whether the run of a cell is done; with overwrite=true, an earlier run does not count."""
     done, submitted = Path(cell["run"]) / "DONE", folder / CELLS
     return done.is_file() and (cell["done_before"] or done.stat().st_mtime >= submitted.stat().st_mtime)
 
 
 def report_sweep(folder: Path, crash: Exception | None = None) -> int:
-    """List what failed, on stderr, and return the exit code.
+    """List the failed cells on stderr; returns the exit code.
 
     Args:
-        crash: the launcher's own exception, if it failed; then cells without a result count as failed too.
+        crash: the exception of the launcher, if it failed. Then cells without a result count as failed too.
 
     Returns:
-        0 also if the launcher failed before any cell began: then `crash` is the only error.
+        The exit code. It is 0 if the launcher failed before any cell began, as `crash` is then the only error.
     """
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)
     cells = _cells(folder)
     if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
-        return 0  # nothing has run: the launcher did not start
+        return 0  # the launcher did not start any cell
     if failed or lost:
         print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
     for failure in failed:
@@ -143,18 +141,18 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
 
 
 def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
-    """Train a cell. A failure is printed and kept in the sweep's folder, and raised if another sweeper chose it."""
-    register()  # this process may not be the one that composed
+    """Train a cell. A failure is printed and kept in the sweep's folder; it is raised if a sweeper chose the cell."""
+    register()  # this may be another process than the one that composed
     settings = HydraConfig.get()
     folder = Path(settings.sweep.dir)
-    typed: Any = OmegaConf.to_container(settings.overrides.task)  # unresolved, as they may contain the mistake
+    typed: Any = OmegaConf.to_container(settings.overrides.task)  # not resolved, because they may contain the mistake
     key, name, log = f"job-{settings.job.num}", " ".join(typed), None
     os.environ.setdefault("WANDB_RUN_GROUP", settings.runtime.choices.get("sweep") or folder.name)
     try:
         try:
             config = to_run_config(composed) if composed.cell is None else load_config(cell_file(folder, composed.cell))
             validate(config)
-        except UserError as error:  # a mistake that only this machine shows
+        except UserError as error:  # a mistake that shows only on this machine
             report(error)
             raise
         key = config_hash(config)[:12]
@@ -183,14 +181,14 @@ def run_cell(composed: DictConfig, train: Callable[[RunConfig], Any]) -> Any:
 
 
 def _begun_here(folder: Path, run: Path) -> bool:
-    """Whether this sweep has begun the run already; then a requeued job resumes, even with overwrite=true."""
+    """Whether this sweep has already begun the run; if so, a requeued job resumes it, even with overwrite=true."""
     written, submitted = run / "config.yaml", folder / CELLS
     return written.is_file() and submitted.is_file() and written.stat().st_mtime > submitted.stat().st_mtime
 
 
 @contextmanager
 def _to_file(log: Path | None, cell: str) -> Iterator[None]:
-    """Append the output of this process and its children to `log`, and print one line at the end."""
+    """Redirect the output of this process and its children to `log`; print one line at the end."""
     if log is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Measures gradient norms at kept weights:  python -m groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini
 
 For each finished run of the sweep and each of its weights-<step>.pt (`train.keep`), the clipping engine computes the
-gradient norms of some training examples in each layer, for `results/measured/<sweep>_<scale>_norms.csv`.
+gradient norms of some training examples in each layer, and writes `results/measured/<sweep>_<scale>_norms.csv`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ COLUMNS = ("sweep", "cell", "seed", "scale", "hash", "epoch", "step", "layer", "
 
 
 def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Epoch, step, layer, name, example and norm, from the weights that the run in `folder` kept.
+    """Rows of epoch, step, layer, name, example and norm, for the weights that the run in `folder` kept.
 
     Args:
         examples: how many to draw from the training set, with a fixed seed.
@@ -40,7 +40,7 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
 
     kept = sorted(folder.glob("weights-*.pt"), key=_step)
     if not kept:
-        raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], a list of epochs.")
+        raise UserError(f"{folder} has no weights-<step>.pt: run its cell with train.keep=[0,1,2], the list of epochs.")
     config = cell.config
     task = make_task(config, torch.device("cpu"))
     plan = plan_run(config, task.train_size, 1)
@@ -51,7 +51,7 @@ def rows_of(cell: PlannedCell, folder: Path, examples: int, layers: Sequence[str
         norms = gradient_norms(task.model.eval(), task.losses_of, chosen, microbatch=size)  # type: ignore[arg-type]
         wanted = [name for name in norms if not layers or any(fnmatchcase(name, glob) for glob in layers)]
         if not wanted:
-            raise UserError(f"no layer is named {', '.join(layers)}: choose among {', '.join(norms)}.")
+            raise UserError(f"no layer is named {', '.join(layers)}: choose from {', '.join(norms)}.")
         step = _step(path)
         epoch = round(step * plan.expected_batch_size / plan.dataset_size, 2)
         for place, name in enumerate(norms):

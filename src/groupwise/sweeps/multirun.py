@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep's folder through Hydra: its basic sweeper over ``cell=…``, and the launcher given."""
+"""Runs the cells of a sweep's folder through Hydra: the basic sweeper over ``cell=…``, and the chosen launcher."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ Cells = list[dict[str, Any]]
 
 
 def run_cells(folder: Path, launcher: DictConfig, multirun: Callable[[Sequence[str]], None]) -> None:
-    """Run the cells that are not done, together if they use as many processes; failures are written to the folder.
+    """Run the cells that are not done; failures are written to the folder.
+
+    Cells with the same number of processes are launched together.
 
     Args:
-        launcher: its Hydra settings. multirun: runs ``-m`` with the words that it is given.
+        folder: of the sweep.
+        launcher: the settings of Hydra's launcher.
+        multirun: runs ``-m`` with the given words.
     """
     waiting = [cell for cell in read_cells(folder) if not cell["done_before"]]
     by_processes: dict[int, Cells] = {}

@@ -1,4 +1,4 @@
-"""Prepares a sweep: every cell is composed and checked before the first one starts."""
+"""Prepares a sweep: all cells are composed and checked before the first one starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from groupwise.sweeps.cells import Cell, expand, read_sweep, text
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """One run of a sweep, checked."""
+    """A checked run of a sweep."""
 
     name: str
-    """Settings and seed; for a sweep without a file, the overrides that not all cells share."""
+    """Settings and seed; for a sweep without a file, the overrides in which cells differ."""
     seed: int
     overrides: tuple[str, ...]
     """Its overrides for `run.py`."""
@@ -48,15 +48,15 @@ class PlannedCell:
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A sweep, checked."""
+    """A checked sweep."""
 
     name: str
-    """Of the file in `sweeps/`; "cells" for a sweep without a file."""
+    """The name of the file in `sweeps/`; "cells" for a sweep without a file."""
     scale: str
     folder: Path
     """The folder of its record."""
     cells: tuple[PlannedCell, ...] | None
-    """None if another sweeper chooses the cells while it runs."""
+    """None if a sweeper such as Optuna chooses the cells while it runs."""
 
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
@@ -92,10 +92,12 @@ def _shared(given: Sequence[Override]) -> list[str]:
 
 
 def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
-    """All cells of a file of `sweeps/`, composed: what ``-m +sweep=<name> scale=<scale>`` runs.
+    """All cells of a file of `sweeps/`: those that ``-m +sweep=<name> scale=<scale>`` runs.
 
     Args:
-        name: of the file, or the path of another: ``my/sweep/<name>.yaml`` for ``--config-dir my``.
+        name: the name of the file, or the path of another: ``my/sweep/<name>.yaml`` for ``--config-dir my``.
+        scale: of the cells.
+        conf: the folder of the configuration.
 
     Raises:
         UserError: as `read_sweep` and `plan_sweep`.
@@ -126,7 +128,7 @@ def _cells(
 
 
 def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and overrides of each cell of a table; the command line selects some of its values, or changes all cells."""
+    """Name and overrides of each cell of a table; the command line selects values, or changes all cells."""
     grids: list[dict[str, Any]] = OmegaConf.to_container(sweep.grids, resolve=True)  # type: ignore[assignment]
     scales: dict[str, Any] = OmegaConf.to_container(sweep.scales, resolve=True)  # type: ignore[assignment]
     keys = {key for grid in grids for key in grid} | {"seed"}
@@ -136,7 +138,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
         key, values = item.key_or_group, _values(item)
         if item.is_hydra_override() or key in ("scale", "sweep") or key.startswith("sweep."):
             continue
-        if key in keys:  # a grid's own
+        if key in keys:
             chosen[key] = values
         elif len(values) > 1:
             grids = [{**grid, key: values} for grid in grids]
@@ -152,7 +154,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
 def _of_command_line(
     sweeper: DictConfig, given: Sequence[Any], shared: Sequence[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """All combinations, as in Hydra's basic sweeper. A cell is named by the overrides that differ between cells."""
+    """All combinations, as in Hydra's basic sweeper. A cell's name has the overrides that differ between cells."""
     items = parse([f"{key}={values}" for key, values in (sweeper.params or {}).items()])
     items += [item for item in given if not item.is_hydra_override()]
     values: dict[str, list[str]] = {}
@@ -166,7 +168,7 @@ def _of_command_line(
 
 
 def _values(item: Any) -> list[str]:
-    """The values of an override in the form of a grid's: 3.0 is 3."""
+    """The values of an override, written as in a grid: 3.0 is 3."""
     if item.is_sweep_override():
         return [text(_number(value)) for value in item.sweep_string_iterator()]
     return [text(_number(item.get_value_element_as_str()))]

@@ -1,7 +1,8 @@
 """Reproduces a committed row and compares:  python -m groupwise.sweeps.reproduce HASH [HASH ...]
 
-A row can be reproduced if its key is not secret: `data.public=true`, `debug.noise_seed`, or a run without noise. On the
-same kind of machine, with the same packages and code, all metrics are equal to the bit; elsewhere within a tolerance.
+A row can be reproduced if its noise key is not secret (`data.public=true`, `debug.noise_seed`) or it has no noise. On
+the same kind of machine, with the same packages and code, all metrics must be bit-identical; otherwise they must agree
+within a tolerance.
 """
 
 import argparse
@@ -19,16 +20,16 @@ from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import read_sweep
 
 DECIDES = ("system.device", "system.threads", "versions.torch", "versions.numpy", "git.sha")
-"""Columns of machine, packages and code: rows that agree in these are equal to the bit."""
+"""Columns of machine, packages and code. Rows with equal values in all of these must be bit-identical."""
 POINTS, LOSS = 1.0, 0.05
-"""Tolerances of percentages and losses otherwise."""
+"""Otherwise, the tolerances of percentages and of losses."""
 
 
 def find_row(digest: str, measured: Path) -> Row:
     """The committed row whose hash begins with `digest`.
 
     Raises:
-        UserError: there is none, or there are several.
+        UserError: there is no such row, or there are several.
     """
     rows = [
         row
@@ -46,10 +47,10 @@ def find_row(digest: str, measured: Path) -> Row:
 
 
 def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
-    """The configuration that made the row, composed as its sweep has it today.
+    """The configuration of the row's run, composed from the sweep as it is today.
 
     Raises:
-        UserError: the cell no longer exists or has changed, or its noise key was secret.
+        UserError: the cell no longer exists or has changed, or the noise key was secret.
     """
     cells = read_sweep(sweeps / f"{row['sweep']}.yaml").cells(row["scale"])
     cell = next((each for each in cells if (each.name, str(each.seed)) == (row["cell"], row["seed"])), None)
@@ -58,21 +59,23 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
-            f"{row['cell']} seed={row['seed']} has another configuration today than the row {row['hash'][:12]}: check "
-            "out the row's commit."
+            f"{row['cell']} seed={row['seed']} has another configuration today than in the row {row['hash'][:12]}: "
+            "check out the row's commit."
         )
     secret = not config.data.public and config.debug.noise_seed is None
     if secret and row.get("plan.noise_multiplier", "0.0") not in ("", "0.0"):
         raise UserError(
-            f"The row {row['hash'][:12]} had a secret key, which was deleted: its noise cannot be drawn again "
-            "(runs with data.public=true can)."
+            f"The run of row {row['hash'][:12]} had a secret key, which was deleted, so its noise cannot be drawn "
+            "again: choose a row with data.public=true."
         )
     return config
 
 
 def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
-    """Whether the new row agrees, and a line for each metric. If all of `DECIDES` are equal, metrics must be equal to
-    the bit; else percentages must agree within `POINTS`, and losses within `LOSS`.
+    """Whether the new row agrees, and a line for each metric.
+
+    If all of `DECIDES` are equal, metrics must be bit-identical. Otherwise percentages must agree within `POINTS`, and
+    losses within `LOSS`.
     """
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
     lines, good = [], True
@@ -81,9 +84,9 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
         allowed = (LOSS if key.endswith(("loss", "nll")) else POINTS) if other else 0.0
         good &= isinstance(now, int | float) and (abs(now - then) <= allowed or (math.isnan(then) and math.isnan(now)))
         lines.append(f"{key}: {then!r} then, {now!r} now")
-    how = f"within {POINTS:g} point, since another {', '.join(other)}" if other else "bit for bit"
+    how = f"within {POINTS:g} point, because of another {', '.join(other)}" if other else "bit for bit"
     if not good and "git.sha" in other:
-        how += f": commit {row['git.sha'][:7]} made the row, and today's code gives other bits, so make it again"
+        how += f": the row is from commit {row['git.sha'][:7]}, and today's code gives other bits, so renew the row"
     return good, [*lines, f"{'reproduced' if good else 'NOT reproduced'}, {how}"]
 
 
@@ -101,10 +104,10 @@ def main(arguments: list[str] | None = None) -> int:
     good = True
     rows = [find_row(digest, given.measured) for digest in given.hashes]
     configs = [config_of(row, given.conf, given.sweeps) for row in rows]
-    from groupwise.run import run  # torch comes with it
+    from groupwise.run import run  # imports torch
 
     for row, config in zip(rows, configs, strict=True):
-        if microbatch := row.get("system.microbatch"):  # sums in the same order
+        if microbatch := row.get("system.microbatch"):  # so that sums are in the same order
             config = replace(config, train=replace(config.train, microbatch=int(microbatch)))
         print(f"{row['sweep']}: {row['cell']} seed={row['seed']} scale={row['scale']}")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Runs a sweep's cells as SLURM jobs through submitit: the tasks of a job, and its reaction to a warning.
+"""Runs the cells of a sweep as SLURM jobs through submitit: the tasks of a job, and how it reacts to USR2.
 
-submitit requeues a warned job by its own contract: its handler of USR2 writes the function to be called again, and puts
-the job back into the queue. Here the run ends its step and saves its checkpoint first.
+SLURM sends USR2 before the time limit. submitit's handler then saves the function to be called again, and requeues the
+job. Here the run first finishes its step and saves a checkpoint.
 """
 
 import math
@@ -23,7 +23,7 @@ LAUNCHER = "SlurmLauncher"
 
 
 def shape(processes: int, most: int) -> tuple[int, int]:
-    """Nodes, and tasks per node, for a run of this many processes with at most `most` on a node.
+    """Nodes, and tasks per node, for a run of `processes` processes with at most `most` on a node.
 
     Raises:
         UserError: they cannot be split evenly.
@@ -38,16 +38,16 @@ def shape(processes: int, most: int) -> tuple[int, int]:
 
 
 def job_words(launcher: DictConfig, processes: int) -> list[str]:
-    """Overrides of Hydra's launcher for cells of this many processes."""
+    """Overrides of Hydra's launcher for cells with `processes` processes."""
     nodes, tasks = shape(processes, launcher.tasks_per_node)
     return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 
 
 def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
-    """After submitit's error ended Hydra's launcher, wait until no job of the sweep is in SLURM's queue.
+    """After an error of submitit, wait until no job of the sweep is in SLURM's queue.
 
-    submitit fails if a job has no result, even if SLURM requeues the job. Such a job may be missing from the queue for
-    a moment, so it counts as ended only after it was missing twice in a row.
+    submitit raises an error if a job has no result, even if SLURM requeues the job. Such a job may be missing from the
+    queue for a moment, so it counts as ended only after it was missing twice in a row.
 
     Raises:
         UserError: SLURM accepted no jobs.
@@ -67,7 +67,7 @@ def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float],
 
 
 def link_log(link: Path) -> None:
-    """Link ``link`` to this job's log, in the job's main task."""
+    """Make ``link`` a symbolic link to this job's log; only the job's main task does so."""
     import submitit
 
     job = submitit.JobEnvironment()
@@ -79,19 +79,20 @@ def link_log(link: Path) -> None:
 
 
 MARGIN = 0.25
-"""Share of the time between warning and time limit that is reserved for requeueing."""
+"""The share of the time between USR2 and the time limit that is reserved for requeueing."""
 
 
 def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
-    """Run ``work`` as a task of a job: USR2 and SIGTERM stop it as Ctrl-C does, and submitit requeues it after USR2.
+    """Make ``work`` a task of a job: USR2 and SIGTERM stop it like Ctrl-C, and after USR2 submitit requeues it.
 
     Args:
+        work: the function to run.
         seconds: between USR2 and the time limit. A run that has not exited after this time, less `MARGIN`, is requeued
             and resumes from its previous checkpoint.
     """
 
     def run(given: T) -> Any:
-        requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which acts in the job's main task alone
+        requeue: Any = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which acts only in the job's main task
         warned = False
 
         def put_back(*_: object) -> None:

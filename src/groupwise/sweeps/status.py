@@ -18,17 +18,17 @@ DONE, BEGUN, FAILED, WAITING = STATES = ("done", "begun", "failed", "waiting")
 
 @dataclass(frozen=True)
 class State:
-    """One cell."""
+    """The state of a cell."""
 
     name: str
     kind: str
-    """One of `STATES`; "begun" means that it runs or was interrupted."""
+    """One of `STATES`; "begun" means running or interrupted."""
     note: str = ""
-    """For "done" the metric, ε and time; for "failed" the reason; for "begun" the step."""
+    """For "done" the metric, ε and time; for "failed" the error; for "begun" the step."""
 
 
 def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
-    """The state of all cells of the sweep in `folder`."""
+    """The states of the cells of the sweep in `folder`."""
     return [_state(folder, cell) for cell in cells]
 
 
@@ -52,7 +52,7 @@ def _begun(name: str, run: Path) -> State:
 
 
 def finished(name: str, run: Path) -> State:
-    """A cell whose run is done."""
+    """The state of a cell whose run is done."""
     try:
         row = json.loads((run / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def lines_of(cells: Sequence[State]) -> list[str]:
 
 
 def status(folder: Path, each: bool = False) -> list[str]:
-    """The lines on the sweep in `folder`; with `each`, one more line per cell.
+    """The lines to print on the sweep in `folder`; with `each`, one more line per cell.
 
     Raises:
         UserError: it is not a sweep's folder.
