@@ -1,5 +1,5 @@
 # %% [markdown]
-# # Every figure, beside the paper's numbers
+# # Every figure, with the paper's numbers
 # `make figures` writes them in print quality, as PDF and PNG; the tables are in [another notebook](results.ipynb).
 
 # %%

@@ -23,14 +23,14 @@ for name in TABLES:
 table_lines("cifar", folders)
 
 # %% [markdown]
-# The paper's claims, and whether the rows bear them out.
+# The paper's claims, and whether the rows confirm them.
 
 # %%
 found = verdicts(folders)
 Markdown(f"{summary(found)}\n\n{findings_table(found)}\n\n{rules()}")
 
 # %% [markdown]
-# Every cell, and what became of it.
+# Every cell, with its status.
 
 # %%
 coverage(folders)

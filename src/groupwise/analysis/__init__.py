@@ -1,1 +1,1 @@
-"""Makes tables and figures from result rows: it reads `results/` only, and never trains."""
+"""Makes tables and figures from result rows. It reads `results/` and never trains."""

@@ -1,4 +1,4 @@
-"""Reads the rows of the benchmarks, and summarises several rounds of one measurement."""
+"""Reads the rows of the benchmarks, and summarises the rounds of a measurement."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +14,8 @@ CELL = ("workload", "batch", "layers", *MACHINE, "method", "memory_format")
 """Columns that identify a measurement; rows that share them are its rounds."""
 METHODS = {
     "none": "non-private",
-    "none_again": "non-private, again",
-    "none_matmul": "non-private, products as ours",
+    "none_again": "non-private, repeated",
+    "none_matmul": "non-private, same matmul",
     "none_graph": "non-private, CUDA graph",
     "adaptive_layer": "adaptive per layer",
     "adaptive_layer_graph": "adaptive per layer, CUDA graph",
@@ -33,7 +33,7 @@ METHODS = {
     "private_transformers": "private-transformers, ghost",
     "jax_privacy": "jax_privacy",
 }
-"""Methods in the order of tables, with their names there."""
+"""The methods in the order of the tables, and their names there."""
 
 
 def read_rows(path: Path) -> pd.DataFrame:
@@ -51,13 +51,13 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     """One row for each measurement of `throughput.csv`, in the order of tables.
 
     Columns: those of `CELL`; ``rounds``; medians over the rounds of ``examples_per_second``, ``noise_seconds``,
-    ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor`` and ``whole``, the ratio of steps with their noise, which
-    ``ratio`` leaves out; ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the status of the first round that
+    ``peak_bytes``, ``ratio``, ``memory_ratio``, ``floor`` and ``whole``, the ratio of steps with noise (``ratio``
+    is without noise); ``ratio_least`` and ``ratio_most``; ``status``: "ok", or the status of the first round that
     was not; ``commit``, ``dirty`` and the versions of the last round.
     """
     numbers = ["examples_per_second", "noise_seconds", "peak_bytes", "ratio", "memory_ratio", "floor", "parameters"]
     rows = rows.sort_values("round", kind="stable")
-    for name in numbers:  # a column without a single number is read as text
+    for name in numbers:  # a column without any number is read as text
         rows[name] = pd.to_numeric(rows[name], errors="coerce")
     seconds = rows["batch"] / rows["examples_per_second"]
     rows["whole"] = rows["ratio"] * seconds / (seconds + rows["noise_seconds"])
@@ -80,17 +80,17 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
-    """Names of methods in the order of tables, others last."""
+    """Names of methods in the order of the tables; unknown names last."""
     return sorted(methods, key=lambda name: list(METHODS).index(name) if name in METHODS else len(METHODS))
 
 
 def was_measured(table: pd.DataFrame) -> pd.Series:
-    """The rows of `cells` with a measurement, without those that only say why there is none."""
+    """Whether each row of `cells` is a measurement; other rows say why there is none."""
     return table["status"] == "ok"
 
 
 def in_words(machine: tuple[Any, ...]) -> str:
-    """A machine configuration, in the order of `MACHINE`, for captions."""
+    """A machine configuration, with values in the order of `MACHINE`, as text for captions."""
     device, hardware, threads, dtype = machine
     cores = "" if device == "cuda" else f", {threads:g} thread{'' if threads == 1 else 's'}"
     return f"{hardware}{cores}, {dtype}"

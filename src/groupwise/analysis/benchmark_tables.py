@@ -1,4 +1,4 @@
-"""Makes the tables of the benchmarks, all for results/tables/benchmarks.md and a summary for docs/benchmarks.md."""
+"""Makes the tables of the benchmarks for results/tables/benchmarks.md, and a summary for docs/benchmarks.md."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,18 +39,19 @@ KINDS = {
     "fastdp": "fastest of fastDP",
     "private_transformers": "private-transformers",
 }
-"""Prefix of method names, and the summary's name for the fastest of them."""
+"""Prefix of method names -> the name of the fastest of them in the summary."""
 PEERS = ("opacus", "fastdp", "private_transformers")
 
 
 def throughput_tables(rows: pd.DataFrame) -> str:
-    """One table per workload and machine configuration, at the batch size that most methods were measured at."""
+    """One table per workload and machine configuration, at the batch size with most methods."""
     return "\n\n".join(map(_throughput_table, _workloads(rows)))
 
 
 def throughput_summary(rows: pd.DataFrame) -> str:
-    """One line per workload and machine configuration: speed ratio with noise, and memory ratio, for each kind of
-    method. CUDA graphs are left out, as plain training gains from them too.
+    """One line per workload and machine configuration: speed ratio with noise and memory ratio of each kind of method.
+
+    CUDA graphs are left out, because plain training gains from them too.
     """
     lines = []
     for cell in _workloads(rows[~rows["method"].str.endswith("_graph")]):
@@ -69,7 +70,7 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         ours = best["adaptive_layer"]["whole"].item() if len(best["adaptive_layer"]) else None
         lines.append([name, machine, *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
     heads = [head for kind in KINDS.values() for head in (f"{kind}: speed", "memory")]
-    return markdown(["workload", "on", *heads, "speed of per layer, in multiples of the fastest of others"], lines)
+    return markdown(["workload", "on", *heads, "per layer relative to the fastest peer"], lines)
 
 
 def _workloads(rows: pd.DataFrame) -> list[pd.DataFrame]:
@@ -114,7 +115,7 @@ def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
 
 
 def _depth(first: pd.Series) -> list[str]:
-    """The number of layers that a language model was measured with, unless it was all of them."""
+    """The number of layers that a language model was measured with, if it was not all of them."""
     full = DEPTHS.get(first["workload"], 12)
     return [f"{first['layers']:g} of {full} layers"] if first["layers"] < full else []  # NaN: no option
 
@@ -151,7 +152,7 @@ def small_models_table(rows: pd.DataFrame, device: str = "cpu") -> str:
 
 
 def page(folders: Folders) -> Page:
-    """All tables as a page of their own, and those that docs/benchmarks.md shows."""
+    """A page with all tables, and the tables that docs/benchmarks.md shows."""
     measured = folders.measured / "benchmarks"
 
     def made(name: str, make: Callable[[pd.DataFrame], str]) -> str:
@@ -160,12 +161,12 @@ def page(folders: Folders) -> Page:
 
     text = (
         "# Benchmarks",
-        "Made by `python -m groupwise.analysis.tables benchmarks`; what is measured is in "
+        "Made by `python -m groupwise.analysis.tables benchmarks`; what is measured is described in "
         "[docs/benchmarks.md](../../docs/benchmarks.md).",
         "## Speed and memory of a step",
-        "*Speed ratio*, without noise, and *with noise*: medians over the rounds of a method's speed over that of "
-        "non-private training in the same round [least..most], not quotients of the medians printed. *Floor*: the "
-        "speed ratio that the counted operations would allow at one rate for all.",
+        "*Speed ratio* (without noise) and *with noise*: the speed of a method divided by that of non-private training "
+        "in the same round, the median over rounds [least..most]. It is not the quotient of two printed medians. "
+        "*Floor*: the speed ratio if all counted operations ran at the same rate.",
         made("throughput", throughput_tables),
     )
     parts = {

@@ -1,13 +1,13 @@
 """The paper's claims as differences between cells, from `results/paper/claims.csv`.
 
 claim, on
-    What the paper says, and where.
+    The paper's statement, and the tasks or models it is about.
 sweep, where, metric
-    The sweep whose cells are compared, the settings that all of them share, and the column of measured rows.
+    The sweep whose cells are compared, the settings that they share, and the column of the measured rows.
 plus, minus
-    Settings of the cells that are added and subtracted; several are terms of their own.
+    Settings of the cells that are added and of those that are subtracted.
 kind
-    What the difference should be, one of `KINDS`.
+    The claimed difference, one of `KINDS`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper, and the difference that shows it."""
+    """A claim of the paper, and the difference that tests it."""
 
     says: str
     on: str
@@ -42,9 +42,9 @@ class Claim:
 
 
 SEARCH = "search_"
-"""Prefix of the sweeps that select hyperparameters; their rows are no evidence for claims."""
+"""Prefix of the sweeps that select hyperparameters; their rows are not evidence for claims."""
 OURS = ("scatter_cnn", "lite0_cifar", "nonprivate_sst2", "cifar_long")
-"""Sweeps on a model that is not the paper's, at every scale."""
+"""Sweeps with a model that is not the paper's at any scale."""
 
 
 def _claim(row: dict[str, str]) -> Claim:

@@ -1,4 +1,4 @@
-"""Lists all cells of all tables and figures: reproduced, reduced only, or not run and why."""
+"""Lists all cells of all tables and figures, with their status: reproduced, reduced only, not run ..."""
 
 import math
 
@@ -37,7 +37,7 @@ from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 RUN = "run in full"
 LISTED = (REPRODUCED, RUN, DIFFERS, INCOMPLETE, REDUCED, UNINFORMATIVE, NOT_RUN)
 WORDS = STATUSES | {
-    RUN: "a figure's cell at scale=paper with all its seeds: the paper prints no number to compare it with"
+    RUN: "a cell of a figure, at scale=paper with all seeds; the paper prints no number to compare it with"
 }
 
 
@@ -71,7 +71,7 @@ def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
     """The status of each cell of a table: the least favourable status of its numbers."""
     order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED)
     found: dict[str, tuple[str, str]] = {}
-    lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # the largest scale of a number comes first
+    lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # the largest scale comes first
     for line in lines.to_dict("records"):
         if line["cell"] and MINUS not in line["cell"]:
             status = REPRODUCED if line["status"] not in order else line["status"]
@@ -96,7 +96,7 @@ def _uncompared(
 
 
 def page(folders: Folders) -> Page:
-    """Counts for each sweep, the meaning of the statuses, then every cell; raises as `coverage` does."""
+    """The page: counts for each sweep, the meaning of each status, and every cell; raises as `coverage`."""
     lines = coverage(folders)
     counts = pd.crosstab(lines["sweep"], lines["status"])
     counts = counts.reindex(index=lines["sweep"].unique(), columns=list(LISTED), fill_value=0)
@@ -104,8 +104,8 @@ def page(folders: Folders) -> Page:
     counts["cells"] = counts.sum(axis=1)
     parts = [
         "# Coverage: every cell of every table and figure",
-        "Made by `python -m groupwise.analysis.tables coverage`. A cell is one line here and one run for each of its "
-        "seeds; a cell that two sweeps share is in both.",
+        "Made by `python -m groupwise.analysis.tables coverage`. A cell is one line here, with one run per seed. A "
+        "cell of two sweeps is listed in both.",
         markdown(["sweep", *counts], [list(map(str, row)) for row in counts.itertuples()]),
         "\n".join(f"- {word}: {WORDS[word]}." for word in LISTED),
         "The figures of speed and memory are in [docs/benchmarks.md](../../docs/benchmarks.md).",

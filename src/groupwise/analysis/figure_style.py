@@ -1,4 +1,4 @@
-"""Means over the rows of the figures' sweeps, and the common style: a colour per mode, reduced rows marked."""
+"""Rows and means for the figures, and their common style: a colour per mode, and a mark for reduced rows."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ GRID = "#d9d9d9"
 WEAK = "#999999"
 """The colour of results no better than the constant-prediction baseline."""
 COLUMN, PAGE = 3.4, 5.5
-"""Inches: the width of a figure in a column, and of one across a page of text; drawn and printed at the same size."""
+"""The width in inches of a figure in a column, and of one across the page; both are printed at that size."""
 
 
 class Series(NamedTuple):
-    """The style of one line of a figure, in colours for the colour-blind (Okabe and Ito)."""
+    """The style of one line of a figure; the colours are safe for colour-blind readers (Okabe and Ito)."""
 
     label: str
     colour: str
@@ -51,23 +51,23 @@ TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
 
 class Beside(NamedTuple):
-    """Content of a figure besides the measured rows."""
+    """What a figure shows besides the measured rows."""
 
     floors: Floors
     """The constant-prediction baselines."""
     paper: pd.DataFrame | None = None
-    """The paper's numbers of some cells of the figure: ``cell``, ``value``, ``std``; never joined with ours."""
+    """The paper's numbers for cells of the figure: ``cell``, ``value``, ``std``; never connected with ours."""
 
 
 def note(figure: Any, scale: str, text: str) -> None:
-    """Store the figure's caption as its label, which is not drawn: whether it is reduced, then what it shows."""
+    """Store the caption as the figure's label, which is not drawn."""
     which = f": scale={scale} ({SCALES[scale]})" if scale in SCALES else ""
     reduced = "" if scale == PAPER else f"Reduced, no reproduction{which}. "
     figure.set_label(reduced + text)
 
 
 def head(axes: Any, title: str, scale: str) -> None:
-    """Give a panel its title, and mark it where its rows are reduced."""
+    """Give a panel its title, and mark it if its rows are reduced."""
     axes.set_title(title, loc="left")
     if scale != PAPER:
         axes.set_title("reduced", loc="right", fontsize=6.5, style="italic", color=GREY)
@@ -95,7 +95,7 @@ def draw_floor(axes: Any, floor: float | None) -> None:
     else:
         axes.set_ylim(bottom=low - 0.08 * span)
     below = near and floor < low + span / 2
-    words = f"one answer for every input: {floor:.1f}"
+    words = f"constant prediction: {floor:.1f}"
     axes.annotate(
         words if near else f"{words} ↓",
         (0.99, floor if near else 0.0),
@@ -118,7 +118,7 @@ def rule(axes: Any) -> None:
 def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = True, floor: float | None = None) -> None:
     """Means with their intervals, as markers with bars; joined by a line, or not.
 
-    Means less than `LEARNT` points above `floor` are inconclusive and drawn as grey crosses.
+    Means less than `LEARNT` points above `floor` are inconclusive, and drawn as grey crosses.
     """
     x, mean = np.asarray(x, dtype=float), table["mean"].to_numpy(dtype=float)
     half = table["high"].to_numpy(dtype=float) - mean
@@ -149,14 +149,14 @@ STYLE: dict[str, Any] = {
     "pdf.fonttype": 42,
 }
 UNDATED: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
-"""Kinds of files, and the metadata left out of them."""
+"""File formats, and the metadata that is left out so that files are reproducible."""
 PIXELS = 300
 """Dots per inch of a PNG."""
 
 
 @contextmanager
 def plain_style() -> Iterator[None]:
-    """Use our settings of matplotlib, not those of the machine, and no display."""
+    """Use our settings of matplotlib, not those of the machine."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -166,7 +166,7 @@ def plain_style() -> Iterator[None]:
 
 
 def content(figure: Any, kind: str) -> bytes:
-    """The figure as pdf or png. The same figure gives the same bytes."""
+    """The figure as pdf or png; the same figure gives the same bytes."""
     written = io.BytesIO()
     with plain_style():
         figure.savefig(written, format=kind, metadata=UNDATED[kind], dpi=PIXELS)
@@ -185,8 +185,8 @@ def write_figure(figure: Any, title: str, folder: Path, name: str) -> list[Path]
 
 
 COMPANIONS = {"_curves": ("collect", ("step",)), "_norms": ("gradient_norms", ("epoch", "layer", "example"))}
-"""File suffix of rows that belong to runs -> the module that makes them, and the columns that identify a row within its
-run."""
+"""Suffix of a file with several rows per run -> the module that makes it, and the columns that identify a row within
+a run."""
 
 
 def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -> Measured:
@@ -206,7 +206,7 @@ def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -
 
 
 def read_companion(name: str, measured: Measured, folder: Path, suffix: str, numbers: Sequence[str]) -> pd.DataFrame:
-    """Rows that belong to the runs of `measured`, several per run: `<name>_<scale><suffix>.csv`, see `COMPANIONS`.
+    """The rows of `<name>_<scale><suffix>.csv`, several for each run of `measured`; see `COMPANIONS`.
 
     Raises:
         UserError: there is no such file, one of the `numbers` is not finite, a row is of a run that was not measured,
@@ -217,7 +217,7 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
         command = f"python -m groupwise.sweeps.{maker} {name} scale={measured.scale}"
         raise UserError(f"There are no rows in {path}: make them with {command}.")
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
-    refuse(path, frame, ~frame["hash"].isin(measured.rows["hash"]), "is of no run that was measured")
+    refuse(path, frame, ~frame["hash"].isin(measured.rows["hash"]), "is of a run that was not measured")
     for column in numbers:
         frame[column] = pd.to_numeric(frame[column], errors="coerce")
         refuse(path, frame, ~np.isfinite(frame[column]), f"has no finite {column}")
@@ -226,15 +226,15 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
 
 
 def with_settings(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column for each setting of their cells, with the paper's value, in place of any of that name."""
+    """The rows with a column for each setting of their cells, with the paper's value; it replaces one of that name."""
     settings = pd.DataFrame([settings_of(cell) for cell in rows["cell"]], index=rows.index)
     return rows.drop(columns=[name for name in settings if name in rows]).join(settings).copy()  # else fragmented
 
 
 def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFrame:
-    """One row for each combination of `keys`, over its seeds: `keys`, ``mean``, ``low``, ``high``, ``n``.
+    """One row for each combination of `keys`, over seeds: `keys`, ``mean``, ``low``, ``high``, ``n``.
 
-    ``low`` and ``high`` are the ends of the 95 % t-interval of the mean, NaN where there is one seed.
+    ``low`` and ``high`` are the ends of the 95 % t-interval of the mean, NaN for a single seed.
     """
     groups = rows.groupby(list(keys), sort=False, dropna=False)[metric]
     lines = [dict(zip(keys, place, strict=True)) | summarise(list(values))._asdict() for place, values in groups]

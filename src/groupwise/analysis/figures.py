@@ -41,9 +41,9 @@ class Kind:
 
     Attributes:
         draw: rows and other content -> figure.
-        numbers: the columns that it needs. suffix: a key of `COMPANIONS`, for a figure of rows that belong to runs;
-        empty if the runs' own rows are drawn.
-        paper: the paper's table with numbers of the figure's cells; empty if it prints none.
+        numbers: the columns that it needs.
+        suffix: a key of `COMPANIONS`, if the figure shows several rows per run; empty if it shows the runs' own rows.
+        paper: the paper's table with numbers for the figure's cells; empty if there is none.
     """
 
     draw: Callable[[pd.DataFrame, Beside], Any]
@@ -63,7 +63,7 @@ KINDS = {
     "gradnorm_cifar": Kind(draw_gradnorm_cifar, NORM, "_norms"),
     "gradnorm_sst2": Kind(draw_gradnorm_sst2, NORM, "_norms"),
 }
-"""The paper's figures that are made of cells; the titles are in their sweeps."""
+"""The paper's figures of training runs; the titles are in their sweeps."""
 OURS = {"cifar_long": Kind(draw_epochs)}
 """Figures that the paper does not have."""
 SPEED = {
@@ -75,8 +75,10 @@ FIGURES = (*KINDS, *OURS, *SPEED)
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure of matplotlib (its label is the caption), its title, the scale of its rows, and its runs; speed figures
-    have no runs (None)."""
+    """A figure of matplotlib with its caption as label, its title, the scale of its rows, and its runs.
+
+    Figures of speed have no runs (None).
+    """
 
     figure: Any
     title: str
@@ -119,7 +121,7 @@ def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 2 if a figure could not be made, after the others were."""
+    """The command line; returns the exit code, 2 if a figure could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
     parser.add_argument("--out", type=Path, default=Path("results/figures"))

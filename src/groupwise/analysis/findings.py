@@ -1,9 +1,10 @@
 """Tests the paper's claims on the measured rows.
 
 A claim is tested on paired differences, between runs that share a seed and differ only in the setting of the claim.
-Seeds are clusters; budgets, epochs and tasks are fixed effects. So the test is a t-test of the means over these, with
-one number per seed. If the effect has a trend over log ε (F-test at 5 %), each ε is tested by itself. All p values of
-the page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence and need a margin.
+Seeds are clusters; budgets, epochs and tasks are fixed effects. So the test is a t-test with one number per seed, the
+mean over budgets, epochs and tasks. If the effect has a trend over log ε (F-test at 5 %), each ε is tested separately.
+All p values of the page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence, with
+a margin.
 """
 
 import math
@@ -46,28 +47,28 @@ from groupwise.rows import markdown, table_path
 from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 LEAST = 3
-"""How many seeds a verdict needs, as many as the paper's tables have."""
+"""The number of seeds that a verdict needs; the paper's tables have as many."""
 LEVEL = 0.05
-"""Significance level of all verdicts of the page together, and of the test whether an effect depends on ε."""
+"""The significance level of all verdicts together, and of the test for a trend over ε."""
 AGREEMENT, DISAGREEMENT, UNDECIDED = "agreement", "disagreement", "not enough evidence"
 BUDGET = "privacy.epsilon"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim and the evidence of one scale ("" if there is none).
+    """A claim and the evidence at one scale ("" if there is none).
 
     Attributes:
-        epsilon: its budget, if the effect depends on it; "" for all of them together.
-        paper: the same difference between the paper's printed numbers, at the same places; NaN if it prints none.
-        measured: over seeds, of the mean over places.
-        places: other settings (budgets, epochs, tasks) that the mean is over.
+        epsilon: the budget, if the effect depends on it; "" for all budgets together.
+        paper: the same difference between the paper's printed numbers, at the same places; NaN if there are none.
+        measured: a summary over seeds of the mean over places.
+        places: the number of combinations of other settings (budgets, epochs, tasks).
         supports: one-sided p against "the claim does not hold", and `opposes` against "it does"; NaN without a test.
         p: two-sided, adjusted by Holm's method over the page.
         word: `AGREEMENT`, `DISAGREEMENT` or `UNDECIDED`.
-        why: the reason for no verdict, or a caveat.
-        instead: the model of a reduced scale if it is not the paper's, its trainable part, and what is left out of
-            the effect.
+        why: the reason if there is no verdict, or a caveat.
+        instead: the model of a reduced scale and its trainable part if they are not the paper's, and the tasks that are
+            left out.
     """
 
     claim: Claim
@@ -100,14 +101,14 @@ class Verdict:
 
     @property
     def alone(self) -> float:
-        """The two-sided p of this line by itself."""
+        """The two-sided p of this line, not adjusted."""
         return min(1.0, 2 * min(self.supports, self.opposes)) if not math.isnan(self.supports) else math.nan
 
 
 def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     """The claim at each scale that has a pair of runs for it, the paper's first; `decide` adds the verdicts.
 
-    Without any pair there is one entry that says so. If the effect depends on ε, there is one for each ε.
+    Without any pair there is one entry that says so. If the effect depends on ε, there is one entry for each ε.
 
     Raises:
         UserError: no such sweep, or invalid rows.
@@ -158,7 +159,7 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folde
 
 
 def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
-    """The scale's changes to the model, "model=roberta_tiny, model.trains=all"; empty if it is the paper's."""
+    """The model of this scale, "model=roberta_tiny, model.trains=all"; empty if it is the paper's."""
     used = [cell for cell in sweep.cells(scale) if contrast.uses(cell.name)]
     other = {item for cell in used for item in cell.overrides if item not in cell.name.split()}
     return ", ".join(sorted(item for item in other if item.startswith(("model=", "model.trains="))))
@@ -167,7 +168,7 @@ def _instead(contrast: Contrast, sweep: Sweep, scale: str) -> str:
 def _obstacle(
     contrast: Contrast, sweep: Sweep, scale: str, pairs: pd.DataFrame, wanted: pd.DataFrame, folders: Folders
 ) -> str:
-    """Why these pairs allow no verdict: some are missing or inconclusive; empty if they do."""
+    """Why these pairs allow no verdict (some are missing, or the baseline is unknown); empty if they allow one."""
     if missing := len(wanted) - len(pairs):
         return f"{missing} of {len(wanted)} pairs were not run"
     full = places_of(differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)}))
@@ -181,11 +182,11 @@ def _obstacle(
 
 
 def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, str]:
-    """Tasks whose pairs are inconclusive, and why: they are left out of the effect, and the claim gets no verdict."""
+    """Tasks whose pairs are inconclusive, and why. They are left out of the effect, and the claim gets no verdict."""
     floors, found = read_floors(folders.measured), {}
     by_place = pairs.drop(columns="effect").groupby("place").mean()
     for task, means in by_place.groupby(lambda place: _task(contrast, place)):
-        best = float(means.mean().max())  # of the better of the terms
+        best = float(means.mean().max())  # the better cell of the contrast
         if why := why_uninformative(str(task), contrast.metric, best, floors):
             found[str(task)] = why
     return found
@@ -211,7 +212,7 @@ def _verdict(
     if not why and measured.n < LEAST:
         why = "one seed" if measured.n == 1 else f"{measured.n} seeds, fewer than {LEAST}"
     elif not why and measured.std < SAME:
-        why = "all seeds differ by the same"
+        why = "the difference is the same for all seeds"
     if why:
         return replace(verdict, why=why)
     supports, opposes = _tests(claim.kind, measured)
@@ -309,30 +310,30 @@ def summary(found: Sequence[Verdict]) -> str:
 
 
 def rules() -> str:
-    """The rules for a verdict, as text."""
+    """The rules for a verdict, in Markdown."""
     lines = [
-        "- Seeds are clusters: the test is of one number a seed, its mean over the budgets, epochs and tasks (places).",
-        "- Where the effect has a trend over log ε (F-test at 5 %), each ε is judged by itself.",
-        f"- p: two-sided t-tests; Holm: adjusted over all lines together. A verdict needs the latter below {LEVEL:g}.",
-        f"- No verdict from fewer than {LEAST} seeds, nor while a pair that the sweep has was not run, or the scale "
+        "- The test uses one number per seed: its mean over the budgets, epochs and tasks (places).",
+        "- If the effect has a trend over log ε (F-test at 5 %), each ε is tested separately.",
+        f"- p: two-sided t-test. Holm: p adjusted over all lines together; a verdict needs it below {LEVEL:g}.",
+        f"- There is no verdict with fewer than {LEAST} seeds, if a pair of the sweep was not run, or if the scale "
         "leaves out a place. Intervals are not adjusted.",
         *(f"- `{kind}`: agreement when {words}." for kind, words in KINDS.items()),
     ]
     kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in {c.says: c.kind for c in CLAIMS}.items())
     lines.append(f"- The claims: {kinds}.")
-    lines.append(f"- Nothing is decided where no compared cell beats one answer for every input by {LEARNT:g} points.")
+    lines.append(f"- There is no verdict if no compared cell is {LEARNT:g} points better than a constant prediction.")
     return "\n".join(lines)
 
 
 def p_in_words(p: float) -> str:
-    """Two digits, or a dash where there is no test."""
+    """A p value with two digits, or a dash if there is no test."""
     if math.isnan(p):
         return "–"
     return "< 0.001" if p < 0.001 else f"{p:.2g}"
 
 
 def page(folders: Folders) -> Page:
-    """Every claim, and how a verdict is reached; the summary is in docs/findings.md too.
+    """The page of every claim and the rules for a verdict; its summary is also in docs/findings.md.
 
     Raises:
         UserError: as `judge`.
@@ -344,9 +345,9 @@ def page(folders: Folders) -> Page:
 def findings_page(found: Sequence[Verdict]) -> str:
     """The page of these verdicts."""
     parts = (
-        "# The paper's claims, and what the measured rows say of them",
+        "# The paper's claims, tested on the measured rows",
         "Made by `python -m groupwise.analysis.tables findings`. Rows below `scale=paper` are no reproduction. `paper` "
-        "is the same difference between the paper's printed numbers.",
+        "is the same difference in the paper's numbers.",
         summary(found),
         findings_table(found),
         "## How a verdict is reached",

@@ -1,6 +1,6 @@
 """Makes one page of all tables, figures and findings:  python -m groupwise.analysis.report [--out results/report.html]
 
-The page is made of what `make tables` and `make figures` wrote, and needs neither a network nor other files.
+The page is built from the output of `make tables` and `make figures`. It needs neither a network nor other files.
 """
 
 import argparse
@@ -34,10 +34,10 @@ BESIDE = ("findings", "coverage", "searches", "benchmarks")
 
 
 def render(results: Path, out: Path) -> str:
-    """The page as it will stand in `out`. The same files give the same page.
+    """The page for the file `out`. The same inputs give the same page.
 
     Raises:
-        UserError: a table was not made yet.
+        UserError: a table has not been made yet.
     """
     pages = {name: results / "tables" / f"{name}.md" for name in (*TABLES, *BESIDE, *HYPERPARAMETERS)}
     if missing := next((path for path in pages.values() if not path.is_file()), None):
@@ -58,7 +58,7 @@ def render(results: Path, out: Path) -> str:
 
 
 def _text(page: Path, out: Path) -> str:
-    """A page in Markdown as HTML: headings go one level down, and links lead to the same places from `out`."""
+    """A page in Markdown as HTML, with headings one level lower and links relative to `out`."""
 
     def link(target: re.Match[str]) -> str:
         return Path(os.path.relpath(page.parent / target[0], out.parent)).as_posix()
@@ -70,13 +70,13 @@ def _text(page: Path, out: Path) -> str:
 
 
 def _samples(results: Path, name: str) -> str:
-    """The texts that each cell's first seed generated for a few test inputs, at the scales that have them."""
+    """The texts that the first seed of each cell generated for a few test inputs."""
     written = ""
     for path in sorted((results / "measured").glob(f"{name}_*_texts.csv")):
         rows = pd.read_csv(path, dtype=str, keep_default_na=False).drop_duplicates(["cell", "source"])
         shown = rows.set_index(["source", "reference", "cell"])[["output"]].sort_index(kind="stable")
         table = shown.to_html(border=0, index_names=False)
-        written += f"<details><summary>Texts written, {html.escape(path.stem)}</summary>\n{table}\n</details>\n"
+        written += f"<details><summary>Generated texts, {html.escape(path.stem)}</summary>\n{table}\n</details>\n"
     return written
 
 

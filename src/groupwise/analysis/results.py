@@ -1,18 +1,18 @@
-"""Reads and validates the numbers of tables and figures: the paper's, and the measured rows.
+"""Reads and checks the numbers of tables and figures: the paper's, and the measured rows.
 
 `results/measured/<sweep>_<scale>.csv` has one row per run, `results/paper/<table>.csv` one per number of a table:
 
 table, row, column
-    Where the paper prints it; the row's and the column's headings are joined by " / ".
+    Where the paper prints it; headings of several levels are joined by " / ".
 metric
-    The column of measured rows that it is compared with; of a hyperparameter, the key of the configuration.
+    The column of the measured rows to compare with; for a hyperparameter, the key of the configuration.
 cell
     Settings that select one cell of the sweep of that name, or "A minus B" for a difference of two; empty if none of
-    ours is comparable. Of a hyperparameter, what composes the configuration that should have it.
+    our cells is comparable. For a hyperparameter, the overrides that compose the configuration with this value.
 value, std
-    As printed; `value` is empty where the paper has a dash and we have a cell.
+    As printed; `value` is empty if the paper has a dash and we have a cell.
 note
-    Why a number is not ours to reproduce, or is not the same thing; of a hyperparameter: fixed, grid or selected.
+    Why we do not reproduce a number, or how it differs; for a hyperparameter: fixed, grid or selected.
 """
 
 import math
@@ -47,7 +47,7 @@ class Folders:
 
     @classmethod
     def of_checkout(cls) -> "Folders":
-        """The folders of the checkout that this package is installed from, for programs that run elsewhere."""
+        """The folders of the checkout that this package is installed from, for programs that run in another folder."""
         return cls(*(CHECKOUT / own.default for own in fields(cls)))  # type: ignore[operator]
 
     @classmethod
@@ -58,12 +58,12 @@ class Folders:
 
     @classmethod
     def given(cls, options: Namespace) -> "Folders":
-        """The folders that those options name."""
+        """The folders in parsed options."""
         return cls(**{own.name: getattr(options, own.name) for own in fields(cls)})
 
 
 def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
-    """The paper's table `name`: `value` and `std` as numbers, `printed` as the paper has both, the others as text.
+    """The paper's table `name`, with numbers `value` and `std`; `printed` is the paper's text of both.
 
     Raises:
         UserError: there is no such table.
@@ -80,10 +80,10 @@ def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
 
 
 def settings_of(cell: str) -> dict[str, str]:
-    """``clip=flat privacy.epsilon=3`` as a dictionary.
+    """The settings in a cell's name, such as ``clip=flat privacy.epsilon=3``, as a dictionary.
 
     Raises:
-        UserError: a word of it has no "=".
+        UserError: a word has no "=".
     """
     if wrong := [word for word in cell.split() if "=" not in word]:
         raise UserError(f"{wrong[0]!r} in the cell {cell!r} is not KEY=VALUE: correct it.")
@@ -92,15 +92,15 @@ def settings_of(cell: str) -> dict[str, str]:
 
 SCALES = {
     "paper": "the paper's cell",
-    "lite": "real data, published weights (MiniLM-L3, 17 M; EfficientNet-Lite0, ImageNet): not the paper's",
-    "midi": "real data; images of 16 pixels on WRN16-1, texts on a GPT-2 of a million parameters",
-    "mini": "real data; images of 8 pixels on WRN10-1, a RoBERTa of 68,000 or a GPT-2 of 2.6 million parameters",
-    "demo": "embedded or generated data and a small network",
+    "lite": "real data, published weights that are not the paper's (MiniLM-L3, EfficientNet-Lite0)",
+    "midi": "real data, 16 × 16 images on WRN16-1, texts on a GPT-2 of a million parameters",
+    "mini": "real data, 8 × 8 images on WRN10-1, a RoBERTa of 68,000 or a GPT-2 of 2.6 million parameters",
+    "demo": "bundled or synthetic data, a small network",
 }
 SHOWN = tuple(SCALES)
-"""The scales that are shown, in order of preference; smoke is for tests."""
+"""The scales in tables and figures, in order of preference; smoke is for tests."""
 CONSTANT = "constant_answers.csv"
-"""The constant-prediction baselines, beside the measured rows; made by scripts/constant_answers.py."""
+"""The file of constant-prediction baselines among the measured rows; scripts/constant_answers.py makes it."""
 LEARNT = 5.0
 """Points by which a run must beat the constant-prediction baseline to be evidence for a claim."""
 
@@ -110,8 +110,9 @@ class Page:
     """A page of results/tables that is not a table of the paper.
 
     Attributes:
-        text: in Markdown. line: what the command prints.
-        parts: what docs/<name>.md holds of it, by the name of the markers around it.
+        text: in Markdown.
+        line: what the command prints.
+        parts: the parts that docs/<name>.md also shows, by the name of the markers around them.
     """
 
     text: str
@@ -151,9 +152,9 @@ class Measured:
             words = ", ".join(str(seed) for seed in missing)
             found.append(f"{len(rows)} of {len(expected)} seeds, without {words}")
         if dirty := int(rows["git.dirty"].sum()):
-            found.append(f"{dirty} of {len(rows)} runs with changes that were not committed")
+            found.append(f"{dirty} of {len(rows)} runs with uncommitted changes")
         if nowhere := int((rows["git.sha"] == "").sum()):
-            found.append(f"{nowhere} of {len(rows)} runs outside of a checkout")
+            found.append(f"{nowhere} of {len(rows)} runs without a known commit")
         return found
 
 
@@ -173,11 +174,11 @@ def floor_of(task: str, metric: str, floors: Floors) -> float | None:
 
 
 def why_uninformative(task: str, metric: str, best: float, floors: Floors) -> str:
-    """Why cells are inconclusive: the best of them is hardly above the constant-prediction baseline; else empty."""
+    """Why cells are inconclusive: the best is hardly above the constant-prediction baseline. Otherwise empty."""
     floor = floor_of(task, metric, floors)
     if floor is None or best >= floor + LEARNT:
         return ""
-    return f"hardly learnt: one answer for every input has {floor:.1f}"
+    return f"hardly learned: a constant prediction has {floor:.1f}"
 
 
 def read_all(sweep: Sweep, folder: Path, wanted: Mapping[str, Sequence[str]] | None = None) -> list[Measured]:
@@ -191,7 +192,7 @@ def read_measured(
 ) -> Measured:
     """The rows of a sweep at one scale.
 
-    `wanted` says which metrics the runs of a cell must have, as finite numbers; other cells may have any.
+    `wanted` lists the metrics that the runs of a cell must have as finite numbers; it has no effect on other cells.
 
     Raises:
         UserError: the file is missing, does not parse or has no rows; a column is missing; a row has a cell or seed
@@ -202,7 +203,7 @@ def read_measured(
     frame = _read(path, f"python -m groupwise.sweeps.collect {sweep.name} scale={scale}")
     planned = {(sweep.name, cell, str(seed), scale) for cell, seeds in expected.items() for seed in seeds}
     known = [place in planned for place in frame[list(KEYS)].itertuples(index=False, name=None)]
-    refuse(path, frame, ~np.array(known), f"is of no cell and seed of the sweep {sweep.name} at scale={scale}")
+    refuse(path, frame, ~np.array(known), f"is not a cell and seed of the sweep {sweep.name} at scale={scale}")
     refuse(path, frame, frame.duplicated(["cell", "seed"]), "is there twice")
     refuse(path, frame, frame.duplicated("hash"), "has the hash of another row, so the two are one run")
     for cell, metrics in (wanted or {}).items():
@@ -210,7 +211,7 @@ def read_measured(
             if metric not in frame:
                 raise fault(path, frame[own], f"has no {metric}, which its table shows")
             odd = ~np.isfinite(pd.to_numeric(frame[metric], errors="coerce"))
-            refuse(path, frame, own & odd, f"has a {metric} that is no finite number")
+            refuse(path, frame, own & odd, f"has a {metric} that is not a finite number")
     for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
         frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
     frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
@@ -236,7 +237,8 @@ def _read(path: Path, command: str) -> pd.DataFrame:
     if not rows:
         raise UserError(f"{path} has no rows: collect the sweep again ({command}).")
     values = [list(row.values()) for row in rows]
-    frame = pd.DataFrame(values, columns=list(rows[0]), dtype=object)  # one block: taking rows is slow by columns
+    # One block of objects, because selecting rows from many columns is slow.
+    frame = pd.DataFrame(values, columns=list(rows[0]), dtype=object)
     if missing := [column for column in (*KEYS, *ORIGIN) if column not in frame]:
         raise UserError(f"{path} has no column {missing[0]!r}: collect the sweep again ({command}).")
     return frame
@@ -249,14 +251,14 @@ def fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
 
 
 def number(value: float, how: str = ".2f") -> str:
-    """A number for a table, or a dash where there is none."""
+    """A number for a table, or a dash for NaN."""
     return "–" if math.isnan(value) else format(value, how).replace("-", "−")
 
 
 def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:
     """The cost of distinct runs, ", 5.6 core-hours" or ", 2.0 hours of GPUs"; empty if a row lacks it.
 
-    Runs that share cores take longer than alone, so this is an upper bound.
+    Runs that share cores are slower than single runs, so this is an upper bound.
     """
     hours = {"core-hours": 0.0, "hours of GPUs": 0.0}
     for row in {row.get("hash") or place: row for place, row in enumerate(rows)}.values():

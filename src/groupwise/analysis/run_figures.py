@@ -1,4 +1,4 @@
-"""Draws the figures of runs: accuracy by mode, setting and time, and gradient norms of layers during training."""
+"""Draws the figures of training runs: accuracy by mode, setting and time, and gradient norms of layers."""
 
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ PAPERS = "*"
 
 
 def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
-    """Three modes at two budgets and without noise; the paper's values have their own panel with the same axis."""
+    """Three modes at two budgets and without noise. The paper's values are in a second panel with the same axis."""
     rows = rows.assign(budget=_budgets(rows))
     table = summary(rows, ["clip", "budget"], ACCURACY)
     table["high"] = table["mean"] + table["std"]
@@ -69,7 +69,7 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
     here.set(ylabel="validation accuracy (%)")
     draw_floor(here, floor)
     legend(figure)
-    note(figure, scale, f"{words}; dots: the seeds. Stars: the paper's; it prints none without noise.")
+    note(figure, scale, f"{words}; dots: single seeds. Stars: the paper's values; it has none without noise.")
     return figure
 
 
@@ -145,7 +145,7 @@ def draw_quantile_budget(rows: pd.DataFrame, beside: Beside) -> Any:
 def _weak_in_words(table: pd.DataFrame, beside: Beside) -> str:
     floors = table["task"].map(lambda task: beside.floors.get((task, ACCURACY), np.nan))
     weak = (table["mean"] < floors + LEARNT).any()
-    return f" Grey crosses: not {LEARNT:g} points above one answer for every input." if weak else ""
+    return f" Grey crosses: less than {LEARNT:g} points above a constant prediction." if weak else ""
 
 
 def _against(rows: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -209,7 +209,7 @@ def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, 
     return figure
 
 
-FADED = f" Faded: by the texts written, no mode is {LEARNT:g} points above one answer for every input."
+FADED = f" Faded: the generated texts of no mode score {LEARNT:g} points more than a constant prediction."
 QUANTILES = (0.25, 0.50, 0.75, 0.85)
 QUANTILE_LINES: tuple[Literal[":", "-.", "--", "-"], ...] = (":", "-.", "--", "-")
 """Distinguished by line style, as colours stand for clipping modes."""
@@ -218,7 +218,7 @@ BARS = "#8fbbd9"
 LINES = "#222222"
 BINS = 40
 TAILS = 0.005
-"""The share of the norms that goes into the outermost bin at either end."""
+"""The share of the norms in the outermost bin at each end."""
 
 
 def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
@@ -273,14 +273,14 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
         head(axes, f"epoch {round(20 * epoch) / 20:g}", scale)
     legend(figure)
     words = f"Gradient norms (logarithmic) of {norms['example'].nunique():,} training examples"
-    note(figure, scale, f"{words}; the outermost bins hold all beyond them.")
+    note(figure, scale, f"{words}; the outermost bins include all values beyond them.")
     return figure
 
 
 def chosen_layers(norms: pd.DataFrame) -> list[tuple[int, str]]:
-    """The paper's four: the embedding, the value matrices of the middle and of the last block, the classifier.
+    """The paper's four layers: embedding, value matrices of the middle and the last block, classifier.
 
-    All layers where there are at most four, or none has "value" in its name.
+    All layers, if there are at most four or none has "value" in its name.
     """
     layers = [
         (int(place), str(name))
@@ -294,6 +294,6 @@ def chosen_layers(norms: pd.DataFrame) -> list[tuple[int, str]]:
 
 
 def _short(name: str) -> str:
-    """A layer's name in two lines at most: its last part, and what it is part of."""
+    """A layer's name in at most two lines: the modules that contain it, and its last part."""
     parts = [part for part in name.split(".") if part not in ("roberta", "encoder", "attention", "self", "model")]
     return parts[-1] if len(parts) < 2 else f"{'.'.join(parts[:-1])}\n{parts[-1]}"

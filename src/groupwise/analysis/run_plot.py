@@ -1,4 +1,4 @@
-"""Draws one run: loss, accuracy, ε and thresholds over its steps, from its metrics.jsonl, finished or not.
+"""Plots a run, finished or not: loss, accuracy, ε and thresholds over its steps, from its metrics.jsonl.
 
 python -m groupwise.analysis.run_plot results/runs/0123456789ab
 """
@@ -16,14 +16,14 @@ from groupwise.errors import UserError, command
 
 WORDS = {"nonprivate/loss": "training batches", "valid/loss": "validation"}
 LABELLED = 6
-"""Thresholds that are named in the legend: the first, the last, and some between."""
+"""How many thresholds the legend names: the first, the last, and some between."""
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """The run's metrics: one row per step, with NaN where a metric was not computed.
+    """The run's metrics, one row per step; NaN if a metric was not computed.
 
     Raises:
-        UserError: there are none yet.
+        UserError: there are no metrics yet.
     """
     try:
         metrics = pd.read_json(folder / "metrics.jsonl", lines=True)
@@ -35,7 +35,7 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 
 
 def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
-    """Up to four panels over the steps, of the metrics that `read_metrics` found."""
+    """A figure with up to four panels over the steps, for the metrics of `read_metrics`."""
     thresholds = [name for name in metrics if name.startswith("threshold/")]
     kinds = {
         "loss": [name for name in WORDS if name in metrics],
@@ -61,7 +61,7 @@ def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
         axes[-1].set_yscale("log")
     axes[-1].set_xlabel("step")
     axes[0].set_title(title, loc="left")
-    figure.set_label("Loss of the training batches is not private; thresholds and ε may be published.")
+    figure.set_label("The loss of training batches is not private; thresholds and ε may be published.")
     return figure
 
 

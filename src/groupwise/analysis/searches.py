@@ -1,4 +1,4 @@
-"""Lists the results of searches and of sweeps that belong to no table of the paper."""
+"""Lists the results of searches, and of sweeps that are not in a table of the paper."""
 
 import math
 from pathlib import Path
@@ -9,27 +9,27 @@ from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, candidates
 
 PUBLISHED = {("scatter_cnn", "flat"): "69.3 (Tramèr and Boneh, 2021)"}
-"""Results of others for the cells of a sweep with that mode."""
+"""Published results: (sweep, mode) -> result."""
 
 
 def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
-    """The files of rows of the sweeps that choose settings or compare what the paper does not, by sweep and scale."""
+    """The files of rows of searches, and of sweeps with models that are not the paper's, by sweep and scale."""
     names = sorted(path.stem for path in sweeps.glob("*.yaml") if path.stem.startswith(SEARCH) or path.stem in OURS)
     found = {(name, scale): table_path(measured, name, scale) for name in names for scale in SHOWN}
     return {at: path for at, path in found.items() if path.is_file()}
 
 
 def page(folders: Folders) -> Page:
-    """Every cell of every search with its mean over seeds; the best among rivals is marked.
+    """The page of every cell of every search, with its mean over seeds; the best cell of each group is marked.
 
     Raises:
-        UserError: rows that do not parse, or have no headline metric.
+        UserError: rows that cannot be read, or have no headline metric.
     """
     parts = [
         "# Searches, and comparisons that are not the paper's",
-        "Made by `python -m groupwise.analysis.tables searches`. Rivals share task, model, mode and budget. A search "
-        "on a holdout of the training set (`data.holdout`) does not see the test set. Its privacy cost is not counted "
-        "([errata](../../docs/errata.md)). Other cells are of the test set.",
+        "Made by `python -m groupwise.analysis.tables searches`. Cells with the same task, model, mode and "
+        "budget form a group. A search with `data.holdout` does not use the test set. Its privacy cost is not counted "
+        "([errata](../../docs/errata.md)). Other cells are evaluated on the test set.",
     ]
     found = searches(folders.sweeps, folders.measured)
     for (name, scale), path in found.items():
@@ -41,7 +41,7 @@ def page(folders: Folders) -> Page:
             beside = PUBLISHED.get((name, settings_of(cell.cell).get("clip", "")), best)
             spread = "" if math.isnan(cell.std) else f" ± {cell.std:.2f}"
             lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), beside])
-        last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "among its rivals"
+        last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "in its group"
         cost = f"{len(rows)} runs{cost_of(rows)}."
         parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]
     return Page("\n\n".join(parts) + "\n", f"{len(found)} searches")

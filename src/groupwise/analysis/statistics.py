@@ -1,4 +1,4 @@
-"""Compares means over seeds, and a measured number with the paper's; says why cells have no number."""
+"""Summaries over seeds, tests of differences, and the status of a measured number relative to the paper's."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ SAME = 1e-9
 
 
 class Summary(NamedTuple):
-    """A summary of some numbers; `std` (n - 1 in the denominator) and the t-interval are NaN for fewer than two."""
+    """A summary of n numbers; `std` (n - 1 in the denominator) and the t-interval are NaN for n < 2."""
 
     mean: float
     n: int
@@ -28,7 +28,7 @@ class Summary(NamedTuple):
 
 
 def summarise(values: Sequence[float]) -> Summary:
-    """Mean, standard deviation and 95 % t-interval of the mean; NaN without numbers."""
+    """Mean, standard deviation and 95 % t-interval of the mean; the mean is NaN if there are no numbers."""
     numbers = np.asarray(values, dtype=float)
     n = len(numbers)
     mean = float(numbers.mean()) if n else math.nan
@@ -40,7 +40,7 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 def p_beyond(values: Summary, border: float, above: bool) -> float:
-    """p of the one-sided t-test for a mean above (or below) `border`; NaN where the values do not vary."""
+    """p of the one-sided t-test for a mean above (or below) `border`; NaN if the values do not vary."""
     if values.n < 2 or values.std < SAME:
         return math.nan
     distance = (values.mean - border) / (values.std / math.sqrt(values.n))
@@ -48,10 +48,11 @@ def p_beyond(values: Summary, border: float, above: bool) -> float:
 
 
 def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
-    """p of the F-test that an effect has no trend over the logarithm of `levels`: a row a level, a column a seed.
+    """p of the F-test for a trend of an effect over the logarithm of `levels`.
 
-    Seeds are random blocks of a two-way layout without replication; 1 and (L - 1)(S - 1) degrees of freedom. With two
-    levels it tests whether the effect is the same at both. NaN if there is one level or one seed, or nothing varies.
+    The table has a row per level and a column per seed. Seeds are random blocks of a two-way layout without
+    replication, with 1 and (L - 1)(S - 1) degrees of freedom. With two levels it tests whether the effect is the same
+    at both. NaN if there is one level or one seed, or nothing varies.
     """
     cells = np.asarray(table, dtype=float)
     if min(cells.shape) < 2:
@@ -67,7 +68,7 @@ def p_trend(table: Sequence[Sequence[float]], levels: Sequence[float]) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values, in the order given, valid for any dependence between tests; NaN are left out."""
+    """p values adjusted by Holm's method, which is valid for any dependence between tests; NaN stay NaN."""
     values = np.asarray(ps, dtype=float)
     order = np.argsort(values)[: np.isfinite(values).sum()]
     adjusted = np.full(len(values), math.nan)
@@ -83,11 +84,11 @@ class Contrast:
     """A difference of `metric` between cells of one sweep.
 
     Attributes:
-        sweep: whose cells.
-        plus: settings of the cells that count positively, such as {"clip": "flat"}; several are added up.
-        minus: settings of those that are subtracted.
-        where: settings that all of them have.
-        metric: the column of measured rows.
+        sweep: the name of the sweep.
+        plus: settings of the cells that are added, such as {"clip": "flat"}.
+        minus: settings of the cells that are subtracted.
+        where: settings that all of them share.
+        metric: the column of the measured rows.
     """
 
     sweep: str
@@ -107,10 +108,10 @@ class Contrast:
 
 
 def differences(contrast: Contrast, values: Mapping[tuple[str, int], float]) -> pd.DataFrame:
-    """The pairs of a contrast: where all of its cells have a value, by place and seed, each term's value and `effect`.
+    """The pairs of a contrast for which all cells have a value, by place and seed: each term's value, and `effect`.
 
-    A place is the settings of a pair but its seed and what the contrast varies (budget, epochs, task, ...), sorted:
-    "privacy.epsilon=3 task=cifar". `values` is by cell and seed.
+    A place is the sorted settings of a pair without those that the contrast varies: "privacy.epsilon=3 task=cifar".
+    `values` is by cell and seed.
     """
     varied = {key for _, settings in contrast.terms for key in settings}
     found = []
@@ -132,10 +133,10 @@ def places_of(pairs: pd.DataFrame) -> list[str]:
 
 
 def over_seeds(pairs: pd.DataFrame, places: Sequence[str]) -> list[float]:
-    """The mean difference over `places`, one number for each seed that all of them have: seeds are the clusters.
+    """The mean difference over `places`, one number for each seed that all places have.
 
     In a balanced design with fixed effects of places and a random effect of seeds, the t-test of these numbers is
-    exact for the mean effect, whatever the share of the variance that the seeds have.
+    exact for the mean effect, whatever the variance between seeds is.
     """
     table = pairs.loc[list(places), "effect"].unstack("seed") if len(places) else pd.DataFrame()
     return table.dropna(axis=1).mean().tolist()
@@ -149,11 +150,11 @@ OBSTACLES: tuple[tuple[dict[str, str], str], ...] = (
     ({"model": "roberta_base"}, "RoBERTa-base on a GPU"),
     ({"task": "cifar"}, "WRN16-4 for 300 epochs on a GPU"),
 )
-"""Settings, and what a cell that has them needs at the paper's scale; the first that fits counts."""
+"""Settings, and what a cell with them needs at the paper's scale; the first match counts."""
 LEFT_OUT: tuple[tuple[dict[str, str], str], ...] = (
-    ({"model": "roberta_large"}, "the small model stands for RoBERTa-base"),
-    ({"task": "mnli"}, "there was no training data of it here"),
-    ({"task": "qqp"}, "there was no training data of it here"),
+    ({"model": "roberta_large"}, "the small model replaces RoBERTa-base only"),
+    ({"task": "mnli"}, "its training data were not available"),
+    ({"task": "qqp"}, "its training data were not available"),
 )
 """Settings, and why a smaller scale has no such cell."""
 
@@ -166,10 +167,10 @@ def needs(cells: Sequence[str]) -> str:
 def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
     """Why cells have no row: the hardware that they need, and their state at smaller scales.
 
-    `refused` says why they are not run at the smaller scale either.
+    `refused` says why they are not run at the smaller scale.
     """
     if waiting := waiting_at(sweep, cells):
-        return f"{needs(cells)}; scale={waiting} {f'is refused: {refused}' if refused else 'waits to be run'}"
+        return f"{needs(cells)}; scale={waiting} was not run{f': {refused}' if refused else ' yet'}"
     left_out = [at for at in SHOWN[1:] if at in sweep.scales]
     reasons = dict.fromkeys(filter(None, (_first(LEFT_OUT, cell) for cell in cells)))
     where = f"; left out of scale={left_out[0]}" if left_out else ""
@@ -177,7 +178,7 @@ def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
 
 
 def waiting_at(sweep: Sweep, cells: Sequence[str]) -> str:
-    """The largest scale below the paper's that has the cells, or nothing."""
+    """The largest scale below the paper's that has the cells, or ""."""
     names = {at: {cell.name for cell in sweep.cells(at)} for at in SHOWN[1:] if at in sweep.scales}
     return next((at for at, known in names.items() if known.issuperset(cells)), "")
 
@@ -188,23 +189,23 @@ def _first(reasons: Sequence[tuple[dict[str, str], str]], cell: str) -> str:
 
 
 MARGIN = 1.0
-"""Points (all metrics are in percent) within which two ways of training, or a mean and the paper's, count as alike."""
+"""Points (metrics are in percent) within which two modes, or our mean and the paper's, count as alike."""
 REPRODUCED, DIFFERS, INCOMPLETE = "reproduced", "differs", "incomplete"
 REDUCED, NOT_RUN, QUOTED, UNPRINTED = "reduced only", "not run", "quoted", "not in the paper"
 UNINFORMATIVE = "uninformative"
 STATUSES = {
     REPRODUCED: f"scale=paper, all seeds, and the mean within {MARGIN:g} point of the paper's",
     DIFFERS: f"scale=paper, all seeds, and the mean further than {MARGIN:g} point from the paper's",
-    INCOMPLETE: "scale=paper, and seeds are missing: no verdict",
-    UNPRINTED: "scale=paper, and the paper measured nothing there",
+    INCOMPLETE: "scale=paper, but seeds are missing: no verdict",
+    UNPRINTED: "scale=paper, but the paper has no number",
     REDUCED: "smaller data, model or training, or another model: not to be compared with the paper's number",
-    UNINFORMATIVE: f"reduced, and not {LEARNT:g} points better than one answer for every input: it says nothing",
+    UNINFORMATIVE: f"reduced, and less than {LEARNT:g} points better than a constant prediction: no conclusion",
     NOT_RUN: "there is no row",
-    QUOTED: "the paper took the number from elsewhere: not ours to reproduce",
+    QUOTED: "the paper quotes the number from other work, so it is not reproduced",
 }
 """Each status and what it means."""
 STAND_IN, UNMEASURED = "paper:", "not measured"
-"""Prefixes of notes: for our substitute for an unavailable cell, and for numbers without a run of the paper."""
+"""Prefixes of notes: for a cell that replaces an unavailable one, and for a number that the paper did not measure."""
 
 
 def compare(
@@ -216,10 +217,10 @@ def compare(
     sweep: Sweep,
     weak: str = "",
 ) -> tuple[str, str]:
-    """Status and reason of one number of the paper (a line of `read_paper`), given what was measured at `scale`.
+    """Status and reason for one number of the paper (a line of `read_paper`) and what was measured at `scale`.
 
-    `cells` are the cells it is of; with none, it is not ours to reproduce. Only rows at the paper's scale are compared.
-    `weak` says why they hardly learnt; of cells that were not run, why the others of their task did not.
+    `cells` are our cells for it; without any, the number is quoted. Only rows at the paper's scale are compared. `weak`
+    says why the cells hardly learned; for cells that were not run, why other cells of their task did not.
     """
     if not cells:
         return QUOTED, number["note"]
@@ -239,5 +240,5 @@ def compare(
     words = f"by {difference:+.2f} points"
     if not math.isnan(measured.low):
         inside = measured.low <= number["value"] <= measured.high
-        words += f"; the 95 % interval of our mean {'holds' if inside else 'leaves out'} the paper's"
+        words += f"; the 95 % interval of our mean {'contains' if inside else 'does not contain'} the paper's"
     return (REPRODUCED if abs(difference) <= MARGIN else DIFFERS), words

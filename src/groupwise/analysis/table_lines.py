@@ -28,13 +28,13 @@ from groupwise.sweeps.cells import Sweep, read_sweep
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     """One row for each number of the paper's table `name`, with what was measured.
 
-    Numbers whose rows begin alike are a block. They are compared with each other, so they are shown at the scale that
-    has most of them. Larger scales have rows of their own, which come first.
+    Numbers whose rows begin with the same heading form a block. They are compared with each other, so they are shown at
+    the scale that has most of them. Larger scales have rows of their own, which come first.
 
     Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``
-    is how many seeds there should be; ``scale`` is empty if nothing was measured; ``status`` and ``why`` are from
+    is the planned number of seeds; ``scale`` is empty if nothing was measured; ``status`` and ``why`` are from
     `compare`; ``hashes`` (12 digits, as in names of run folders) and ``commits`` are separated by spaces; ``printed``
-    is the paper's text; ``run`` is the model and training of the rows; ``flags`` names their irregularities.
+    is the paper's text; ``run`` is the model and training of the rows; ``flags`` lists irregularities.
 
     Raises:
         UserError: no such table or sweep, a row that does not select one cell of the sweep, or invalid rows.
@@ -59,7 +59,7 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
 
 
 def _places(paper: pd.DataFrame, sweep: Sweep, path: Path) -> list[list[str]]:
-    """For each number: its cell, the two cells whose difference it is, or none."""
+    """For each number: its cell, the two cells of a difference, or none."""
     known = list(dict.fromkeys(cell.name for cell in sweep.cells("paper")))
     places = []
     for text in paper["cell"]:
@@ -126,19 +126,19 @@ def _line(
 
 
 def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:
-    """Why cells are not run at a smaller scale: no other cell of their task learnt anything there."""
+    """Why cells are not run at a smaller scale: no other cell of their task learned anything there."""
     task, waiting = settings_of(cells[0]).get("task", ""), waiting_at(sweep, cells)
     for at in (each for each in scales if each.scale == waiting and metric in each.rows):
         others = at.rows[[settings_of(cell).get("task") == task for cell in at.rows["cell"]]]
         means = pd.to_numeric(others[metric], errors="coerce").groupby(others["cell"]).mean()
         why = why_uninformative(task, metric, float(means.max()), floors) if len(means) else ""
         if why:
-            return f"the others of task={task} {why}"
+            return f"other cells of task={task} {why}"
     return ""
 
 
 def _values(source: Measured, cells: Sequence[str], metric: str) -> tuple[pd.Series, pd.DataFrame]:
-    """The metric by seed (for a difference, at the seeds that both cells have), and the rows it came from."""
+    """The metric by seed (for a difference, at the seeds that both cells have), and its rows."""
     columns = [source.of(cell).set_index("seed")[metric] for cell in cells]
     values = columns[0] if len(columns) == 1 else (columns[0] - columns[1]).dropna()
     used = pd.concat([source.of(cell) for cell in cells])

@@ -1,7 +1,7 @@
-"""Writes the paper's tables beside what was measured:  python -m groupwise.analysis.tables cifar   (or all)
+"""Writes the paper's tables with our numbers:  python -m groupwise.analysis.tables cifar   (or all)
 
-Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same rows give the same bytes. The pages of
-`PAGES` are about the same rows: `findings.md`, say, and its summary in docs/findings.md.
+Writes `<table>.md`, `.csv` and `.tex` (booktabs) into results/tables. The same rows give the same bytes. `PAGES` are
+other pages about these rows, such as `findings.md`. Their summaries are written into docs/, such as docs/findings.md.
 """
 
 import argparse
@@ -47,15 +47,15 @@ TEX = str.maketrans(
         "–": "--",
     }
 )
-"""LaTeX for characters that are special to it, or missing in fonts."""
+"""LaTeX for special characters, and for characters that are missing in fonts."""
 LEGEND = (
-    "In each cell: the paper's number / ours, with standard deviations over seeds in brackets, our scale, and the "
-    "number of a remark; – where there is none. Two scales have rows of their own."
+    "A cell has the paper's number / ours, with the standard deviation over seeds in brackets, our scale, and the "
+    "number of a remark; – means that there is none. Each scale has its own rows."
 )
 
 
 def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The table in the paper's layout, with cells as in `LEGEND`, and the remarks that [1], [2], … refer to."""
+    """The table in the paper's layout, with cells as in `LEGEND`, and the remarks [1], [2], … of its cells."""
     lines = lines.assign(remark=[_remark(line) for line in lines.to_dict("records")])
     remarks = list(lines["remark"].unique())
     lines["text"] = [f"{_both(line)} [{remarks.index(line['remark']) + 1}]" for line in lines.to_dict("records")]
@@ -71,36 +71,36 @@ def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def _both(line: Mapping[Any, Any]) -> str:
     if line["status"] == UNINFORMATIVE:
-        return f"{line['printed'] or '–'} / not learnt {line['scale']}"
+        return f"{line['printed'] or '–'} / not learned {line['scale']}"
     spread = "" if math.isnan(line["std"]) else f" ({line['std']:.2f})"
     scale = "" if line["scale"] in ("", PAPER) else f" {line['scale']}"
     return f"{line['printed'] or '–'} / {number(line['mean'])}{spread}{scale}"
 
 
 def _remark(line: Mapping[Any, Any]) -> str:
-    """A number's status, its seeds, and why it has that status."""
+    """The status of a number, its seeds, and the reason for the status."""
     seeds = f"{line['n']} of {line['expected']} seeds" if line["n"] else ""
     run = f"ours: {line['run']}" if line["run"] else ""
     return "; ".join(dict.fromkeys(filter(None, (line["status"], seeds, line["why"], run, line["note"]))))
 
 
 def as_markdown(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:
-    """A page: the table, the remarks that its cells refer to, and notes."""
+    """The page of a table in Markdown, with the remarks of its cells, and notes."""
     table, remarks = grid(lines)
     parts = [f"# {title}", f"Made by `python -m groupwise.analysis.tables {name}`. {LEGEND}"]
     parts.append(markdown(["", *table], [[row, *cells] for row, *cells in table.itertuples(name=None)]))
     parts.append("\n".join(f"[{place}] {remark}  " for place, remark in enumerate(remarks, 1)).rstrip())
     parts.append("\n".join(f"- {note}" for note in notes))
     links = "; ".join(f"[{text}](../../docs/errata.md#{anchor(text)})" for text in errata)
-    return "\n\n".join([*parts, f"Where we part from the paper: {links}."]) + "\n"
+    return "\n\n".join([*parts, f"Where we depart from the paper: {links}."]) + "\n"
 
 
 def as_latex(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], errata: Sequence[str]) -> str:
-    """A table as wide as the text; needs `\\usepackage{booktabs,graphicx}`."""
+    """The table in LaTeX, as wide as the text; needs `\\usepackage{booktabs,graphicx}`."""
     table, remarks = grid(lines)
     styled = table.map(tex).rename(index=tex, columns=tex).style
     under = [LEGEND, *(f"[{place}] {text}." for place, text in enumerate(remarks, 1)), *notes]
-    under.append(f"Where we part from the paper (docs/errata.md): {'; '.join(errata)}.")
+    under.append(f"Where we depart from the paper (docs/errata.md): {'; '.join(errata)}.")
     return "\n".join(
         [
             f"% python -m groupwise.analysis.tables {name}; needs \\usepackage{{booktabs,graphicx}}",
@@ -117,17 +117,17 @@ def as_latex(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], e
 
 
 def tex(text: str) -> str:
-    """`text` with LaTeX's own characters escaped."""
+    """`text` with LaTeX's special characters escaped."""
     return text.translate(TEX)
 
 
 def anchor(heading: str) -> str:
-    """The anchor that a heading has on GitHub."""
+    """The anchor of a heading on GitHub."""
     return "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -_").replace(" ", "-")
 
 
 ADJACENCY = {"add_remove": "adding or removing one training example"}
-SAMPLING = {"poisson": "Poisson samples", "shuffle": "shuffled batches, so ε is as published and no guarantee"}
+SAMPLING = {"poisson": "Poisson sampling", "shuffle": "shuffled batches, so ε is not a guarantee"}
 COMMON = ("Counts are centred", "Poisson or shuffled", "The number of steps")
 ERRATA = {
     "fixed_per_layer": ("Table 1 and the ablation table disagree", "Hyperparameters were tuned on the test set"),
@@ -147,7 +147,7 @@ def errata_of(name: str) -> list[str]:
 
 
 def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
-    """Notes below a table, given its `table_lines`: on privacy, scales, provenance and irregularities."""
+    """Notes below a table, from its `table_lines`: scales, privacy, provenance and irregularities."""
     used = rows_of(name, folders, lines)
     found = [*_scales(name, used), *_privacy(used), *_provenance(used)]
     flags = lines[lines["flags"] != ""].drop_duplicates(["cell", "flags"])
@@ -156,7 +156,7 @@ def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
 
 
 def rows_of(name: str, folders: Folders, lines: pd.DataFrame) -> pd.DataFrame:
-    """The measured rows that the lines of a table were made from."""
+    """The measured rows behind the lines of a table."""
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
     parts = [read_measured(sweep, scale, folders.measured).rows for scale in lines["scale"].unique() if scale]
     if not parts:
@@ -179,7 +179,7 @@ def _privacy(used: pd.DataFrame) -> list[str]:
     private, found = used[used["plan.private"] == "True"], []
     public = used[used.get("data.public", pd.Series("", used.index)) == "True"]
     if len(public):
-        found.append(f"{len(public)} of {len(used)} runs are of public data: can be made again, not a private release.")
+        found.append(f"{len(public)} of {len(used)} runs use public data: they can be reproduced, and are not private.")
     if len(private):
         delta = ", ".join(f"{float(text):.3g}" for text in _values(private, "plan.delta"))
         words = [ADJACENCY.get(text, text) for text in _values(private, "plan.adjacency")]
@@ -187,7 +187,7 @@ def _privacy(used: pd.DataFrame) -> list[str]:
         words += [text.upper() for text in _values(private, "plan.accountant")]
         found.append(f"Privacy: δ = {delta}; for {'; '.join(words)}.")
     if others := len(used) - len(private) - len(public):
-        found.append(f"{others} of {len(used)} runs carry no guarantee (no noise, or no Poisson samples).")
+        found.append(f"{others} of {len(used)} runs have no guarantee (no noise, or no Poisson sampling).")
     return found
 
 
@@ -244,7 +244,7 @@ def write_table(name: str, folders: Folders, out: Path) -> str:
 
 
 def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
-    """Write a table of the paper's settings with the configuration key of each; returns what to print."""
+    """Write a table of the paper's settings with their configuration keys; returns what to print."""
     paper = read_paper(name, folders.paper)
     shown = paper[["row", "column", "printed", "note", "metric", "cell"]]
     head = ["setting", "column", "value", "kind", "key", "composed by"]
@@ -256,7 +256,7 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
         [
             f"# {SETTINGS[name]}",
             f"Made by `python -m groupwise.analysis.tables {name}` from the paper's numbers. A test composes each "
-            "configuration: it has the fixed and selected values, and one of each grid.",
+            "configuration and compares it: with fixed and selected values, and one value of each grid.",
             markdown(head, rows),
         ]
     )
@@ -266,12 +266,12 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
 
 
 PAGES = {"coverage": "coverage", "searches": "searches", "findings": "findings", "benchmarks": "benchmark_tables"}
-"""Pages -> the modules that make them."""
+"""Page -> the module that makes it."""
 NAMES = (*TABLES, *HYPERPARAMETERS, *PAGES)
 
 
 def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
-    """Write one of `PAGES`, and its parts between the markers of docs/<name>.md; returns what to print."""
+    """Write one of `PAGES`, and its parts into docs/<name>.md between markers; returns what to print."""
     made: Page = import_module(f"groupwise.analysis.{PAGES[name]}").page(folders)
     write_text(out / f"{name}.md", made.text)
     prose = docs / f"{name}.md"
@@ -285,7 +285,7 @@ def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, or 2 if a table could not be made, after writing the others."""
+    """The command line; returns the exit code, 2 if a table could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))

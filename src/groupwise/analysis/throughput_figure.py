@@ -1,7 +1,8 @@
 """Draws the paper's figures of speed and memory.
 
-`throughput` is the paper's Figure 1, `runtime_breakdown` the same on another machine configuration (its appendix):
-against the batch size (a) peak memory, and (b) throughput as a share of non-private training's in the same round.
+`throughput` is the paper's Figure 1, `runtime_breakdown` the same on another machine configuration (in its appendix).
+Both show, against the batch size, (a) peak memory and (b) throughput relative to non-private training of the same
+round.
 """
 
 from dataclasses import dataclass
@@ -26,21 +27,21 @@ from groupwise.analysis.figure_style import (
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
-"""The machine configuration of a figure, by position: GPUs first, then by number of threads, float32 first."""
+"""The position of a figure's machine configuration: GPUs first, then by number of threads, float32 first."""
 BASE, AGAIN = "none", "none_again"
-"""Non-private training, and its repetition in each round: how far their ratio is from 1 shows the resolution."""
+"""Non-private training, and its repetition in each round. How far their ratio is from 1 shows the resolution."""
 SERIES = {name: TIMED[name] for name in (BASE, "adaptive_layer", "ghost", "flat")}
 SERIES["opacus_hooks"] = Series("flat, materialised (Opacus)", "#8c510a", "v")
-"""The methods of the figures; ours have the colours of their modes."""
+"""The methods in the figures; ours have the colours of their modes."""
 GIB = 2**30
 DEPTH = 12
 """Layers of the paper's GPT-2."""
 PAPER_SHARE = 0.85
 """The paper, below Figure 1: with per-layer clipping "the throughput gap is less than 15%"."""
 SHOWN = ("gpt2_64", "gpt2")
-"""The workloads, of which the first with enough machine configurations is shown."""
+"""Workloads; the first with enough machine configurations is shown."""
 DODGE = 1.06
-"""Shift of each method to the right of the one before, so that their intervals can be distinguished."""
+"""Each method is shifted to the right by this factor, so that intervals do not overlap."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Panels:
     """The content of the two panels: lines of `cells` for one workload on one machine configuration.
 
     Attributes:
-        lines: one per method and batch, sorted. again: those of the repeated baseline; empty if it was not run. absent:
-        method -> why it is in neither. caption: what was measured, and where.
+        lines: one per method and batch, sorted.
+        again: lines of the repeated baseline; empty if it was not run.
+        absent: method -> why it is missing.
+        caption: what was measured, and where.
         scale: "paper" for a model of full depth on a GPU, else "reduced".
     """
 
@@ -61,8 +64,10 @@ class Panels:
 
 
 def panels(name: str, table: pd.DataFrame) -> Panels:
-    """Choose the lines of the figure `name` from `cells`: of the first workload that has enough machine configurations
-    with non-private training at two or more batch sizes, and of its deepest model.
+    """Choose the lines of the figure `name` from `cells`.
+
+    They are of the first workload with non-private training at two or more batch sizes on enough machine
+    configurations, and of its deepest model.
 
     Raises:
         UserError: there are too few.
@@ -121,15 +126,16 @@ def _words(shown: Panels) -> str:
     what = "One round" if rounds == 1 else f"Medians of {rounds:g} rounds and [least..most]"
     parts = [
         f"{shown.caption}.",
-        "(a) Plain training holds the tied table's gradient three times: the embedding's, the head's, and their sum.",
-        f"(b) Without noise, which is added once a logical batch and takes {shown.lines['noise_seconds'].max():.2g} s. "
-        f"{what}, each over non-private training in the same round, which "
+        "(a) Plain training stores three gradients of the tied table: the embedding's, the head's, and their sum.",
+        "(b) Without noise, which is added once per logical batch and takes "
+        f"{shown.lines['noise_seconds'].max():.2g} s. "
+        f"{what}, each relative to non-private training in the same round, which "
         f"takes {base['batch'] / base['examples_per_second']:.2g} s a step at batch {base['batch']:g}. "
         f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",
     ]
     if len(shown.again):
         away = max(1 - shown.again["ratio_least"].min(), shown.again["ratio_most"].max() - 1)
-        parts.append(f"Grey: non-private training against itself, up to {away:.3f} from 1.")
+        parts.append(f"Grey: repeated non-private training, up to {away:.3f} from 1.")
     if shown.absent:
         parts.append("; ".join(f"{SERIES[name].label}: {why}" for name, why in shown.absent.items()) + ".")
     return " ".join(parts)

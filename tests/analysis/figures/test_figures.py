@@ -142,7 +142,7 @@ def test_what_says_nothing_is_grey(folders):
     values = [(line.get_color(), y) for bars in axes.containers for line in bars.lines[:1] for y in line.get_ydata()]
     assert len(values) == 16
     assert all((colour == WEAK) == (y < 83) for colour, y in values)
-    assert "one answer for every input: 78.0" in words(axes.figure)
+    assert "constant prediction: 78.0" in words(axes.figure)
     assert "Grey crosses: " in axes.figure.get_label()
     low = KINDS["quantile_budget"].draw(rows_of(folders, "quantile_budget"), Beside({("sst2", "valid/accuracy"): 20.0}))
     assert "crosses" not in low.get_label()

@@ -98,11 +98,11 @@ def test_what_cannot_be_decided(world):
         world.rows("adaptivity", value=lambda cell, seed: 60.0 - 4 * (cell["clip"] == "fixed_layer")), "adaptivity"
     )
     (verdict,) = decide(judge(claim(LESS), world.folders))
-    assert (verdict.word, verdict.why) == (UNDECIDED, "all seeds differ by the same")
+    assert (verdict.word, verdict.why) == (UNDECIDED, "the difference is the same for all seeds")
     (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\ncifar,valid/accuracy,58.5\n")
     world.write(world.rows("adaptivity"), "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
-    assert verdict.why == "hardly learnt: one answer for every input has 58.5"
+    assert verdict.why == "hardly learned: a constant prediction has 58.5"
 
 
 def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim_from_a_verdict(world):
@@ -114,7 +114,7 @@ def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim
     both = replace(claim(LESS), contrast=replace(claim(LESS).contrast, where={}))
     (verdict,) = decide(judge(both, world.folders))
     assert (verdict.word, verdict.places) == (UNDECIDED, 2) and verdict.measured.mean == pytest.approx(-3)
-    assert verdict.why == "task=sst2 hardly learnt: one answer for every input has 50.9"
+    assert verdict.why == "task=sst2 hardly learned: a constant prediction has 50.9"
 
 
 def narrowed(world, **scale) -> None:
@@ -202,7 +202,7 @@ def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
     (tmp_path / "findings.md").write_text(PAGE)
     options = ["--docs", str(tmp_path), "--out", str(tmp_path / "tables"), *world.options()]
     assert main(["findings", *options]) == 2
-    assert "is of no cell and seed of the sweep fixed_per_layer at scale=mini" in capsys.readouterr().err
+    assert "is not a cell and seed of the sweep fixed_per_layer at scale=mini" in capsys.readouterr().err
     assert (tmp_path / "findings.md").read_text() == PAGE and not any((tmp_path / "tables").iterdir())
 
 

@@ -52,7 +52,7 @@ def test_a_cell_of_a_figure_that_hardly_learnt_says_so(world, monkeypatch):
         world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
         assert found["status"] == status
-        assert ("one answer for every input has 10.0" in found["why"]) == (status == "uninformative")
+        assert ("a constant prediction has 10.0" in found["why"]) == (status == "uninformative")
 
 
 def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, capsys):

@@ -36,9 +36,9 @@ def test_a_cost_counts_each_run_once_and_threads_as_cores():
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        *[("valid/accuracy", value, "has a valid/accuracy that is no finite number") for value in ("nan", "inf", "")],
+        *[("valid/accuracy", value, "has a valid/accuracy that is not a finite number") for value in ("nan", "inf", "")],
         *[
-            (column, value, "is of no cell and seed of the sweep fixed_per_layer at scale=mini")
+            (column, value, "is not a cell and seed of the sweep fixed_per_layer at scale=mini")
             for column, value in (
                 ("scale", "paper"),
                 ("sweep", "cifar"),
@@ -97,8 +97,8 @@ def test_uncommitted_changes_are_flagged(world):
     rows.loc[8, ["git.sha", "git.dirty"]] = None
     world.write(rows, NAME)
     flags = table_lines(NAME, world.folders).iloc[0]["flags"]
-    assert "2 of 3 runs with changes that were not committed" in flags
-    assert "1 of 3 runs outside of a checkout" in flags
+    assert "2 of 3 runs with uncommitted changes" in flags
+    assert "1 of 3 runs without a known commit" in flags
 
 
 def test_the_command_says_it_and_makes_the_other_tables(world, tmp_path, capsys):

@@ -33,7 +33,7 @@ def test_without_rows_every_number_is_not_run(world):
     lines = table_lines("fixed_per_layer", world.folders)
     assert set(lines["status"]) == {"not run"}
     assert set(lines["scale"]) == {""} and set(lines["n"]) == {0} and set(lines["expected"]) == {3}
-    assert lines["why"].str.contains("on a GPU; scale=mini waits to be run").all()
+    assert lines["why"].str.contains("on a GPU; scale=mini was not run yet").all()
 
 
 def test_a_cell_whose_task_was_not_learnt_is_refused_there_with_the_reason(world):
@@ -42,8 +42,8 @@ def test_a_cell_whose_task_was_not_learnt_is_refused_there_with_the_reason(world
     (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\nsst2,valid/accuracy,58.0\n")
     lines = table_lines("fixed_per_layer", world.folders)
     why = lines[lines["status"] == "not run"].set_index("row")["why"]
-    assert "scale=mini waits to be run" in why["CIFAR-10 / WRN16-4 / Fixed flat"]
-    words = "scale=mini is refused: the others of task=sst2 hardly learnt: one answer for every input has 58.0"
+    assert "scale=mini was not run yet" in why["CIFAR-10 / WRN16-4 / Fixed flat"]
+    words = "scale=mini was not run: other cells of task=sst2 hardly learned: a constant prediction has 58.0"
     assert words in why["SST-2 / RoBERTa-base / Fixed flat"]
 
 
@@ -74,7 +74,7 @@ def test_rows_at_the_papers_scale_are_compared_and_come_first(world):
     assert status["CIFAR-10 / WRN16-4 / Fixed flat", "ε=3"] == "reduced only"
     differs = lines.loc[("SST-2 / RoBERTa-base / Fixed flat", "ε=3")]
     assert differs["status"] == "differs"
-    assert differs["why"] == "by +2.00 points; the 95 % interval of our mean leaves out the paper's"
+    assert differs["why"] == "by +2.00 points; the 95 % interval of our mean does not contain the paper's"
 
 
 def test_a_gain_is_the_mean_of_paired_differences(world):
@@ -94,8 +94,8 @@ def test_literature_is_quoted_and_left_out_cells_say_why(world):
     lines = table_lines("glue", world.folders)
     assert lines["status"].value_counts().to_dict() == {"quoted": 36, "not run": 16, "reduced only": 4}
     why = lines.set_index(["row", "column"])["why"]
-    assert "no training data" in why["RoBERTa-base / Adaptive per-layer", "ε=3 / MNLI-mm"]
-    assert "stands for RoBERTa-base" in why["RoBERTa-large / Adaptive per-layer", "ε=8 / QNLI"]
+    assert "its training data were not available" in why["RoBERTa-base / Adaptive per-layer", "ε=3 / MNLI-mm"]
+    assert "replaces RoBERTa-base only" in why["RoBERTa-large / Adaptive per-layer", "ε=8 / QNLI"]
     assert set(lines["status"]) <= set(STATUSES)
 
 
@@ -120,8 +120,8 @@ def test_notes_say_delta_adjacency_sampler_and_provenance(world):
     rows.loc[3, "plan.private"] = False
     world.write(rows.drop(index=11), "fixed_per_layer")
     under = "\n".join(notes("fixed_per_layer", world.folders, table_lines("fixed_per_layer", world.folders)))
-    assert "δ = 1e-05; for adding or removing one training example; Poisson samples; PRV." in under
-    assert "1 of 23 runs carry no guarantee" in under
+    assert "δ = 1e-05; for adding or removing one training example; Poisson sampling; PRV." in under
+    assert "1 of 23 runs have no guarantee" in under
     assert "23 runs; commits 0123456; on cpu (made up); torch 2.13.0." in under
     assert "Reduced numbers are no reproduction" in under
     assert "Flag: CIFAR-10 / WRN16-4 / Fixed per-layer, ε=8: 2 of 3 seeds, without 2." in under
@@ -217,7 +217,7 @@ def test_a_cell_says_its_model_and_training_or_that_it_learnt_nothing(world):
     rows.loc[~sst2, "model.name"] = "wide_resnet"
     world.write(rows, "fixed_per_layer")
     table, remarks = grid(table_lines("fixed_per_layer", world.folders))
-    assert table.loc["SST-2 / RoBERTa-base / Fixed per-layer", "ε=3"].startswith("89.4 / not learnt mini [")
+    assert table.loc["SST-2 / RoBERTa-base / Fixed per-layer", "ε=3"].startswith("89.4 / not learned mini [")
     assert any("ours: roberta_tiny, epochs 2, steps 1,200" in text for text in remarks)
     assert any("ours: WRN10-1, epochs 2, steps 1,200" in text for text in remarks)
 
