@@ -21,7 +21,7 @@ from groupwise.training import private_step
 # %% [markdown]
 # ## Audit a setting with one command
 # Four thousand canaries, each with a gradient direction of its own, are put into one real training run or left out by the toss of
-# a coin. Whoever sees the release guesses which are in (Steinke, Nasr and Jagielski, 2023).
+# a coin. An attacker who sees the release guesses which are in (Steinke, Nasr and Jagielski, 2023).
 
 # %%
 for words in ("clip=adaptive_layer privacy.epsilon=8", "clip=flat privacy.epsilon=1"):
@@ -31,7 +31,7 @@ for words in ("clip=adaptive_layer privacy.epsilon=8", "clip=flat privacy.epsilo
 
 # %% [markdown]
 # ## Two worlds
-# The same by hand. In one world Alice's example is in the data, in the other it is not (her row is zero, which has no gradient).
+# The same attack by hand. In one world Alice's example is in the data, in the other it is not (her row is zero, which has no gradient).
 # The loss is linear and the batch is everybody, so one step at learning rate 1 releases the sum of clipped gradients plus noise, and
 # each step is a new play of the same game. The attacker looks along Alice's gradient.
 
@@ -84,7 +84,7 @@ def show(title, rows=1):
 show("as it is")
 
 # %% [markdown]
-# Her gradient has norm 5 and is clipped to 1, so the two worlds overlap as much as σ = 2 promises.
+# Her gradient has norm 5 and is clipped to 1, so the two histograms overlap as much as σ = 2 promises.
 #
 # ## Plant a bug
 # First, noise that is three times too small (a wrong sensitivity, a batch size in the wrong place: bugs of this kind were found in
@@ -105,7 +105,7 @@ with patch.object(private_step, "release_gradients", too_little):
 # %% [markdown]
 # ## One person, several rows
 # ε is a promise for one *example*. If Alice has three rows, each is clipped by itself, and the attacker sees three times as much of
-# her as the ε of one example allows. Nothing can notice this: put all of a person's data into one example.
+# her as the ε of one example allows. No check can notice this: put all of a person's data into one example.
 
 # %%
 show("three rows of Alice", rows=3)
@@ -131,4 +131,4 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# More: [what was tried against the claim](../docs/trust.md), with 19 planted bugs, and `python -m groupwise.audit --help`.
+# More: [what was tried against the claim](../docs/trust.md), planted bugs included, and `python -m groupwise.audit --help`.

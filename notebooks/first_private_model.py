@@ -59,7 +59,7 @@ def losses(model, batch):
 
 # %% [markdown]
 # ## Make the training private
-# You name the budget (ε, δ), the length and the batch size, and the noise multiplier σ follows. Before the first step a few
+# You give the budget (ε, δ), the number of epochs and the batch size; the noise multiplier σ follows. Before the first step a few
 # examples are traced through the model, and their clipped gradients are compared with a loop over single examples.
 
 # %%
@@ -70,9 +70,9 @@ print(private.statement())
 
 # %% [markdown]
 # ## Train
-# Each turn of the loop is one private step: a Poisson batch is drawn, each example's gradient is clipped in groups (here one
-# group per layer), noise is added once, and the model is updated. Between steps the model is a plain one, so schedulers and
-# evaluation stand in the loop.
+# Each iteration of the loop is one private step: a Poisson batch is drawn, each example's gradient is clipped in groups (here
+# one group per layer), noise is added once, and the model is updated. Between steps the model is a plain model, so schedulers
+# and evaluation go into the loop.
 
 
 # %%
@@ -108,8 +108,9 @@ plt.show()
 
 # %% [markdown]
 # ## Thresholds that adapt
-# Each layer's threshold follows a private quantile of its gradient norms. The small part r of the budget that this costs is in
-# the plan. Thresholds are rescaled so that together they clip at C = 1. They follow counts with noise, so they may be published.
+# Each layer's threshold follows a private quantile of its gradient norms. This costs a small share r of the budget, which the
+# plan includes. Thresholds are rescaled so that together they clip at C = 1. They depend on the data through noisy counts only,
+# so they may be published.
 
 # %%
 axes = table.drop(columns=["epsilon", "accuracy"]).plot(logy=True, figsize=(8, 3.2))

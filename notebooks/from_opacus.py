@@ -45,7 +45,7 @@ def accuracy(model):
 # %% [markdown]
 # ## Layers that mix examples
 # `ModuleValidator.fix(model)` becomes `groupwise.fix_model(model)`. Both replace BatchNorm by GroupNorm. groupwise changes the
-# model in place and returns what it changed, sentence by sentence; the learnt scale and shift are kept.
+# model in place and returns a list of sentences on what it changed; the learned scale and shift are kept.
 
 # %%
 theirs = ModuleValidator.fix(make_model())
@@ -91,7 +91,7 @@ rows = [
 
 # %% [markdown]
 # ## groupwise
-# One function gives one loss per example. One call makes the training private. Each turn of the loop is one whole step. There
+# One function gives one loss per example. One call makes the training private. Each iteration is one whole step. There
 # is no `zero_grad`, no `backward` and no `optimizer.step()` that could be forgotten or called twice. The model stays a plain
 # `nn.Module` (no `GradSampleModule`, no `_module.` in front of the names of its weights).
 
@@ -149,7 +149,7 @@ plt.show()
 # |---|---|---|
 # | `PrivacyEngine().make_private_with_epsilon(…)` | `groupwise.make_private(…, epsilon=8)` | one call for ε, σ or a ready plan |
 # | `make_private(noise_multiplier=…)` | `make_private(…, noise_multiplier=…)` | the same σ: noise σC, C the threshold |
-# | `module`, `data_loader` | `model`, `data` | the dataset; of a DataLoader its dataset is taken, with a warning |
+# | `module`, `data_loader` | `model`, `data` | the dataset; a DataLoader's dataset is used, with a warning |
 # | `target_epsilon`, `target_delta` | `epsilon`, `delta` | δ is N^-1.1 if it is not given |
 # | `max_grad_norm` | `threshold` | for the whole gradient; each of K groups begins with C/√K |
 # | `poisson_sampling=True` | nothing | always on: shuffled batches have no guarantee at this ε |

@@ -23,7 +23,7 @@ frame.iloc[:3, :5]
 # ## Preprocessing is part of the mechanism
 # `StandardScaler().fit(x)` reads the mean and the standard deviation of the private data. The weights would then depend on
 # them without noise, and **no ε would hold**. The same goes for imputed means, quantile bins, vocabularies, feature selection
-# and class weights counted from the labels. Constants that everybody knows are allowed, and so are statistics of public data.
+# and class weights counted from the labels. Well-known constants are allowed, and so are statistics of public data.
 #
 # Here the logarithm brings lengths and areas to a similar range; the constants are chosen without looking at the table.
 
@@ -53,7 +53,7 @@ costs = [
 pd.DataFrame(costs).pivot(index="batch", columns="epsilon", values="sigma / batch").round(4)
 
 # %% [markdown]
-# The noise of a step relative to its batch falls with the batch size: large batches are better where there is time for them.
+# The noise of a step relative to its batch falls with the batch size: large batches are better if there is time for them.
 #
 # ## Train
 

@@ -27,7 +27,7 @@ MODEL = os.environ.get("MODEL") or fetch("minilm_l3")  # or any name on the hub,
 # (`MODEL=FacebookAI/roberta-base`, or a folder of them) the notebook is the same, but needs a GPU.
 #
 # ## Data
-# Pretrained weights and their vocabulary come from *other, public* texts. A vocabulary counted from private texts would be covered by no ε.
+# Pretrained weights and their vocabulary come from *other, public* texts. No ε would cover a vocabulary of private texts.
 
 # %%
 GOOD = ["lovely", "brilliant", "funny", "warm", "clever", "moving", "bright", "charming", "fresh", "gripping"]
