@@ -1,5 +1,6 @@
 """Text from a source: sequences and losses by hand, exact clipped sums with padding, perplexity, generation, cuts."""
 
+import copy
 import json
 import math
 
@@ -22,7 +23,7 @@ from groupwise.errors import UserError
 from groupwise.metrics import corpus_bleu, e2e_rouge_l
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
-from groupwise.tasks.samples import PairEncoder, plain_frame
+from groupwise.tasks.samples import PairEncoder
 from groupwise.tasks.text_generation import DELIMITER
 from groupwise.tasks.text_task import save_network
 from tests.tasks import test_text_classification
@@ -97,7 +98,7 @@ def loss_by_hand(task, tokens, start):
 
 
 def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
-    samples = PairEncoder(tokenizer, plain_frame(tokenizer, ""), 100).pairs([("name : A | area : B", "A is in B. ")])
+    samples = PairEncoder(tokenizer, "", 100).pairs([("name : A | area : B", "A is in B. ")])
     assert tokenizer.decode(samples.tokens[0]) == "name : A | area : B<|endoftext|> A is in B.<|endoftext|>"
     start = int(samples.starts[0])
     assert samples.tokens[0][start - 1] == tokenizer.bos_token_id
@@ -108,27 +109,34 @@ def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
 def test_dialogues_are_parted_by_their_last_line(tokenizer):
     source = instruct("A: Hi!\nB: Bye.")
     assert source.endswith(DELIMITER)
-    samples = PairEncoder(tokenizer, plain_frame(tokenizer, DELIMITER), 100).pairs([(source, "They meet.")])
+    samples = PairEncoder(tokenizer, DELIMITER, 100).pairs([(source, "They meet.")])
     assert tokenizer.decode(samples.tokens[0]) == f"{source} They meet.<|endoftext|>"
     assert tokenizer.decode(samples.tokens[0][: samples.starts[0]]) == source
     assert samples.tokens[0][: samples.starts[0]].tolist() == tokenizer(source)["input_ids"], "as in one piece"
 
 
+def test_a_tokeniser_without_an_end_of_text_is_refused(tokenizer):
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    with pytest.raises(UserError, match="no end-of-text token"):
+        PairEncoder(endless, "", 100)
+
+
 @pytest.mark.parametrize("ending", ["", DELIMITER])
 def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, ending):
     pair = ("one two three four five six seven eight" + ending, "a b c")
-    frame = plain_frame(tokenizer, ending)
-    whole = PairEncoder(tokenizer, frame, 100).pairs([pair])
-    encoder = PairEncoder(tokenizer, frame, len(whole.tokens[0]) - 3)
+    whole = PairEncoder(tokenizer, ending, 100).pairs([pair])
+    encoder = PairEncoder(tokenizer, ending, len(whole.tokens[0]) - 3)
+    between = encoder.ending
     cut = encoder.pairs([pair, ("one" + ending, "a b c")])
     assert cut.cut == 1
     start = int(whole.starts[0])
-    body = whole.tokens[0][: start - len(frame.ending) - 3].tolist()
-    assert cut.tokens[0].tolist() == [*body, *frame.ending, *whole.tokens[0][start:]]
-    assert encoder.prompts([pair[0]], len(body) + len(frame.ending)) == [[*body, *frame.ending]]
-    short = PairEncoder(tokenizer, frame, len(frame.ending) + 2).pairs([pair])
-    assert short.tokens[0].tolist() == [*frame.ending, *whole.tokens[0][start : start + 2]], "the target is cut last"
-    assert short.starts[0] == len(frame.ending) and short.cut == 1
+    body = whole.tokens[0][: start - len(between) - 3].tolist()
+    assert cut.tokens[0].tolist() == [*body, *between, *whole.tokens[0][start:]]
+    assert encoder.prompts([pair[0]], len(body) + len(between)) == [[*body, *between]]
+    short = PairEncoder(tokenizer, ending, len(between) + 2).pairs([pair])
+    assert short.tokens[0].tolist() == [*between, *whole.tokens[0][start : start + 2]], "the target is cut last"
+    assert short.starts[0] == len(between) and short.cut == 1
 
 
 # -- losses and clipped sums ----------------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ def test_in_context(shots, monkeypatch):
     seen = []
     from groupwise.tasks import text_generation
 
-    def fake(model, tokenizer, prompts, settings, ends, *, device):
+    def fake(model, tokenizer, prompts, settings, *, device):
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)
         return ["They meet."] * len(prompts)
 

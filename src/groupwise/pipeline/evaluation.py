@@ -110,14 +110,10 @@ def evaluate_outcomes(link: StageLink, microbatches: Iterable[Microbatch]) -> Te
 
 
 def generate_on_stages(
-    link: StageLink,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    settings: GenerateConfig,
-    ends: Sequence[int] = (),
+    link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig
 ) -> list[str]:
     """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call this."""
-    return generate(Searcher(link), tokenizer, prompts, settings, ends, device=link.device)
+    return generate(Searcher(link), tokenizer, prompts, settings, device=link.device)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):

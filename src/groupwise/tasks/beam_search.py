@@ -20,7 +20,6 @@ def generate(
     tokenizer: Any,
     prompts: Sequence[list[int]],
     settings: GenerateConfig,
-    ends: Sequence[int] = (),
     *,
     device: torch.device,
     single_line: bool = True,
@@ -38,16 +37,12 @@ def generate(
         prompts: token ids, at least one each.
         settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
             `limit` is not used.
-        ends: tokens that end a text; by default the tokeniser's end token alone.
         device: of the model.
         single_line: whether a line break ends a text. It ends beams too, so that later tokens do not affect the choice.
 
     Raises:
-        UserError: a prompt is empty or too long, the tokeniser has no end token, or the model is not a causal language
-            model.
+        UserError: a prompt is empty or too long, or the model is not a causal language model.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("The tokeniser has no end token, so generation would never stop: set its eos_token.")
     generator = _generator(model)
     positions = position_limit(generator)
     for prompt in prompts:
@@ -63,7 +58,7 @@ def generate(
         texts = [""] * len(prompts)
         for batch in _batches(lengths, positions, settings, size):
             some = [prompts[i] for i in batch]
-            new = _search(generator, tokenizer, some, positions, settings, list(ends), breaks, device)
+            new = _search(generator, tokenizer, some, positions, settings, breaks, device)
             for index, tokens in zip(batch, new.tolist(), strict=True):
                 texts[index] = _text(tokenizer, tokens, single_line)
         return texts
@@ -92,7 +87,6 @@ def _search(
     prompts: list[list[int]],
     positions: int,
     settings: GenerateConfig,
-    ends: list[int],
     breaks: Tensor | None,
     device: torch.device,
 ) -> Tensor:
@@ -109,7 +103,7 @@ def _search(
         max_new_tokens=min(settings.max_new_tokens, positions - width),
         num_beams=settings.beams,
         do_sample=False,
-        eos_token_id=ends or end,
+        eos_token_id=end,
         pad_token_id=pad,
         **searching,
     )

@@ -19,53 +19,6 @@ from groupwise.training.task import to_device
 LINE = "\n"
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The format of an example: begin, source, ending, space + target, end.
-
-    Args:
-        begin: tokens before the source.
-        ending: tokens between source and target.
-        end: the token that ends the target.
-        space: text that is put before the target.
-        delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
-    """
-
-    begin: list[int]
-    ending: list[int]
-    end: int
-    space: str
-    delimiter: str
-
-
-def plain_frame(tokenizer: Any, delimiter: str) -> Frame:
-    """The frame of a model that continues text.
-
-    * begin: the token that the tokeniser puts before every text, if any (Llama, Gemma, OPT; not GPT-2, Qwen).
-    * ending: the last line of a dialogue, `delimiter`. Tables have no such line. If the model has one token that both
-      begins and ends a text, that is the ending, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of
-      GPT-2 (Li et al., 2022): "source<|endoftext|> target<|endoftext|>". Otherwise it is a line break, because the
-      model has never seen its begin or end token inside a sequence.
-    * end: the tokeniser's end of text.
-
-    Raises:
-        UserError: a tokeniser without an end of text.
-    """
-    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    if end is None:
-        raise UserError("The tokeniser has no end-of-text token: choose a causal model's tokeniser.")
-    first = [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
-    if delimiter:
-        return Frame(first, _tokens(tokenizer, delimiter), end, " ", delimiter)
-    if begin == end:
-        return Frame(first, [end], end, " ", "")
-    return Frame(first, _tokens(tokenizer, LINE), end, "", "")
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
 IGNORED = -100
 """The label of a position that predicts nothing."""
 
@@ -175,40 +128,52 @@ class Samples:
 
 
 class PairEncoder:
-    """Encodes sources and targets as tokens, in a `Frame`.
+    """Encodes sources and targets as tokens: begin, source, ending, target, end of text.
 
-    If an example is longer than `max_length`, its source is truncated, never the frame. A target that is too long by
-    itself is truncated too, and loses its end token.
+    * begin: the token that the tokeniser puts before every text, if any (Llama, Gemma, OPT; not GPT-2, Qwen).
+    * ending: the last line of a dialogue, `delimiter`. Tables have no such line. If the model has one token that both
+      begins and ends a text, that is the ending, as in prefix tuning (Li & Liang, 2021) and private fine-tuning of
+      GPT-2 (Li et al., 2022): "source<|endoftext|> target<|endoftext|>". Otherwise it is a line break, because the
+      model has never seen its begin or end token inside a sequence.
+
+    If an example is longer than `max_length`, its source is truncated, never the tokens around it. A target that is too
+    long by itself is truncated too, and loses its end token.
 
     Args:
         tokenizer: of a causal model.
-        frame: the tokens around a source and a target.
+        delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
         max_length: the most tokens of an example.
+
+    Raises:
+        UserError: the tokeniser has no end of text.
     """
 
-    def __init__(self, tokenizer: Any, frame: Frame, max_length: int) -> None:
-        self._tokenizer, self._frame, self._most = tokenizer, frame, max_length
+    def __init__(self, tokenizer: Any, delimiter: str, max_length: int) -> None:
+        end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+        if end is None:
+            raise UserError("The tokeniser has no end-of-text token: choose a causal model's tokeniser.")
+        self._tokenizer, self._delimiter, self._most, self._end = tokenizer, delimiter, max_length, end
+        self._begin = [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
+        separated = not delimiter and begin == end
+        self.ending: list[int] = [end] if separated else next(self._tokens([delimiter or LINE]))
+        """The tokens between source and target."""
+        self._space = " " if delimiter or separated else ""
 
     @property
     def around(self) -> int:
         """Tokens of an example that belong neither to its source nor to its target, without the end token."""
-        return len(self._frame.begin) + len(self._frame.ending)
-
-    @property
-    def ends(self) -> list[int]:
-        """The tokens that end a generated text."""
-        return list(dict.fromkeys([self._frame.end, self._tokenizer.eos_token_id]))
+        return len(self._begin) + len(self.ending)
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> Samples:
         """Encode (source, target) pairs."""
         bodies = list(dict.fromkeys(self._body(source) for source, _ in pairs))  # sources repeat
         known = dict(zip(bodies, self._tokens(bodies), strict=True))
-        begin, ending, space = self._frame.begin, self._frame.ending, self._frame.space
+        begin, ending, space = self._begin, self.ending, self._space
         targets = self._tokens(f"{space}{target}" if target else "" for target in (t.strip() for _, t in pairs))
         rows: list[np.ndarray] = []
         starts, cut = [], 0
         for (text, _), target in zip(pairs, targets, strict=True):
-            source, target = known[self._body(text)], [*target, self._frame.end]
+            source, target = known[self._body(text)], [*target, self._end]
             whole = self.around + len(source) + len(target)
             target = target[: self._most - self.around]
             source = source[: self._most - self.around - len(target)]
@@ -219,24 +184,22 @@ class PairEncoder:
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
         """Encode sources as prompts of at most `most` tokens, in the format of training."""
-        return self._prompts(sources, self._frame.ending, min(most, self._most))
+        return self._prompts(sources, self.ending, min(most, self._most))
 
     def in_context(self, texts: Sequence[str], most: int) -> list[list[int]]:
         """Encode texts of demonstrations and a source as prompts of at most `most` tokens; tables get no ending."""
-        frame = self._frame
-        return self._prompts(texts, frame.ending if frame.delimiter else [], most)
+        return self._prompts(texts, self.ending if self._delimiter else [], most)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(next(self._tokens([text])))
 
     def _prompts(self, sources: Sequence[str], ending: list[int], most: int) -> list[list[int]]:
-        begin = self._frame.begin
-        room = most - len(begin) - len(ending)
-        return [[*begin, *source[:room], *ending] for source in self._tokens(map(self._body, sources))]
+        room = most - len(self._begin) - len(ending)
+        return [[*self._begin, *source[:room], *ending] for source in self._tokens(map(self._body, sources))]
 
     def _body(self, source: str) -> str:
-        return source.removesuffix(self._frame.delimiter)
+        return source.removesuffix(self._delimiter)
 
     def _tokens(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = list(texts)

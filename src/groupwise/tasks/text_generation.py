@@ -32,7 +32,6 @@ from groupwise.tasks.samples import (
     demonstrations,
     in_context_prompt,
     pad,
-    plain_frame,
     predictions,
 )
 from groupwise.tasks.text_task import (
@@ -50,8 +49,8 @@ from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others are scored as in the E2E challenge."""
-Write = Callable[[Any, list[list[int]], GenerateConfig, list[int]], list[str]]
-"""(tokeniser, prompts, settings, end tokens) -> texts, such as `beam_search.generate` with its model."""
+Write = Callable[[Any, list[list[int]], GenerateConfig], list[str]]
+"""(tokeniser, prompts, settings) -> texts, such as `beam_search.generate` with its model."""
 DELIMITER = "\nTL;DR"
 """The last line of a source that is to be summarised (appendix C.2)."""
 
@@ -159,7 +158,7 @@ class TextGeneration(TextTask):
         if not requests:
             return {}
         with self.precision():
-            texts = write(self.tokenizer, prompts, self._generate, self._encoder.ends)
+            texts = write(self.tokenizer, prompts, self._generate)
         self._outputs = [
             {"source": request.source, "output": text, "references": list(request.references)}
             for request, text in zip(requests, texts, strict=True)
@@ -256,8 +255,8 @@ def make_text_generation(
     """
     check_installed()
     tokenizer = find_tokenizer(config)
-    frame = plain_frame(tokenizer, DELIMITER if config.task in SUMMARIES else "")
-    encoder = PairEncoder(tokenizer, frame, config.data.max_length)
+    delimiter = DELIMITER if config.task in SUMMARIES else ""
+    encoder = PairEncoder(tokenizer, delimiter, config.data.max_length)
     data = _load(config)
     public_text(config, _private(data))  # raises before a model is loaded
     if build is None:
