@@ -50,7 +50,7 @@ BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--"), "8": Series("ε = 8", ADAP
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
 
-class Beside(NamedTuple):
+class References(NamedTuple):
     """What a figure shows besides the measured rows."""
 
     floors: Floors

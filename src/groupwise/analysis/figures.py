@@ -12,7 +12,7 @@ import pandas as pd
 
 from groupwise.analysis.benchmark_rows import cells, read_rows
 from groupwise.analysis.figure_style import (
-    Beside,
+    References,
     plain_style,
     read_companion,
     read_figure_rows,
@@ -46,7 +46,7 @@ class Kind:
         paper: the paper's table with numbers for the figure's cells; empty if there is none.
     """
 
-    draw: Callable[[pd.DataFrame, Beside], Any]
+    draw: Callable[[pd.DataFrame, References], Any]
     numbers: tuple[str, ...] = (ACCURACY,)
     suffix: str = ""
     paper: str = ""
@@ -104,20 +104,20 @@ def make(name: str, folders: Folders) -> Drawn:
     if kind.suffix:
         rows = read_companion(name, runs, folders.measured, kind.suffix, kind.numbers)
     with plain_style():
-        figure = kind.draw(with_settings(rows), _beside(kind, runs, folders))
+        figure = kind.draw(with_settings(rows), _references(kind, runs, folders))
     said = "; ".join(dict.fromkeys(map(run_in_words, runs.rows.to_dict("records"))))
     figure.set_label(f"{figure.get_label()} Ours: {said}; on {', '.join(runs.rows['system.device'].unique())}.")
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
 
 
-def _beside(kind: Kind, runs: Measured, folders: Folders) -> Beside:
+def _references(kind: Kind, runs: Measured, folders: Folders) -> References:
     floors = read_floors(folders.measured)
     if not kind.paper:
-        return Beside(floors)
+        return References(floors)
     cells = {tuple(sorted(cell.split())): cell for cell in runs.expected}
     paper = read_paper(kind.paper, folders.paper)
     paper = paper.assign(cell=[cells.get(tuple(sorted(cell.split())), "") for cell in paper["cell"]])
-    return Beside(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
+    return References(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

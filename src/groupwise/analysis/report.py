@@ -29,7 +29,7 @@ th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bot
 code { overflow-wrap: anywhere; }
 img { display: block; max-width: 100%; width: 45rem; }
 """
-BESIDE = ("findings", "coverage", "searches", "benchmarks")
+OTHER_PAGES = ("findings", "coverage", "searches", "benchmarks")
 """The pages of results/tables that are not a table of the paper."""
 
 
@@ -39,14 +39,14 @@ def render(results: Path, out: Path) -> str:
     Raises:
         UserError: a table has not been made yet.
     """
-    pages = {name: results / "tables" / f"{name}.md" for name in (*TABLES, *BESIDE, *HYPERPARAMETERS)}
+    pages = {name: results / "tables" / f"{name}.md" for name in (*TABLES, *OTHER_PAGES, *HYPERPARAMETERS)}
     if missing := next((path for path in pages.values() if not path.is_file()), None):
         raise UserError(f"There is no {missing}: make it with make tables figures.")
     summary = results.parent / "docs" / "findings.md"
     parts = {"summary": _text(summary, out)} if summary.is_file() else {}
     parts |= {name: _text(pages[name], out) + _samples(results, name) for name in TABLES}
     parts |= {name: _figure(results, name) for name in FIGURES if (results / "figures" / f"{name}.png").is_file()}
-    parts |= {name: _text(pages[name], out) for name in (*BESIDE, *HYPERPARAMETERS)}
+    parts |= {name: _text(pages[name], out) for name in (*OTHER_PAGES, *HYPERPARAMETERS)}
     links = "\n".join(f'<a href="#{name}">{name.replace("_", " ")}</a>' for name in parts)
     sections = "\n".join(f'<section id="{name}">\n{content}</section>' for name, content in parts.items())
     return (

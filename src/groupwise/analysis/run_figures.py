@@ -17,7 +17,7 @@ from groupwise.analysis.figure_style import (
     TASKS,
     TIMED,
     WEAK,
-    Beside,
+    References,
     draw_floor,
     head,
     legend,
@@ -38,15 +38,15 @@ PAPERS = "*"
 """The marker of the paper's values."""
 
 
-def draw_adaptive_vs_fixed(rows: pd.DataFrame, beside: Beside) -> Any:
+def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
     """Three modes at two budgets and without noise. The paper's values are in a second panel with the same axis."""
     rows = rows.assign(budget=_budgets(rows))
     table = summary(rows, ["clip", "budget"], ACCURACY)
     table["high"] = table["mean"] + table["std"]
     budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
     words = seeds_in_words(table["n"], "standard deviation")
-    scale, floor = rows["scale"].iloc[0], beside.floors.get(("cifar", ACCURACY))
-    printed = _printed(beside.paper)
+    scale, floor = rows["scale"].iloc[0], references.floors.get(("cifar", ACCURACY))
+    printed = _printed(references.paper)
     methods = [name for name in CLIP if name in set(table["clip"])]
     figure = Figure(figsize=(PAGE, 2.4))
     here, paper = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
@@ -86,7 +86,7 @@ def _budgets(rows: pd.DataFrame) -> pd.Series:
     return ("ε = " + rows["privacy.epsilon"].astype(str).str.removesuffix(".0")).mask(quiet, "no noise")
 
 
-def draw_epochs(rows: pd.DataFrame, beside: Beside) -> Any:
+def draw_epochs(rows: pd.DataFrame, references: References) -> Any:
     """Accuracy on CIFAR-10 against epochs of training, with one line per mode and one panel per budget."""
     rows = rows.assign(epochs=pd.to_numeric(rows["train.epochs"]), budget=_budgets(rows))
     table, scale = summary(rows, ["clip", "budget", "epochs"], ACCURACY), rows["scale"].iloc[0]
@@ -109,41 +109,41 @@ def draw_epochs(rows: pd.DataFrame, beside: Beside) -> Any:
     return figure
 
 
-def draw_target_quantile(rows: pd.DataFrame, beside: Beside) -> Any:
+def draw_target_quantile(rows: pd.DataFrame, references: References) -> Any:
     """Accuracy against the target quantile of thresholds, with one panel per task."""
     table, scale = _against(rows, "clip.target_quantile"), rows["scale"].iloc[0]
     figure = Figure(figsize=(PAGE, 2.3))
     panels = figure.subplots(1, 2)
     for axes, task in zip(panels, ("cifar", "sst2"), strict=True):
         here = table[table["task"] == task]
-        _panel(axes, task, scale, here, here["x"], DODGE, beside)
+        _panel(axes, task, scale, here, here["x"], DODGE, references)
         if len(here):
             axes.set(xlabel="target quantile q", xlim=(0, 1))
     span = max(np.ptp(axes.get_ylim()) for axes in panels)
     for axes in panels:
         axes.set_ylim(np.mean(axes.get_ylim()) - span / 2, np.mean(axes.get_ylim()) + span / 2)
     legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, beside)}")
+    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
     return figure
 
 
-def draw_quantile_budget(rows: pd.DataFrame, beside: Beside) -> Any:
+def draw_quantile_budget(rows: pd.DataFrame, references: References) -> Any:
     """Accuracy against the share of the budget that the counts take: SST-2."""
     table = _against(rows, "clip.quantile_budget")
     table, scale = table[table["task"] == "sst2"], rows["scale"].iloc[0]
     shares = sorted(table["x"].unique())
     figure = Figure(figsize=(COLUMN, 2.5))
     axes = figure.subplots()
-    _panel(axes, "sst2", scale, table, table["x"].map(shares.index), 8 * DODGE, beside)
+    _panel(axes, "sst2", scale, table, table["x"].map(shares.index), 8 * DODGE, references)
     axes.set_xticks(range(len(shares)), [f"{100 * x:g}" for x in shares])
     axes.set(xlabel="share r of the budget for quantiles (%)")
     legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, beside)}")
+    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
     return figure
 
 
-def _weak_in_words(table: pd.DataFrame, beside: Beside) -> str:
-    floors = table["task"].map(lambda task: beside.floors.get((task, ACCURACY), np.nan))
+def _weak_in_words(table: pd.DataFrame, references: References) -> str:
+    floors = table["task"].map(lambda task: references.floors.get((task, ACCURACY), np.nan))
     weak = (table["mean"] < floors + LEARNT).any()
     return f" Grey crosses: less than {LEARNT:g} points above a constant prediction." if weak else ""
 
@@ -155,7 +155,7 @@ def _against(rows: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def _panel(
-    axes: Any, task: str, scale: str, table: pd.DataFrame, places: pd.Series, step: float, beside: Beside
+    axes: Any, task: str, scale: str, table: pd.DataFrame, places: pd.Series, step: float, references: References
 ) -> None:
     """The accuracy of one task at `places` on the x axis, the budgets `step` to either side of them."""
     head(axes, TASKS[task], scale)
@@ -165,7 +165,7 @@ def _panel(
         axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", va="center")
         axes.set(xticks=[], yticks=[])
         return
-    floor = beside.floors.get((task, ACCURACY))
+    floor = references.floors.get((task, ACCURACY))
     for shift, (budget, series) in zip((-step, step), BUDGET.items(), strict=True):
         own = table["budget"] == budget
         if own.any():
@@ -177,13 +177,13 @@ LABELS = {"test/nll": "test negative log-likelihood", "test/bleu": "test BLEU", 
 UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-def draw_against_time(curves: pd.DataFrame, beside: Beside, metrics: tuple[str, ...]) -> Any:
+def draw_against_time(curves: pd.DataFrame, references: References, metrics: tuple[str, ...]) -> Any:
     """Metrics on the test set against wall time of training, one panel each."""
     scale, task = curves["scale"].iloc[0], str(curves["task"].iloc[0])
     size, unit = next(((size, unit) for size, unit in UNITS if curves["seconds"].max() >= 2 * size), UNITS[-1])
     times = curves.groupby(["clip", "step"])["seconds"].mean() / size
     figure = Figure(figsize=(COLUMN if len(metrics) == 1 else PAGE, 2.4))
-    floors = {metric: floor for (of, metric), floor in beside.floors.items() if of == task and metric in curves}
+    floors = {metric: floor for (of, metric), floor in references.floors.items() if of == task and metric in curves}
     best = {metric: summary(curves, ["clip", "step"], metric)["mean"].max() for metric in floors}
     weak = any(best[metric] < floor + LEARNT for metric, floor in floors.items())
     words = f"ε = {curves['privacy.epsilon'].iloc[0]}; time without evaluations.{FADED if weak else ''}"
@@ -221,7 +221,7 @@ TAILS = 0.005
 """The share of the norms in the outermost bin at each end."""
 
 
-def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
+def draw_gradnorm_cifar(norms: pd.DataFrame, references: References) -> Any:
     """A heatmap per epoch: one row per example, one column per layer, GroupNorm apart; darker means a larger norm."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     positive = norms["norm"][norms["norm"] > 0]
@@ -247,7 +247,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, beside: Beside) -> Any:
     return figure
 
 
-def draw_gradnorm_sst2(norms: pd.DataFrame, beside: Beside) -> Any:
+def draw_gradnorm_sst2(norms: pd.DataFrame, references: References) -> Any:
     """Histograms, one row per layer and one column per epoch, with dashed lines at four quantiles."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     layers = chosen_layers(norms)

@@ -38,9 +38,9 @@ def page(folders: Folders) -> Page:
         lines = []
         for cell in candidates(rows, metric).itertuples():
             best = "best" * (name.startswith(SEARCH) and cell.best)
-            beside = PUBLISHED.get((name, settings_of(cell.cell).get("clip", "")), best)
+            remark = PUBLISHED.get((name, settings_of(cell.cell).get("clip", "")), best)
             spread = "" if math.isnan(cell.std) else f" ± {cell.std:.2f}"
-            lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), beside])
+            lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), remark])
         last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "in its group"
         cost = f"{len(rows)} runs{cost_of(rows)}."
         parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]

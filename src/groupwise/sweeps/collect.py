@@ -16,7 +16,7 @@ from groupwise.rows import FIRST, KEYS, METRICS, NOT_IN_TABLES, Row, read_table,
 from groupwise.sweeps.cells import PAPER, scale_of
 from groupwise.sweeps.prepare import table_cells
 
-BESIDE = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
+OTHER_FILES = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
 """The other files of a sweep, and their first columns."""
 SAMPLES = 3
 """The number of test inputs whose generated texts are kept."""
@@ -43,7 +43,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
     name = Path(what).name.removesuffix(".yaml")
     cells = table_cells(what, scale, conf)
     order = list(dict.fromkeys(cell.cell for cell in cells))
-    paths = {kind: table_path(out, name, scale, kind) for kind in ("", *BESIDE)}
+    paths = {kind: table_path(out, name, scale, kind) for kind in ("", *OTHER_FILES)}
     before: dict[str, dict[tuple[str, ...], list[Row]]] = {kind: defaultdict(list) for kind in paths}
     for kind, path in paths.items():
         for row in read_table(path):
@@ -72,7 +72,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
         raise UserError(f"No finished run of {what} at scale={scale} in {runs}: run the sweep first.")
     for kind, rows in found.items():
         if rows:
-            write_table(paths[kind], rows, BESIDE.get(kind, FIRST))
+            write_table(paths[kind], rows, OTHER_FILES.get(kind, FIRST))
     dropped = [f"{cell} seed={seed}" for cell, seed, digest in before[""] if (cell, seed, digest) not in known]
     return [
         f"{paths['']}: {len(found[''])} of {len(cells)} cells",

@@ -20,7 +20,11 @@ def change(path: Path, **columns: object) -> None:
 
 @pytest.mark.parametrize(
     ("column", "value", "words"),
-    [("norm", "inf", "no finite norm"), ("hash", "0" * 64, "of a run that was not measured"), ("example", "5892", "twice")],
+    [
+        ("norm", "inf", "no finite norm"),
+        ("hash", "0" * 64, "of a run that was not measured"),
+        ("example", "5892", "twice"),
+    ],
 )
 def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
     change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})

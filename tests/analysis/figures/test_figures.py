@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, Beside, content, with_settings
+from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, References, content, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, OURS, SPEED, Drawn, main, make
 from groupwise.analysis.results import Folders
 from groupwise.analysis.run_figures import chosen_layers
@@ -128,7 +128,7 @@ def test_a_mode_has_its_colour_in_every_figure(drawn, name):
     assert found >= 3
 
 
-FLOORS = Beside({("cifar", "valid/accuracy"): 10.0, ("sst2", "valid/accuracy"): 78.0, ("e2e", "test/bleu"): 50.0})
+FLOORS = References({("cifar", "valid/accuracy"): 10.0, ("sst2", "valid/accuracy"): 78.0, ("e2e", "test/bleu"): 50.0})
 
 
 def rows_of(folders, name):
@@ -144,14 +144,16 @@ def test_what_says_nothing_is_grey(folders):
     assert all((colour == WEAK) == (y < 83) for colour, y in values)
     assert "constant prediction: 78.0" in words(axes.figure)
     assert "Grey crosses: " in axes.figure.get_label()
-    low = KINDS["quantile_budget"].draw(rows_of(folders, "quantile_budget"), Beside({("sst2", "valid/accuracy"): 20.0}))
+    low = KINDS["quantile_budget"].draw(
+        rows_of(folders, "quantile_budget"), References({("sst2", "valid/accuracy"): 20.0})
+    )
     assert "crosses" not in low.get_label()
 
 
 @pytest.mark.parametrize("name", ["runtime_nll", "runtime_metrics"])
 def test_runs_whose_texts_learnt_nothing_are_called_uninformative_whatever_is_drawn(folders, name):
     for bleu, said in ((50.0, True), (-10.0, False)):
-        figure = KINDS[name].draw(rows_of(folders, name), Beside({("e2e", "test/bleu"): bleu}))
+        figure = KINDS[name].draw(rows_of(folders, name), References({("e2e", "test/bleu"): bleu}))
         for axes in figure.axes:
             assert ("uninformative" in [text.get_text() for text in axes.texts]) == said
         assert ("Faded" in figure.get_label()) == said

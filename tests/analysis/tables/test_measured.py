@@ -36,7 +36,10 @@ def test_a_cost_counts_each_run_once_and_threads_as_cores():
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        *[("valid/accuracy", value, "has a valid/accuracy that is not a finite number") for value in ("nan", "inf", "")],
+        *[
+            ("valid/accuracy", value, "has a valid/accuracy that is not a finite number")
+            for value in ("nan", "inf", "")
+        ],
         *[
             (column, value, "is not a cell and seed of the sweep fixed_per_layer at scale=mini")
             for column, value in (
