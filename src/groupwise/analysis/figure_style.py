@@ -83,27 +83,22 @@ def legend(figure: Any) -> None:
 
 
 def draw_floor(axes: Any, floor: float | None) -> None:
-    """Draw the constant-prediction baseline: a line, or an arrow at the edge if it is far below the data."""
-    if floor is None:
-        return
+    """Draw the constant-prediction baseline as a dotted line, unless it is far below the data."""
     low, high = axes.get_ylim()
     span = high - low
-    near = floor >= low - span / 2
-    if near:
-        axes.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
-        axes.set_ylim(min(low, floor - 0.12 * span), max(high, floor + 0.12 * span))
-    else:
-        axes.set_ylim(bottom=low - 0.08 * span)
-    below = near and floor < low + span / 2
-    words = f"constant prediction: {floor:.1f}"
+    if floor is None or floor < low - span / 2:
+        return
+    axes.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_ylim(min(low, floor - 0.12 * span), max(high, floor + 0.12 * span))
+    above = floor >= low + span / 2
     axes.annotate(
-        words if near else f"{words} ↓",
-        (0.99, floor if near else 0.0),
-        (0, -2 if below else 2),
-        xycoords=axes.get_yaxis_transform() if near else "axes fraction",
+        f"constant prediction: {floor:.1f}",
+        (0.99, floor),
+        (0, 2 if above else -2),
+        xycoords=axes.get_yaxis_transform(),
         textcoords="offset points",
         ha="right",
-        va="top" if below else "bottom",
+        va="bottom" if above else "top",
         fontsize=6.0,
         color=GREY,
     )
