@@ -27,14 +27,20 @@ CELLS = "cells.json"
 
 
 def begin_sweep(planned: PlannedSweep) -> Path:
-    """Make the sweep's folder and list the cells in it; returns the folder.
+    """Make the folder and list the cells in it; returns it, with a number added if the name is taken.
 
     Raises:
-        UserError: it cannot be written, or another sweep of this name began in the same second.
+        UserError: it cannot be written.
     """
-    folder = planned.folder
+    folder, number = planned.folder, 1
     try:
-        (folder / "cells").mkdir(parents=True)
+        while True:
+            try:
+                (folder / "cells").mkdir(parents=True)
+                break
+            except FileExistsError:  # another sweep began in the same second
+                number += 1
+                folder = planned.folder.with_name(f"{planned.folder.name}-{number}")
         if planned.cells is not None:
             for cell in planned.cells:
                 write_text(cell_file(folder, cell.hash[:12]), save_config(cell.config))
