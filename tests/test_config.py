@@ -332,6 +332,8 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
         ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
         ("data.train_file=/etc/passwd", "is outside the data set's folder"),
         ("data.train_file=a/../../b", "is outside the data set's folder"),
+        (f"seed={2**63}", "must be at most 1e+15"),
+        ("optim.weight_decay=1e30", "must be at most 1e+15"),
         ("train.threads=123456789012", "must be at most 1000"),
         ("debug.noise_seed=-1", "zero or more"),
     ],

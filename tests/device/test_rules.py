@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.factors import Factors, add_weighed_rows
 from groupwise.clipping.reference import clipped_sums
-from groupwise.training.arithmetic import arithmetic, products
+from groupwise.training.arithmetic import arithmetic
 from tests.clipping.conftest import BATCH, CASES, make_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:groupwise has no rule")]
@@ -67,8 +67,7 @@ def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: 
         with arithmetic(device), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
             engine.trace(losses_of, range(BATCH))
             losses = engine.losses(losses_of, range(BATCH))
-            with products(tf32=False):
-                engine.backward(losses)
+            engine.backward(losses)
             found = engine.per_example_norms.cpu().double()
             torch.testing.assert_close(found, truth.norms, rtol=of_norms, atol=1e-3 * float(truth.norms.max()))
             names = {parameter: name for name, parameter in model.named_parameters()}

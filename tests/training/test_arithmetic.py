@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.backends import cuda, cudnn
 
-from groupwise.clipping.precision import kept_precisions
+from groupwise.clipping.precision import full_float32, with_tf32
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.training.arithmetic import arithmetic, products
+from groupwise.training.arithmetic import arithmetic
 from groupwise.training.from_config import autocast
 from tests.tiny_training import FLAT, GHOST, trainer_of
 from tests.training.test_step import ToyTask
@@ -23,11 +23,10 @@ def settings() -> tuple[bool, bool]:
 
 
 @pytest.fixture(autouse=True)
-def _as_torch_has_it() -> Iterator[None]:
-    before = settings()
-    with kept_precisions():
+def _as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with with_tf32(False):
         yield
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize("before", [(False, True), (True, True), (False, False), (True, False)])
@@ -53,10 +52,27 @@ def test_the_backward_pass_is_float32_whatever_the_user_set(clip: ClipConfig, pa
         made.register_hook(lambda _: seen.extend(each.fp32_precision for each in (cuda.matmul, cudnn.conv)))
         return made
 
-    with products(tf32=True):
+    with with_tf32(True):
         private.clip(losses_of, range(3))
         assert settings() == (True, True)
     assert seen == ["ieee"] * 2 * passes
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("newer", ["ieee", "tf32"])
+def test_torchs_older_and_newer_settings_may_disagree(older: bool, newer: str) -> None:
+    places = cuda.matmul, cudnn.conv, cudnn.rnn
+    cuda.matmul.allow_tf32 = cudnn.allow_tf32 = older
+    for place in places:
+        place.fp32_precision = newer
+    with full_float32():
+        assert settings() == (False, False)  # torch raises an error where they disagree
+        assert all(place.fp32_precision == "ieee" for place in places)
+    assert all(place.fp32_precision == newer for place in places)
+    with with_tf32(True):
+        assert settings() == (True, True)
+    cuda.matmul.fp32_precision = "tf32" if older else "ieee"
+    assert cuda.matmul.allow_tf32 is older
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:

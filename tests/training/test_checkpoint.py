@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -174,3 +174,12 @@ def test_with_both_altered_the_run_is_refused(two: Path) -> None:
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"checkpoint\.pt is truncated or altered: start afresh with overwrite=true"):
         load_newest(two)
+
+
+def test_a_damaged_file_beside_the_last_one_counts_too(two: Path) -> None:
+    def read(path: Path) -> dict[str, Any]:
+        if (state := load_checkpoint(path))["step"] == 3:
+            raise UserError("its stage is altered: restore it.")
+        return state
+
+    assert load_newest(two, read) == (previous(two), {"step": 2})

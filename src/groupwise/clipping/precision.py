@@ -183,7 +183,7 @@ def full_float32() -> Iterator[None]:
     The settings are global to the process, so they also hold in autograd's threads.
     """
     matmul: Any = torch.backends.cuda.matmul
-    with kept_precisions() as settings:
+    with with_tf32(False) as settings:
         for setting in settings:
             setting.fp32_precision = "ieee"
         partial_sums = matmul.allow_bf16_reduced_precision_reduction
@@ -195,16 +195,35 @@ def full_float32() -> Iterator[None]:
 
 
 @contextmanager
-def kept_precisions() -> Iterator[tuple[Any, ...]]:
-    """Yield all settings with an ``fp32_precision``, and restore them afterwards."""
+def with_tf32(allowed: bool) -> Iterator[tuple[Any, ...]]:
+    """Inside, float32 products and convolutions on a GPU may use TF32, or may not.
+
+    Yields torch's settings with an ``fp32_precision``, all of which are restored afterwards. torch also has an older
+    setting, ``allow_tf32``, and raises errors where the two disagree. Setting the older one sets the newer ones too.
+    """
     on: Any = torch.backends
+    gpu = (on.cuda.matmul, on.cudnn) if torch.cuda.is_available() else ()
     settings = (on.cuda.matmul, on.cudnn.conv, on.cudnn.rnn, on.mkldnn.matmul, on.mkldnn.conv)
-    before = [setting.fp32_precision for setting in settings]
+    precisions = [setting.fp32_precision for setting in settings]
+    before = [_allows_tf32(backend) for backend in gpu]
     try:
+        for backend in gpu:
+            backend.allow_tf32 = allowed
         yield settings
     finally:
-        for setting, precision in zip(settings, before, strict=True):
+        for backend, value in zip(gpu, before, strict=True):
+            backend.allow_tf32 = value
+        for setting, precision in zip(settings, precisions, strict=True):
             setting.fp32_precision = precision
+
+
+def _allows_tf32(backend: Any) -> bool:
+    """The older setting of a backend. torch does not show it where the newer ones disagree with it."""
+    try:
+        return bool(backend.allow_tf32)
+    except RuntimeError:
+        newer = (backend.conv, backend.rnn) if backend is torch.backends.cudnn else (backend,)
+        return any(setting.fp32_precision != "tf32" for setting in newer)
 
 
 def no_autocast(device: str) -> AbstractContextManager[object]:

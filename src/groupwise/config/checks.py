@@ -78,8 +78,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             yield f"{key}={value} must be {rules['within']}."
         if not math.isfinite(value) and not rules["infinite"]:
             yield f"{key}={value} must be finite."
-        if rules["most"] is not None and value > rules["most"]:
-            yield f"{key}={value} must be at most {rules['most']}."
+        if rules["most"] < value < math.inf:
+            yield f"{key}={value} must be at most {rules['most']:g}."
 
 
 def _places(config: RunConfig) -> Iterator[str]:

@@ -20,7 +20,7 @@ def one_of(default: str, *choices: str) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
-def number(default: float | None, within: str, most: float | None = None, infinite: bool = False) -> Any:
+def number(default: float | None, within: str, most: float = 1e15, infinite: bool = False) -> Any:
     """Return a field for a number in one of the ranges above, and at most ``most``, beyond which libraries fail."""
     return field(default=default, metadata={"within": within, "most": most, "infinite": infinite})
 

@@ -12,23 +12,7 @@ from typing import Any
 
 import torch
 
-from groupwise.clipping.precision import kept_precisions
-
-BACKENDS: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-
-
-@contextmanager
-def products(tf32: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in float32 products and convolutions on a GPU, and restore the settings at the end."""
-    before = [backend.allow_tf32 for backend in BACKENDS]
-    with kept_precisions():  # setting `allow_tf32` also changes torch's newer precision settings
-        for backend in BACKENDS:
-            backend.allow_tf32 = tf32
-        try:
-            yield
-        finally:
-            for backend, value in zip(BACKENDS, before, strict=True):
-                backend.allow_tf32 = value
+from groupwise.clipping.precision import with_tf32
 
 
 @contextmanager
@@ -51,7 +35,7 @@ def arithmetic(device: torch.device, deterministic: bool = False) -> Iterator[No
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS add in a fixed order
         torch.use_deterministic_algorithms(True)
     try:
-        with products(tf32=False):
+        with with_tf32(False):
             yield
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before[0]

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from groupwise.clipping import ClippingEngine, Partition, attach, by_mapping, flat, per_block, per_layer
 from groupwise.clipping.factors import CLIP_RULES
+from groupwise.clipping.precision import with_tf32
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
 from groupwise.privacy import AdaptiveThresholds, FixedThresholds, PrivacyPlan, make_plan
-from groupwise.training.arithmetic import products
 
 _PARTITIONS = {"flat": flat, "device": flat, "layer": per_layer, "block": per_block}
 
@@ -152,7 +152,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
         return partial(torch.autocast, device.type, torch.bfloat16)
     if device.type != "cuda":
         raise UserError(f"train.precision=tf32 needs an NVIDIA GPU, but this run is on {device.type}: use float32.")
-    return partial(products, tf32=True)
+    return partial(with_tf32, True)
 
 
 def tolerances(precision: str) -> dict[str, float]:
