@@ -43,7 +43,7 @@ AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
     "too few blocks": ("model.shape.n_layer=1", "pipeline.stages=2 cannot share 1 blocks"),
     "blocks that do not add up": ("pipeline.blocks=[1,2]", "add up to the model's 2 blocks"),
-    "tied": ("model.trains=all", "as token embedding and as head"),
+    "tied": ("model.trains=all", "as token embedding and head"),
 }
 
 
