@@ -234,7 +234,7 @@ def test_the_microbatch_is_that_of_the_state_as_its_masks_are():
 def test_a_state_of_more_processes_is_refused():
     private = start(Points())
     state = private.state_dict() | {"processes": "2 processes"}
-    with pytest.raises(UserError, match=r"made by 2 processes, but here are 1 process:"):
+    with pytest.raises(UserError, match=r"made by 2 processes, but here are 1 process,"):
         start(Points()).load_state_dict(state)
 
 

@@ -30,7 +30,7 @@ def test_texts_of_a_folder_are_read_and_the_model_is_saved(numbers, tmp_path):
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= {
         file.name for file in (tmp_path / "out").iterdir()
     }
-    with pytest.raises(UserError, match="one that is done cannot be resumed"):
+    with pytest.raises(UserError, match="A finished run cannot be resumed"):
         numbers("text_classification.py", *where, *sizes, *shown)
 
 

@@ -24,6 +24,7 @@ def make_groups(*shapes, dtype=torch.float32) -> list[list[nn.Parameter]]:
 class Sums(NamedTuple):
     """Sums in the .grad of groups of parameters, by no engine."""
 
+    relation: str
     groups: list[list[nn.Parameter]]
     thresholds: torch.Tensor
 
@@ -36,7 +37,7 @@ class Sums(NamedTuple):
 def release(groups, thresholds, **options) -> torch.Tensor:
     defaults = {"allocation": "global", "noise_multiplier": 1.0, "expected_batch_size": 4.0, "noise": SOURCE, "step": 0}
     thresholds = torch.as_tensor(thresholds, dtype=torch.float64)
-    return release_gradients(Sums(groups, thresholds), **{**defaults, **options})
+    return release_gradients(Sums("add_remove", groups, thresholds), **{**defaults, **options})
 
 
 def flat(group) -> np.ndarray:

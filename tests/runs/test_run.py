@@ -109,7 +109,7 @@ REFUSED = {
     "incomplete data": (["data.name=cifar10", "paths.data={tmp}/broken"], "train_shard1.webp is missing"),
     "no GPU": (["train.device=cuda"], "no GPU"),
     "unwritable results": (["paths.results={tmp}/file"], "cannot be written"),
-    "resume of nothing": (["resume={tmp}/nowhere"], "no folder"),
+    "resume of nothing": (["resume={tmp}/nowhere"], "not a folder"),
 }
 
 

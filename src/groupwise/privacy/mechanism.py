@@ -18,6 +18,10 @@ class Sensitivity(Protocol):
     """
 
     @property
+    def relation(self) -> str:
+        """Which batches are neighbours: the adjacency of a plan."""
+
+    @property
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         """K groups of parameters, each parameter once."""
 
@@ -60,8 +64,13 @@ def release_gradients(
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
 
     Raises:
-        UserError: as :func:`noise_stds` does.
+        UserError: the sensitivity is for another relation than that of plans; and as :func:`noise_stds` does.
     """
+    if sensitivity.relation != "add_remove":
+        raise UserError(
+            f"the sensitivity is for relation {sensitivity.relation!r}, but noise multipliers are accounted for "
+            "'add_remove': ask the engine for that one."
+        )
     groups, thresholds = sensitivity.groups, sensitivity.thresholds
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
