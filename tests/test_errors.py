@@ -1,6 +1,6 @@
 """What a machine lacks or forbids is told in one sentence, with exit code 2."""
 
-from errno import ENOSPC
+from errno import EFBIG, ENOSPC
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
     [
         (OSError(30, "Read-only file system", "results/tables/cifar.md"), "error: results/tables/cifar.md: Read-only"),
         (OSError(ENOSPC, "No space left on device"), "error: the disk: No space left on device"),
+        (OSError(EFBIG, "File too large"), "error: the disk: File too large"),
         (PermissionError(13, "Permission denied", "a"), "error: a: Permission denied"),
         (UserError("a sentence."), "error: a sentence."),
     ],

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from functools import wraps
 from typing import ParamSpec
 
@@ -63,7 +63,7 @@ def environment_errors() -> Iterator[None]:
             f"This needs {package}, which is not installed: run pip install 'groupwise[{EXTRAS[package]}]'."
         ) from error
     except OSError as error:
-        if error.filename is None and error.errno not in (ENOSPC, EDQUOT):
+        if error.filename is None and error.errno not in (ENOSPC, EDQUOT, EFBIG):
             raise
         place = error.filename or "the disk"
         raise UserError(f"{place}: {error.strerror}; fix that and run the same command again.") from error
