@@ -102,14 +102,15 @@ def test_cells_at_once_keep_their_output_apart(checkout):
     assert log.read_text() == "error: no data: bring some.\n"
 
 
-def test_a_cell_that_is_killed_is_listed_and_runs_the_next_time(checkout):
-    cells = ["clip=flat", "privacy.epsilon=8"]
+@pytest.mark.parametrize(("seeds", "count"), [([], 2), (["seed=1"], 1)])
+def test_a_cell_that_is_killed_is_listed_and_runs_the_next_time(seeds, count, checkout):
+    cells = ["clip=flat", "privacy.epsilon=8", *seeds]
     (checkout.root / "kill").touch()
     done = checkout.unforked("run.py", *TABLE, *AT_ONCE, *cells)
     assert done.returncode == 1 and "killed, or never begun (TerminatedWorkerError)" in done.stderr, done.stderr
     again = checkout.sweep(*cells)
     assert again.returncode == 0 and "ran flat 8.0 1 old" in rows(again.stdout)
-    assert checkout.status(str(checkout.folder)).endswith("2 cells: 2 done\n")
+    assert checkout.status(str(checkout.folder)).endswith(f"{count} cells: {count} done\n")
 
 
 def test_cells_run_with_the_configuration_of_the_start(checkout):

@@ -134,7 +134,8 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)
     cells = _cells(folder)
-    if crash is not None and not failed and (isinstance(crash, UserError) or len(lost) == len(cells)):
+    began = len(lost) < len(cells) or any(folder.glob("logs/*"))
+    if crash is not None and not failed and (isinstance(crash, UserError) or not began):
         return 0  # the launcher did not start any cell
     if failed or lost:
         print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
