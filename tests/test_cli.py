@@ -106,6 +106,7 @@ def absl_keeps_the_capture_open() -> None:
         ("paths.results=/tmp/a=b", "special characters in quotes"),
         ("paths.data=a[b", "special characters in quotes"),
         ("paths.data=a{b", "special characters in quotes"),
+        ("privacy.epsilon=8 privacy.noise_multiplier=1", "are both given: give one"),
         ("train.keep=1", "train.keep=1 has the wrong type"),
         ("+clip=flat", "Multiple values for clip"),
         ("clip=null", "override must be a string"),

@@ -244,6 +244,7 @@ REFUSED = [
     ("seed=-1", "zero or more"),
     ("clip.norms=ghost", "clip.grouping must be flat"),
     ("clip=ghost clip.grouping=layer", "clip.grouping must be flat"),
+    ("clip.minimum=2 clip.maximum=1", "above"),
     ("clip=adaptive_flat clip.rescale=true", "rescales the only threshold"),
     ("clip=flat clip.grouping=custom", "needs clip.mapping"),
     ("clip=flat +clip.mapping={a:b}", "no effect with clip.grouping=flat"),
@@ -336,6 +337,9 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
         ("optim.weight_decay=1e30", "must be at most 1e+15"),
         ("train.threads=123456789012", "must be at most 1000"),
         ("debug.noise_seed=-1", "zero or more"),
+        ("train.keep=[-1]", "numbers of zero or more"),
+        ("eval.generate.length_penalty=1e6", "must be in [-100, 100]"),
+        ("eval.generate.length_penalty=nan", "must be in [-100, 100]"),
     ],
 )
 def test_places_and_numbers_that_cannot_be_meant(override: str, words: str) -> None:

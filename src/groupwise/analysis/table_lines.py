@@ -28,7 +28,7 @@ from groupwise.sweeps.cells import Sweep, read_sweep
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     """One row for each number of the paper's table `name`, with what was measured.
 
-    Numbers whose rows begin with the same heading form a block. They are compared with each other, so they are shown at
+    Numbers under the same row heading form a block. They are compared with each other, so they are shown at
     the scale that has most of them. Larger scales have rows of their own, which come first.
 
     Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``

@@ -76,7 +76,7 @@ class Factors(NamedTuple):
     values: Tensor
     """(n,); 0 for an example that is left out because its norm is not finite."""
     dropped: Tensor | None
-    """(n,) booleans: examples whose rows must be set to zero, since 0 · NaN is NaN. None if there is none, or if rows
+    """(n,) booleans: examples to set to zero in every tensor, since 0 · NaN is NaN. None if there is none, or if rows
     are not masked."""
 
     @classmethod

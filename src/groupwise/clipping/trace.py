@@ -330,7 +330,7 @@ def _site(label: str, seen: Seen, moved: Mapping[int, set[int]], examples: int) 
 
 
 def _like_others(label: str, seen: Seen, examples: int, layouts: set[Layout]) -> CallSite:
-    """The layout of an input whose rows depend on no example: that of other inputs with as many rows per example."""
+    """The layout of an input that depends on no example: that of other inputs with as many rows per example."""
     assert seen.axis is not None
     each = seen.shape[seen.axis] // examples
     orders = {layout.order for layout in layouts if layout.rows_per_example == each}

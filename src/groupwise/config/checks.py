@@ -111,15 +111,23 @@ def _together(config: RunConfig) -> Iterator[str]:
     if (train.batch_size is None) == (train.sample_rate is None):
         both = "null" if train.batch_size is None else "given"
         yield f"train.batch_size and train.sample_rate are both {both}: give one, and set the other to null."
+    if any(not 0 <= epoch < math.inf for epoch in train.keep):
+        yield f"train.keep={train.keep} are epochs: give numbers of zero or more."
     if model.frozen_dtype == "bfloat16" and train.precision != "bfloat16":
         yield "model.frozen_dtype=bfloat16 needs train.precision=bfloat16, since trained layers are float32."
     if model.pool == "mean" and model.trains == "lora":
         yield "model.pool=mean cannot be combined with model.trains=lora: choose one of the two."
     if model.pool == "mean" and config.export is not None:
         yield "export cannot store model.pool=mean: other programs would use the first token; leave one of them out."
+    if config.data.public:
+        yield from _not_for("data.public=true, which takes the noise key from seed,", config, "debug.noise_seed")
     if model.name in IMAGE_MODELS:
         texts = ("trains", "dropout", "attention_dropout", "untie", "rematerialize")
         yield from _not_for(f"model.name={model.name}", config, *(f"model.{key}" for key in texts))
+    if config.explain:
+        yield from _not_for("explain=true", config, "eval.shots")
+    if not -100 <= config.eval.generate.length_penalty <= 100:
+        yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must be in [-100, 100]."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots does not train, so there is nothing to clip: add clip=none."
 
@@ -164,6 +172,8 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
     clip = config.clip
     if clip.grouping == "none":
         yield "clip.policy=adaptive has no threshold to adapt with clip.grouping=none: use clip.policy=fixed."
+    if clip.minimum > clip.maximum:
+        yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
     one_group = clip.grouping == "flat" or (clip.grouping == "device" and config.pipeline.stages == 1)
     if clip.rescale and one_group:
         yield (
@@ -248,8 +258,13 @@ def refuse_unused(overrides: Sequence[str], config: RunConfig) -> None:
     """Check that all overrides of a command line have an effect. Recipes may contain settings without effect.
 
     Raises:
-        UserError: an override has no effect.
+        UserError: an override has no effect, or both ε and σ are given.
     """
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    if "null" not in [given.get(f"privacy.{key}", "null") for key in ("epsilon", "noise_multiplier")]:
+        raise UserError(
+            "privacy.epsilon and privacy.noise_multiplier are both given: give one, and set the other to null."
+        )
     for override in (each.lstrip("+") for each in overrides):
         if why := why_unused(override.partition("=")[0], config):
             raise UserError(f"{override} changes nothing: {why}")

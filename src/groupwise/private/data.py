@@ -34,7 +34,7 @@ def length_of(data: Any) -> int:
     if columns or hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # pandas has iloc
         raise UserError(
             f"data is a {type(data).__name__} of columns, not of examples: give torch.utils.data.TensorDataset(x, y) "
-            "with tensors whose rows are the examples (x in float32), or a list of examples."
+            "with tensors of one row per example (x in float32), or a list of examples."
         )
     return len(data)
 

@@ -1,4 +1,4 @@
-"""What all text tasks share: order by length, token losses, the choice of data, and export."""
+"""Implements what all text tasks share: order by length, token losses, the choice of data, and export."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Ranks:
 
     Args:
         stages: S, the number of pipeline stages; the number of processes must be a multiple of it.
-        device: the device of this process, for small sums if the backend takes no tensors on the CPU (NCCL).
+        device: the device of this process, for small sums if the backend cannot send CPU tensors (NCCL).
         timeout: how long a process waits for the others; None is torch's default.
 
     Raises:
