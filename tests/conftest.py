@@ -28,7 +28,7 @@ def pytest_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache(tmp_path_factory):
-    """Numbers that take seconds to find are found once, by whichever worker comes first, and by no earlier session."""
+    """Features that are cached are computed once, by whichever worker comes first, and by no earlier session."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # every worker has its own below it
