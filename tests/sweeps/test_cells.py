@@ -9,7 +9,7 @@ from groupwise.sweeps.cells import Cell, expand, read_sweep, text
 
 GRIDS = [
     {"task": "cifar", "clip": ["flat", "fixed_layer"], "privacy.epsilon": [3, 8], "seed": [0, 1]},
-    {"task": "sst2", "clip": "none", "privacy.epsilon": "inf"},
+    {"task": "sst2", "clip": "none", "privacy.epsilon": "inf", "train.epochs": 3},
 ]
 
 
@@ -33,7 +33,8 @@ def test_a_scale_may_have_seeds_of_its_own() -> None:
         ("task", ["sst2"], 1),
         ("clip", ["flat", "ghost"], 8),  # ghost is new, beside flat
         ("privacy.epsilon", ["3", "8", "inf"], 9),
-        ("model", ["wrn40_4"], 9),  # no grid has the key
+        ("train.epochs", ["3"], 1),  # the first has no such key, and goes
+        ("train.epochs", ["5"], 9),
     ],
 )
 def test_the_command_line_chooses_among_the_cells(key: str, wanted: list[str], number: int) -> None:

@@ -111,21 +111,18 @@ def expand(
 
 
 def choose(grids: Sequence[Mapping[str, list[str]]], key: str, wanted: Sequence[str]) -> list[dict[str, list[str]]]:
-    """The grids with only `wanted` as values of `key`; a grid without the key is not changed.
+    """The grids with only `wanted` as values of `key`.
 
     A value that some grid has is a selection: each grid keeps the selected values that it has, and is dropped if it has
-    none. A value that no grid has is new: it is added to the grids that are kept.
+    none. A value that no grid has is new: it is added to all grids that are kept.
     """
     known = {value for grid in grids for value in grid.get(key, ())}
     new = [value for value in wanted if value not in known]
     found = []
     for grid in grids:
-        if key in grid:
-            kept = [value for value in wanted if value in grid[key]]
-            if not kept and len(new) < len(wanted):
-                continue
-            grid = {**grid, key: [value for value in wanted if value in kept or value in new]}
-        found.append(dict(grid))
+        kept = [value for value in wanted if value in new or value in grid.get(key, ())]
+        if len(kept) > len(new) or len(new) == len(wanted):
+            found.append({**grid, key: kept})
     return found
 
 
