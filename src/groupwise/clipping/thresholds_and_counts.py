@@ -169,8 +169,9 @@ class ThresholdsAndCounts:
         norms = squares.clamp_min(0).sqrt_()
         self._read = None
         within = norms <= self._count_at.to(norms.dtype).unsqueeze(1)
-        self._totals[0] += (within if present is None else within & present).sum(1)
-        self._totals[1] += (~(squares.to(self._count_at.dtype).abs() < math.inf)).sum(1)  # as `keep_finite` has it
+        within = within if present is None else within & present
+        nonfinite = ~(squares.to(self._count_at.dtype).abs() < math.inf)  # as `keep_finite` has it
+        self._totals += torch.stack([within, nonfinite]).sum(2)
         self.examples += examples
 
     def repeated(self, examples: int) -> None:

@@ -29,7 +29,7 @@ MAGNITUDE, SIGN = np.int32(2**30 - 1), np.int32(-(2**31))
 
 def bits_of(digest: bytes) -> np.random.SFC64:
     """Return the bit generator seeded with a hash."""
-    return np.random.SFC64(int.from_bytes(digest, "big"))
+    return np.random.SFC64(np.frombuffer(digest[::-1], "<u4"))  # the same seed as the number, in less time
 
 
 def normals(digest: bytes, chunk: int, count: int, dtype: torch.dtype, compiled: bool = False) -> Tensor:

@@ -59,7 +59,7 @@ def secret_randomness(
     Their states are a pure function of (key, step, process, start). They are independent between any two of these, and
     of the noise and the batches. So a repeated step repeats its masks, as does a second pass over the same microbatch.
     On exit, also after an error, the generators have the same states as before. So nothing that is drawn later, such as
-    a generated text, depends on their states inside.
+    a generated text, depends on their states inside. (``numpy.random`` forgets the second of a pair of normals.)
 
     A backward pass that runs layers again (rematerialisation) belongs inside as well, so that it draws the same masks.
 
@@ -75,7 +75,7 @@ def secret_randomness(
     words = np.frombuffer(digest, ">u4", WORDS + 8).astype(np.uint32)
     device = torch.device(device)
     cuda = device.type == "cuda"
-    of_python, of_numpy, outside = random.getstate(), np.random.get_state(legacy=False), _seeds[:]
+    of_python, outside = random.getstate(), _seeds[:]
     exchange: Any = np.random  # whose stubs lack the two functions
     numpys, twister = exchange.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
     exchange.set_bit_generator(twister)
@@ -99,8 +99,6 @@ def secret_randomness(
             _seeds[:] = outside
             random.setstate(of_python)
             exchange.set_bit_generator(numpys)
-            if of_numpy["has_gauss"]:  # replacing the generator dropped the second of a pair of normals
-                np.random.set_state(of_numpy)
             _twisters.append(twister)
 
 

@@ -4,6 +4,7 @@ All training uses it: `run.py`, `groupwise.make_private`, `PrivateTrainer`, repl
 differ only in how they compute the clipped sums of a batch (`BatchSums`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -254,7 +255,8 @@ class PrivateStep:
             step=step,
             groups_elsewhere=self.plan.num_groups - len(self.engine.groups),
         )
-        return float((stds.square() * torch.tensor(self.group_sizes)).sum().sqrt()) / batch_size
+        squares = (size * std**2 for size, std in zip(self.group_sizes, stds.tolist(), strict=True))
+        return math.sqrt(sum(squares)) / batch_size
 
     @cached_property
     def group_sizes(self) -> list[int]:
