@@ -100,3 +100,8 @@ def test_labels_without_names_are_refused(tmp_path):
     assert "its classes are without names, not negative, positive" in refused(
         load_glue, "sst2", tmp_path, hub=str(folder)
     )
+
+
+def test_an_example_without_a_label_is_refused(tmp_path):
+    folder = hub_folder(tmp_path / "copy", "sst2", {"sentence": ["fine ", "dull"], "label": [1, -1]})
+    assert "its example 1 has no label" in refused(load_glue, "sst2", tmp_path, hub=str(folder))

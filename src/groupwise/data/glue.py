@@ -193,10 +193,13 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
 
 
 def _examples(part: Any, task: GlueTask) -> Labelled:
-    """The texts and labels of one split; its classes must be those of GLUE, in the same order."""
+    """The texts and labels of one split. Raises ValueError for classes that are not GLUE's, or a missing label."""
     names = tuple(getattr(part.features["label"], "names", ()))
     if names != task.classes:
         raise ValueError(f"its classes are {', '.join(names) or 'without names'}, not {', '.join(task.classes)}")
     rows = zip(*(part[column] for column in task.hub_texts or task.texts), strict=True)
     texts: list[Texts] = [(first.strip(), second[0].strip() if second else None) for first, *second in rows]
-    return Labelled(texts, list(part["label"]))
+    labels = list(part["label"])
+    if -1 in labels:  # the hub's label of an example without one
+        raise ValueError(f"its example {labels.index(-1)} has no label")
+    return Labelled(texts, labels)
