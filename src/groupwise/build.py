@@ -23,6 +23,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
 from groupwise.training.from_config import autocast, make_optimizer, make_schedule, make_thresholds, tolerances
 from groupwise.training.graphs import Graphs, recorder_of
+from groupwise.training.guards import unfitted
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep
@@ -93,14 +94,15 @@ def _task_sums(
     """Verify the engine of a whole model; returns the sums and the engine, a new one if the model is sharded."""
     microbatch = config.train.microbatch
     examples = task.order(np.arange(task.train_size))
-    if microbatch is None and new:
-        fits = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
-        microbatch = fill_evenly(fits, plan.expected_batch_size / ranks.replicas)
-    if engine is not None:
-        some = examples_to_trace(examples, CHECKED)
-        coarse: dict[str, Any] = tolerances(config.train.precision)
-        check = partial(verify, engine, task.losses_of, some, **coarse)
-        halve_on_oom(microbatch or CHECKED, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
+    with nullcontext() if engine is None else unfitted(task.model):
+        if microbatch is None and new:
+            fits = min(ranks.gather(choose_microbatch(task.losses_of, task.model, device, examples)))
+            microbatch = fill_evenly(fits, plan.expected_batch_size / ranks.replicas)
+        if engine is not None:
+            some = examples_to_trace(examples, CHECKED)
+            check = partial(verify, engine, task.losses_of, some, **tolerances(config.train.precision))
+            most = microbatch or CHECKED
+            halve_on_oom(most, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":
@@ -133,13 +135,13 @@ def _stage_sums(
     stage, feed, microbatch = task.model, task.feed("train", device), config.train.microbatch
     examples = feed.order(np.arange(len(feed)))
     if engine is not None:
-        coarse: dict[str, Any] = tolerances(config.train.precision)
         chosen = np.array(examples_to_trace(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, microbatch or CHECKED))
         losses = losses_of_stage(stage, some, device)
         engine.trace(losses, range(some.examples))
-        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
+        check = partial(verify, engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows)
+        check(**tolerances(config.train.precision))
     if microbatch is None and new:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
         fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))

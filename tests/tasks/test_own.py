@@ -51,6 +51,27 @@ def make_sums(config, device, features=2):
     return Sums(x, device)
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of the first batch that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.fitted = False
+
+    def forward(self, x):
+        if not self.fitted:
+            self.mean.copy_(x.mean(0))
+            self.fitted = True
+        return x - self.mean
+
+
+def make_centred(config, device, features=3):
+    task = make_sums(config, device, features)
+    task.model = nn.Sequential(Centred(), task.model)
+    return task
+
+
 def nothing(config, device):
     return None
 '''
@@ -121,6 +142,7 @@ def test_a_mistake_is_one_sentence(
         ("own_task._target_=nowhere.make", "cannot be imported"),
         ("~own_task._target_", "own_task has no _target_"),
         ("pipeline.stages=2", "pipeline.stages=2 does not support task=mine"),
+        ("own_task._target_=sums.make_centred", "first forward pass changed '0.mean', a buffer or parameter"),
     ],
 )
 def test_a_mistake_on_the_command_line_writes_nothing(folder: Path, arguments: str, words: str) -> None:

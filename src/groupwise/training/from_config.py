@@ -155,7 +155,7 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
     return partial(with_tf32, True)
 
 
-def tolerances(precision: str) -> dict[str, float]:
+def tolerances(precision: str) -> dict[str, Any]:
     """The tolerances of `verify` for losses and norms at reduced precision; {} (its defaults) for float32."""
     return {
         "tf32": {"tolerance": 0.1, "loss_tolerance": 0.01},

@@ -30,7 +30,7 @@ def unfitted(model: nn.Module) -> Iterator[None]:
         if before.get((name, shape), total) != total:
             raise UserError(
                 f"The first forward pass changed {name!r}, a buffer or parameter, so it now depends on examples "
-                "without clipping and noise: run that pass on public data before make_private."
+                "without clipping and noise: run that pass on public data before the training."
             )
 
 
