@@ -95,8 +95,8 @@ class LayerCalls:
         shards = values if member.group.direct else []
         if torch.is_autocast_enabled(x.device.type):
             x, values = autocast(member.rule.autocast, x, [] if shards else values)
-        report, probe = enter(running, member, layout)
-        y: Tensor = LayerFunction.apply(report, member.rule, values, probe, x, *shards)
+        report = enter(running, member, layout)
+        y: Tensor = LayerFunction.apply(report, member.rule, values, self.passes.anchor, x, *shards)
         return y
 
     def _run_rows(self, member: ClippedLayer, rows: Tensor, values: Values) -> Tensor:
@@ -142,7 +142,7 @@ class LayerFunction(torch.autograd.Function):
         report: Report,
         rule: LayerRule,
         parameters: list[Tensor | None],
-        probe: Tensor,
+        anchor: Tensor,
         x: Tensor,
         *shards: Tensor | None,
     ) -> Tensor:
@@ -180,7 +180,7 @@ class ReportFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, report: Report, saved: list[Any], probe: Tensor, made: Tensor) -> Tensor:
+    def forward(ctx: Any, report: Report, saved: list[Any], anchor: Tensor, made: Tensor) -> Tensor:
         ctx.report, ctx.saved = report, saved
         return made
 
@@ -243,9 +243,9 @@ class ParameterUse(GroupOrigin):
             members[key] = ClippedLayer(group, group.names[place], ParameterRule(home, local), (place,), (None,))
         group_pass = running.groups.get(group.index)
         if group_pass is None or place not in group_pass.copies:
-            report, probe = enter(running, members[key], FIRST)
+            report = enter(running, members[key], FIRST)
             made = self.parameter.detach().unsqueeze(0).expand(running.examples, *self.parameter.shape)
-            running.groups[group.index].copies[place] = ReportFunction.apply(report, [], probe, made)
+            running.groups[group.index].copies[place] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
         return running.groups[group.index].copies[place]
 
     def pairs(self, bias: PerExample) -> bool:
@@ -269,10 +269,10 @@ class ParameterUse(GroupOrigin):
         The caller puts x (B, T, d) into `inputs` before the backward pass; `like` (B, T, ...) has the layout of x."""
         member, (w, b) = self._layer(LinearRule, weight, bias)
         layout = self.find(like, meets=False)
-        report, probe = enter(self.calls.passes.current, member, layout)
+        report = enter(self.calls.passes.current, member, layout)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
-        return w, b, ReportFunction.apply(report, inputs, probe, zeros)
+        return w, b, ReportFunction.apply(report, inputs, self.calls.passes.anchor, zeros)
 
     def _layer(
         self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None, padding_idx: int | None = None

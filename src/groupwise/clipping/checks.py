@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping.calls import LayerFunction
-from groupwise.clipping.group_pass import GroupFunction
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
@@ -127,7 +126,7 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
 
 
 def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
-    """Walk the autograd graph of the losses: it may reach parameters only through groups, or layers that clip alone.
+    """Walk the autograd graph of the losses: it may reach parameters only through layers that are clipped.
 
     A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
     the clipped sum.
@@ -148,8 +147,6 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
             continue
         seen.add(node)
         kind, ours = node.name(), getattr(node, "_forward_cls", None)
-        if ours is GroupFunction:
-            continue
         if kind == "CheckpointFunctionBackward":
             raise UserError(
                 "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
@@ -168,5 +165,5 @@ def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> 
                 f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, so "
                 "its gradient is not clipped: make it part of the model first, or freeze it."
             )
-        following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # probe and input
+        following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # anchor and input
         stack.extend((next_node, kind) for next_node, _ in following)

@@ -18,10 +18,9 @@ from groupwise.clipping.checks import (
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
-from groupwise.clipping.group_pass import clip_factors_of
+from groupwise.clipping.group_pass import clip_factors_of, close_rest
 from groupwise.clipping.groups import build_groups
 from groupwise.clipping.norm_methods import Formula, NormMethods, Rates
-from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import UNNAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
@@ -79,10 +78,10 @@ class ClippingEngine(ThresholdsAndCounts):
         super().__init__(model, partition, *build_groups(layers, partition, clip_rule, methods, direct))
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._passes = Passes(ClippedGradients({} if direct else trained))
+        self._passes = Passes(ClippedGradients({} if direct else trained), self._table.device)
         self._checked = False
-        self._into = None if direct else [*(group.anchor for group in self.groups), *trained.values()]
-        """The tensors for which autograd computes gradients: group anchors, and parameters, to detect a bypass."""
+        self._into = None if direct else [self._passes.anchor, *trained.values()]
+        """The tensors for which autograd computes gradients: the anchor, and parameters, to detect a bypass."""
         self._attached = Attached(model, shards=direct)
         self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
@@ -215,20 +214,16 @@ class ClippingEngine(ThresholdsAndCounts):
             if self._direct or not self._checked:  # later, a bypass shows as a .grad that autograd itself has set
                 check_paths(losses, self._names, self._direct)
             if ghost:
-                squares = self._ghost_norms(running, losses)
-                running.begin_sums(squares, clip_factors_of(self.groups, [squares])[0])
+                torch.autograd.grad(losses.sum(), self._passes.anchor, retain_graph=True, allow_unused=True)
+                close_rest(running)
+                if 0 not in running.squared_norms:
+                    raise UserError(
+                        "The losses do not come from the model: none of its layers ran with gradients enabled."
+                    )
+                running.begin_sums(clip_factors_of(self.groups, [running.squared_norms[0]])[0])
             losses.sum().backward(inputs=self._into)  # the groups add the clipped sums to .grad
             self._check_reached(running)
             self._count(running.squared_norms, running.examples, present)
-
-    def _ghost_norms(self, running: Pass, losses: Tensor) -> Tensor:
-        """The first of two backward passes: squared norms alone; the graph is kept for the second."""
-        group_pass = running.groups.get(0)
-        if group_pass is None or group_pass.probe is None:
-            raise UserError("The losses do not come from the model: none of its layers ran with gradients enabled.")
-        torch.autograd.grad(losses.sum(), group_pass.probe, retain_graph=True, allow_unused=True)
-        with torch.no_grad():
-            return squares_together([group_pass.total_terms()])[0]
 
     @contextmanager
     def _backward(self, phase: Phase, microbatch: Hashable = UNNAMED) -> Iterator[Pass]:
@@ -285,6 +280,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """
         with self._backward(Phase.NORMS, microbatch) as running:
             yield
+            close_rest(running)
             check_groups(self.groups, running)
             self.squared_norms = running.squared_norms
 
@@ -308,6 +304,7 @@ class ClippingEngine(ThresholdsAndCounts):
             self._check_reached(running)
 
     def _check_reached(self, running: Pass) -> None:
+        close_rest(running)
         check_groups(self.groups, running)
         self._passes.gradients.check()
         self._checked = True

@@ -1,10 +1,9 @@
 """Clips one group of layers in one microbatch: collects what its layers report, and adds the clipped sums to .grad.
 
-A group's `GroupFunction` runs just before the group's first layer and gives all its layers a probe, a (B,) zero vector.
-So its backward runs after the backward of all these layers. By then each has reported its squared norms, and kept
-per-example gradients, or activations and output gradients. The group then closes: it forms the clip factors and the
-clipped sums, and adds the sums to .grad. Several groups may close together. The parameters themselves are not in the
-graph. So if autograd finds a gradient for a parameter, that gradient has bypassed its group, and is refused.
+In the backward pass each call of a layer reports its squared norms, and keeps per-example gradients, or activations and
+output gradients. A group counts its calls. It closes once all have reported: it forms the clip factors and the clipped
+sums, and adds the sums to .grad. Several groups may close together. The parameters themselves are not in the graph. So
+if autograd finds a gradient for a parameter, that gradient has bypassed its group, and is refused.
 
 A sharded parameter (FSDP2) is a whole tensor only while its layer runs, so a group cannot add to it later. Such
 parameters are in the graph, and their layer itself returns the clipped sums to autograd. The layer must then know the
@@ -12,7 +11,7 @@ norm: either it is a group by itself, or there are two backward passes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,13 +33,11 @@ Report = Callable[[Saved, Tensor], Gradients]
 """`GroupPass.receive` of one layer and layout."""
 
 
-def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, Tensor | None]:
+def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
     """Register a layer's call with its group in this pass. A recomputed call (checkpointing) joins the same group pass.
 
-    Groups that close together get their probes (B,) when the first of their layers runs.
-
     Returns:
-        A callback for the call's activations and output gradients; and the group's probe, None once it has closed.
+        A callback for the call's activations and output gradients.
 
     Raises:
         UserError: under autocast to float16; first called in the backward pass.
@@ -53,56 +50,52 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> tuple[Report, 
                 "use_reentrant=False."
             )
         refuse_float16(member.label, group.threshold.device.type)
-        passes = [GroupPass(each, running) for each in group.together or (group,)]
-        probes = GroupFunction.apply(passes, *(each.group.anchor for each in passes))
-        for each, probe in zip(passes, probes, strict=True):
-            each.probe, running.groups[each.group.index] = probe, each
+        together = Together([])
+        for each in group.together or (group,):
+            running.groups[each.index] = GroupPass(each, running, together)
+            together.passes.append(running.groups[each.index])
     found: GroupPass = running.groups[group.index]
     if running.phase is not None:
         running.recomputes = True
     else:
         found.calls += 1
+        found.together.waiting += 1
         for place, rows in zip(member.parameter_indices, member.rows, strict=True):
             if place is not None:
                 found.uses.setdefault(place, []).append(rows)
-    return partial(found.receive, member, layout), found.probe
+    return partial(found.receive, member, layout)
 
 
-class GroupFunction(torch.autograd.Function):
-    """Maps the anchors of groups that close together to one probe each, B zeros.
+@dataclass
+class Together:
+    """Groups that close together in one microbatch's pass."""
 
-    Its backward runs when all layers of these groups have reported, and closes the groups.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, passes: list["GroupPass"], *anchors: Tensor) -> tuple[Tensor, ...]:
-        ctx.passes = passes
-        ctx.set_materialize_grads(False)  # layers report to their groups, so probes get no gradient
-        return torch.zeros(len(passes), passes[0].microbatch.examples, device=anchors[0].device).unbind()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        close(ctx.passes)
-        return (None,) * (1 + len(ctx.passes))
+    passes: list["GroupPass"]
+    waiting: int = 0
+    """How many of their calls have not reported."""
 
 
 class GroupPass:
-    """One group in one microbatch's pass: the probe, what its layers reported, and the sums so far."""
+    """One group in one microbatch's pass: what its layers reported, and the sums so far.
 
-    def __init__(self, group: ClippingGroup, microbatch: Pass) -> None:
-        self.group, self.microbatch = group, microbatch
+    Args:
+        group: the group.
+        microbatch: the pass.
+        together: the groups that close with it, itself included.
+    """
+
+    def __init__(self, group: ClippingGroup, microbatch: Pass, together: "Together") -> None:
+        self.group, self.microbatch, self.together = group, microbatch, together
         self.calls = 0
         """How often its layers have run forward."""
         self.uses: dict[int, list[slice | None]] = {}
         """The rows of each parameter that each call uses, by the parameter's index in the group; None: all rows."""
         self.copies: dict[int, Tensor] = {}
         """Copies of parameters, one per example, by the parameter's index in the group."""
-        self.probe: Tensor | None = None
-        """Zeros (B,) that connect the layers to the group in the autograd graph; made when its first layer runs."""
         self.over = False
         """Whether the group has closed, or its pass has ended without a backward pass."""
         self.received = False
-        """Whether a layer has reported."""
+        """Whether a call has reported."""
         self.terms: list[Terms | Tensor] = []
         """The squared norms that its layers reported, or terms to compute them from."""
         self.due: list[tuple[ClippedLayer, LayerCall | RowTerms]] = []
@@ -149,6 +142,13 @@ class GroupPass:
         """
         running = self.running()
         self.received = True
+        sums = self._take(member, layout, saved, g, running)
+        self.together.waiting -= 1
+        if not self.together.waiting:
+            close(self.together.passes)
+        return sums
+
+    def _take(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor, running: Pass) -> Gradients:
         if self.group.direct:
             if member.name in running.reported:
                 raise UserError(
@@ -245,12 +245,19 @@ class GroupPass:
 
     def release(self) -> None:
         """Finish: break the reference cycles with the autograd graph."""
-        self.over, self.probe, self.sums = True, None, [None] * len(self.group.summed)
+        self.over, self.sums = True, [None] * len(self.group.summed)
         self.due, self.terms, self.joint_calls, self.copies = [], [], [], {}
 
 
+def close_rest(running: Pass) -> None:
+    """Close the groups of a pass some of whose calls did not report, as the losses do not depend on their outputs."""
+    for each in running.groups.values():
+        if each.received and not each.over:
+            close(each.together.passes)
+
+
 def close(passes: Sequence[GroupPass]) -> None:
-    """Close groups whose layers have all reported: form the clip factors, and add the clipped sums to .grad.
+    """Close groups whose layers have reported: form the clip factors, and add the clipped sums to .grad.
 
     Raises:
         UserError: see `GroupPass.running`.

@@ -60,8 +60,6 @@ class ClippingGroup:
     """Their names in the whole model."""
     summed: tuple[nn.Parameter, ...]
     """The parameters whose sums it forms; none where layers return them."""
-    anchor: Tensor
-    """What leads from the group to autograd's graph: a leaf that gets no gradient."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
@@ -158,7 +156,6 @@ def build_groups(
             tuple((layer.module, local) for layer, local, _ in found),
             tuple(layer.full_name(local) for layer, local, _ in found),
             () if direct else tuple(p for *_, p in found),
-            torch.zeros((), dtype=dtype, device=device, requires_grad=True),
             clip_rule,
             threshold,
         )

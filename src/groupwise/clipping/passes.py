@@ -147,10 +147,13 @@ class Pass:
             return self._note(label, nth, x, meets)
         return self._plan.find(label, nth, x, self.examples)
 
-    def begin_sums(self, squares: Tensor, factors: Factors) -> None:
+    def begin_sums(self, factors: Factors) -> None:
         """Go from the backward pass for norms to the one for sums."""
-        self.phase, self.factors, self.squared_norms = Phase.SUMS, factors, {0: squares}
+        self.phase, self.factors = Phase.SUMS, factors
         self.reported.clear()
+        for group_pass in self.groups.values():
+            group_pass.over = group_pass.received = False
+            group_pass.together.waiting = sum(each.calls for each in group_pass.together.passes)
 
     def check_again(self) -> None:
         """Compare the norms of the pass for sums with those of the pass for norms, which set the clip factors.
@@ -183,10 +186,13 @@ class Passes:
 
     Args:
         gradients: collects the clipped sums.
+        device: of the parameters.
     """
 
-    def __init__(self, gradients: ClippedGradients) -> None:
+    def __init__(self, gradients: ClippedGradients, device: torch.device) -> None:
         self.gradients, self.plan = gradients, ClipPlan()
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
+        """An input of every call, which gets no gradient. With it autograd runs each call's backward."""
         self.running: Pass | None = None
         self._waiting: dict[Hashable, Pass] = {}
 
@@ -243,7 +249,7 @@ class Passes:
             yield found
         finally:
             found.phase, self.running = None, outer
-            found.end()  # after an error too: a probe's autograd node and the pass refer to each other
+            found.end()  # after an error too: autograd's nodes and the pass refer to each other
 
     def forget(self) -> None:
         """Drop the pending microbatches."""
