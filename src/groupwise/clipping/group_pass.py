@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.factors import Factors, keep_finite
-from groupwise.clipping.groups import ClippedLayer, ClippingGroup, LayerCall, most_kept
+from groupwise.clipping.groups import ClippedLayer, ClippingGroup, LayerCall
 from groupwise.clipping.norm_methods import are_kept
 from groupwise.clipping.norm_terms import RowTerms, Terms, joined_sums, squares_together
 from groupwise.clipping.passes import Pass, Phase
@@ -184,7 +184,7 @@ class GroupPass:
             if squares is None or waits:
                 activations = total_numel(*(saved[i] for i in rule.batched), g)
                 kept = rule.count(g) * rule.size(wanted) if squares is None else activations
-            if alone and not (waits and kept <= most_kept(g)):
+            if alone and not (waits and kept <= self.group.most_kept):
                 if squares is None:
                     return self.add(member, clipped_sum(rule, saved, g, self._clip, wanted))
                 return self.add(member, weighted_sum(call, self._clip(squares_together([[squares]])[0])))
@@ -233,7 +233,7 @@ class GroupPass:
         """Add the weighted sum of an embedding to its rows alone, if the group has a sum of that weight already."""
         rule: Any = call.rule
         place, part = call.member.parameter_indices[0], call.member.rows[0]
-        known = self.sums[place] if rule.indexed and place is not None else None
+        known = None if place is None else self.sums[place]
         if known is None:
             return False
         saved, g = call.saved, call.g
@@ -322,7 +322,7 @@ def _add_sums(passes: Sequence[GroupPass], squares: list[Tensor]) -> None:
         while each.due:  # frees what a layer kept as soon as its sum is formed
             member, due = each.due.pop(0)
             if isinstance(due, LayerCall):
-                if not each.add_in_place(due, factors):
+                if not (due.rule.indexed and each.add_in_place(due, factors)):
                     each.add(member, weighted_sum(due, factors))
             elif due.joined is None:
                 each.add(member, add_up([(factors, due.gradients)]))

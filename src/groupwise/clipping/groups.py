@@ -74,6 +74,11 @@ class ClippingGroup:
         """Whether layers return their parameters' sums to autograd themselves."""
         return not self.summed
 
+    @cached_property
+    def most_kept(self) -> int:
+        """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
+        return 1 << 24 if is_async_device(self.threshold) else 1 << 17
+
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         """Its trainable parameters as they are now (shards, between two passes under FSDP2)."""
@@ -84,14 +89,9 @@ MOST_TOGETHER = 32
 """Groups that close together."""
 
 
-def most_kept(like: Tensor) -> int:
-    """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
-    return 1 << 24 if is_async_device(like) else 1 << 17
-
-
 def _close_together(groups: Sequence[ClippingGroup]) -> None:
     """Let groups that follow each other close together, so that their small operations become one."""
-    groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.summed) <= most_kept(g.threshold)]
+    groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.summed) <= g.most_kept]
     for start in range(0, len(groups), MOST_TOGETHER):
         some = tuple(groups[start : start + MOST_TOGETHER])
         for group in some:
