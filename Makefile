@@ -42,7 +42,11 @@ $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || \
 		{ echo "error: Python 3.11, 3.12 or 3.13 is needed, and $(PYTHON) is none of them;" \
 			"name another: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 2; }
+	@test ! -e $(VENV) || test -e $(STAMP) || test -e $(VENV)/.made || \
+		{ echo "error: $(VENV) was not made by make, which would replace it: remove it," \
+			"or name another folder: make $(firstword $(MAKECMDGOALS)) VENV=.venv-groupwise" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(VENV)
+	@touch $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP)

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -68,3 +69,14 @@ def test_the_environment_is_made_again_when_the_pins_change(tmp_path: Path) -> N
     os.utime(tmp_path / "requirements.txt", (newer, newer))
     assert "-m venv --clear" in planned()
     assert "run.py task=cifar clip=adaptive_layer scale=demo" in planned()
+
+
+def test_make_does_not_replace_an_environment_of_the_user_s_own(tmp_path: Path) -> None:
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    own = tmp_path / ".venv" / "own"
+    own.parent.mkdir()
+    own.touch()
+    done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: .venv was not made by make" in done.stderr
+    assert own.exists()

@@ -114,6 +114,14 @@ ARGUMENTS: dict[str, Misuse] = {
     "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
     "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
+    "an optimizer that needs a closure, or sparse gradients": (
+        lambda: make(optimizer=torch.optim.LBFGS(network().parameters())),
+        "LBFGS does not work with private steps",
+    ),
+    "a microbatch without examples": (lambda: make(microbatch=-1), "microbatch=-1 must be a whole number of at least"),
+    "a part of a worker": (lambda: make(num_workers=0.5), "num_workers=0.5 must be a whole number of at least 0"),
+    "a source of noise that is none": (lambda: make(noise_source=0), "noise_source is 0: give a groupwise"),
+    "a negative number of steps": (lambda: Use().private.steps(-1), "count=-1 must be a whole number"),
     "`make_private` twice on one model": (twice, "already"),
     "`make_private` on a model with a private part": (nested, "already"),
 }

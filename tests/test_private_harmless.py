@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from groupwise import Private
+from groupwise import Private, detach, make_private
 from groupwise.clipping import flat
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
@@ -155,6 +155,14 @@ def test_an_optimizer_that_steps_in_the_losses_moves_nothing(fused):
     use = Use(model, losses=losses)
     optimizers += [use.optimizer, torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)]
     assert torch.equal(use.train().weights, plain.weights)
+
+
+def test_a_lost_training_ends_by_its_model():
+    use = Use()
+    use.train(1)
+    del use.private
+    detach(use.model)
+    make_private(use.model, use.optimizer, DATA, cross_entropy, noise_multiplier=1.0, steps=1, batch_size=2).step()
 
 
 def test_between_steps_and_after_detach_the_model_is_a_plain_one():

@@ -116,6 +116,11 @@ def more_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
 
 
+def added_and_in_the_optimizer(use: Use) -> None:
+    use.model.extra = nn.Linear(2, 2)
+    use.optimizer.add_param_group({"params": use.model.extra.parameters()})
+
+
 def closed() -> None:
     use = Use().train(1)
     use.private.detach()
@@ -294,6 +299,10 @@ REFUSED: dict[str, Misuse] = {
     "torch seeded while the losses are made": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
     "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
+    "a module added to model and optimizer later": (
+        lambda: between_steps(added_and_in_the_optimizer),
+        "has other parameters than when",
+    ),
     "a mean loss, or any that is not one number an example": (
         lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),
         "one value per example",

@@ -12,6 +12,7 @@ Train your own model (docs/loop.md, `help(groupwise.make_private)`)::
     print(private.statement())
 
     groupwise.fix_model(model)                                      replaces BatchNorm, and lists the changes
+    groupwise.detach(model)                                         ends a private training of the model
     groupwise.gradient_norms(model, losses_of, rows)                norms of single examples, not private
     from groupwise.privacy import make_plan                         sigma for an epsilon, or the reverse
     from groupwise.integrations.transformers import PrivateTrainer  in place of transformers' Trainer
@@ -25,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.clipping import gradient_norms
-    from groupwise.private import Private, fix_model, make_private
+    from groupwise.private import Private, detach, fix_model, make_private
     from groupwise.rows import load_runs
 
 __version__ = "0.4.0"
-__all__ = ["Private", "__version__", "fix_model", "gradient_norms", "load_runs", "make_private"]
+__all__ = ["Private", "__version__", "detach", "fix_model", "gradient_norms", "load_runs", "make_private"]
 _OWNERS = {
-    **dict.fromkeys(("Private", "fix_model", "make_private"), "groupwise.private"),
+    **dict.fromkeys(("Private", "detach", "fix_model", "make_private"), "groupwise.private"),
     "gradient_norms": "groupwise.clipping",
     "load_runs": "groupwise.rows",
 }

@@ -251,7 +251,9 @@ def why_unused(key: str, config: RunConfig) -> str:
             f"the thresholds start at clip.initial_threshold={clip.initial_threshold:g} and are not rescaled to "
             "clip.threshold (clip.rescale=false); give only one of the two."
         )
-    return f"train.steps={steps} is given; set one of them to null." if key == "train.epochs" and steps else ""
+    if key == "train.epochs" and steps:
+        return f"train.steps={steps} sets the length; leave train.epochs out, or give train.steps=null."
+    return ""
 
 
 def refuse_unused(overrides: Sequence[str], config: RunConfig) -> None:

@@ -2,6 +2,6 @@
 
 from groupwise.private.fix import fix_model
 from groupwise.private.make import make_private
-from groupwise.private.private import Private, Step
+from groupwise.private.private import Private, Step, detach
 
-__all__ = ["Private", "Step", "fix_model", "make_private"]
+__all__ = ["Private", "Step", "detach", "fix_model", "make_private"]

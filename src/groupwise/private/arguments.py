@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import ParamSpec, TypeVar
-from weakref import WeakSet
+from numbers import Integral
+from typing import Any, ParamSpec, TypeVar
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from groupwise.config.keys import OURS
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, did_you_mean
 
-PRIVATE_MODULES: WeakSet[nn.Module] = WeakSet()
-"""The modules of all private trainings that were not detached."""
+TRAINED: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
+"""The modules of all private trainings that were not detached, and these trainings."""
 PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
 """The optimisers of private trainings, whose state comes from private steps."""
 
@@ -35,8 +36,11 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Check that the optimiser is not wrapped, and has exactly the trainable parameters of the model.
 
     Raises:
-        UserError: it is wrapped; a parameter is missing, or is not the model's.
+        UserError: it is wrapped, or of a type that private steps cannot use; a parameter is missing, or is not the
+            model's.
     """
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise UserError(f"{type(optimizer).__name__} does not work with private steps: use SGD or Adam, for example.")
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # by Accelerate or Lightning
         raise UserError(f"The optimizer is wrapped in {type(optimizer).__name__}: give optimizer.optimizer.")
     known = {id(parameter) for parameter in model.parameters()}
@@ -94,8 +98,20 @@ def check_fresh(optimizer: torch.optim.Optimizer) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Raise a `UserError` if the model is already in a private training."""
-    if any(module in PRIVATE_MODULES for module in model.modules()):
+    if trainings_of(model):
         raise UserError(
             "The model, or a part of it, is already in a private training: end that training first, with "
-            "private.detach()."
+            "private.detach() or groupwise.detach(model)."
         )
+
+
+def trainings_of(model: nn.Module) -> list[Any]:
+    """The private trainings of a model, or of parts of it, that were not detached."""
+    found = (TRAINED[module]() for module in model.modules() if module in TRAINED)
+    return list(dict.fromkeys(training for training in found if training is not None))
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise a `UserError` if a value is given that is not a whole number of at least ``least``."""
+    if not (value is None or (isinstance(value, Integral) and int(value) >= least)):
+        raise UserError(f"{name}={value!r} must be a whole number of at least {least}.")

@@ -15,7 +15,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_fresh, check_model, check_parameters, knows_names
+from groupwise.private.arguments import check_count, check_fresh, check_model, check_parameters, knows_names
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.private.private import Private
@@ -107,6 +107,10 @@ def make_private(
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
         kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise UserError(f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …).")
+    check_count("microbatch", microbatch, 1)
+    check_count("num_workers", num_workers, 0)
+    if not isinstance(noise_source, NoiseSource | None):
+        raise UserError(f"noise_source is {noise_source!r}: give a groupwise.privacy.NoiseSource, or leave it out.")
     check_model(model)
     check_parameters(model, optimizer)
     check_fresh(optimizer)

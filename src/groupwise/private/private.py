@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
-from groupwise.private.arguments import PRIVATE_MODULES, PRIVATE_OPTIMIZERS, check_parameters
+from groupwise.private.arguments import PRIVATE_OPTIMIZERS, TRAINED, check_count, check_parameters, trainings_of
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
@@ -95,7 +96,7 @@ class Private:
         self._closed = self._agreed = self._resumed = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
-        PRIVATE_MODULES.update(core.model.modules())
+        TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
         PRIVATE_OPTIMIZERS.add(core.optimizer)
 
     def __repr__(self) -> str:
@@ -179,6 +180,7 @@ class Private:
 
         The body of the loop (schedulers, evaluation) runs between steps, when the model is a plain model.
         """
+        check_count("count", count, 0)
         last = self.plan.steps
         return Steps(self, last if count is None else min(self.executed + count, last))
 
@@ -220,6 +222,10 @@ class Private:
         core = self.core
         if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._optimized:
             check_parameters(core.model, core.optimizer)
+            raise UserError(
+                "The optimizer has other parameters than when make_private was called: call private.detach(), then "
+                "make_private again."
+            )
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
                 f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: call "
@@ -362,7 +368,13 @@ class Private:
             self._hook.remove()
             self._restore.close()
             for module in self.core.model.modules():
-                PRIVATE_MODULES.discard(module)
+                TRAINED.pop(module, None)
+
+
+def detach(model: nn.Module) -> None:
+    """End the private trainings of ``model``, as `Private.detach` does, where the `Private` is no longer at hand."""
+    for training in trainings_of(model):
+        training.detach()
 
 
 def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:

@@ -64,7 +64,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
             "wrote the file yourself, read it with torch.load(path, weights_only=False)."
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"The checkpoint {path} is truncated or altered: start afresh with overwrite=true.") from error
+        raise UserError(f"The checkpoint {path} is truncated or altered: start afresh (overwrite=true).") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} is not a checkpoint of a run: it contains a {type(state).__name__}, not a dict.")
     return state

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,11 @@ class StepGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._owned = [
+            (f"{name}.".lstrip("."), own)
+            for name, module in model.named_modules()
+            for own in (module._buffers, module._parameters)
+        ]
         self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     @contextmanager
@@ -94,5 +97,9 @@ class StepGuard:
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """The identity of each buffer and parameter, and torch's counter of its in-place changes."""
-        named: tuple[tuple[str, Any], ...] = (*self._model.named_buffers(), *self._model.named_parameters())
-        return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in named}
+        return {
+            prefix + name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version)
+            for prefix, own in self._owned
+            for name, tensor in own.items()
+            if tensor is not None
+        }

@@ -33,6 +33,6 @@ class Progress(tqdm):  # type: ignore[type-arg]
         if self.disable:  # computing the bound of ε can take a second
             return
         plan, self._note = self._plan, note or self._note
-        spent = f"ε {plan.progress(number):.2f} of {plan.epsilon:g}" if plan.noise_multiplier else ""
+        spent = f"ε {plan.progress(number):.2f} of {plan.epsilon:.4g}" if plan.noise_multiplier else ""
         self.set_postfix_str("  ".join(filter(None, (spent, self._note))), refresh=False)
         self.update()
