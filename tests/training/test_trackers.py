@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from groupwise.config.checks import validate
 from groupwise.config.schema import PathsConfig, RunConfig, TrackerConfig
 from groupwise.errors import UserError
 from groupwise.training.record import RunRecord
@@ -106,7 +107,7 @@ def test_mlflow_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.data.params["clip.name"] == "adaptive_layer" and run.info.status == "FINISHED"
 
 
-def test_without_mlflow_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mlflow_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(UserError, match="pip install mlflow"):
-        FilesTracker(begun(tmp_path, "mlflow"))
+    with pytest.raises(UserError, match="tracker=mlflow needs the package mlflow: install it"):
+        validate(RunConfig(tracker=TrackerConfig(name="mlflow")))

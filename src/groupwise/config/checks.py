@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,9 @@ def _places(config: RunConfig) -> Iterator[str]:
     name = config.data.train_file
     if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
         yield f"data.train_file={name} is outside the data set's folder: give the name of a file inside it."
+    tracker = config.tracker.name
+    if tracker != "files" and find_spec(tracker) is None:
+        yield f"tracker={tracker} needs the package {tracker}: install it by pip, or use tracker=files."
 
 
 def _not_for(what: str, config: RunConfig, *keys: str) -> Iterator[str]:

@@ -129,8 +129,8 @@ class FilesTracker:
             self._beside = BESIDE[name](record, step)
         except Exception as error:  # trackers raise errors of their own, of requests, and of sqlalchemy
             raise UserError(
-                f"tracker={name} cannot start ({reason(error)}): pip install {name} if it is missing, "
-                f"{'use tracker.mode=offline, ' if name == 'wandb' else ''}or use tracker=files."
+                f"tracker={name} cannot start ({reason(error)}): use "
+                f"{'tracker.mode=offline, or ' if name == 'wandb' else ''}tracker=files."
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
