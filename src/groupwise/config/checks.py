@@ -256,7 +256,7 @@ def why_unused(key: str, config: RunConfig) -> str:
             "clip.threshold (clip.rescale=false); give only one of the two."
         )
     if key == "train.epochs" and steps:
-        return f"train.steps={steps} sets the length; leave train.epochs out, or give train.steps=null."
+        return f"train.steps={steps} is given; leave train.epochs out, or give train.steps=null."
     return ""
 
 
