@@ -27,6 +27,11 @@ def words(command: str) -> list[str]:
     return [re.sub(r"<\w+>", "x", word) for word in shlex.split(command, comments=True)]
 
 
+@pytest.fixture(autouse=True)
+def every_tracker_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.config.checks.find_spec", lambda name: name)
+
+
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if "+sweep=" in c else []) for c in RUNS])
 def test_runs_compose(command: str) -> None:
     arguments = words(command)[2:]
