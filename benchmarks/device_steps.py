@@ -28,7 +28,7 @@ from benchmarks.methods import METHODS, prepare
 from benchmarks.options import command, device, names, option, out, split
 from benchmarks.results import Table, hardware
 from benchmarks.worker import is_lost
-from groupwise.training.arithmetic import arithmetic
+from groupwise.clipping.precision import full_float32
 from groupwise.training.from_config import autocast
 from groupwise.training.memory import is_oom
 
@@ -60,7 +60,7 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
     row |= {"layout": job.memory_format, "method": job.method, "device": options.device}
     try:
         precise = autocast(precision, device)
-        with arithmetic(device):
+        with full_float32():
             workload, prepared = prepare(job)
             plain = workload.losses
 

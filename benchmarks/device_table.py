@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import torch
-
 from benchmarks.driver import Measured, progress, row_of, run
 from benchmarks.job import Job
 from benchmarks.options import command, device, names, option, out
 from benchmarks.results import THROUGHPUT, Table, hardware, with_ratios
 from benchmarks.worker import DeviceLost, Together
+from groupwise.clipping.precision import full_float32
 from groupwise.errors import UserError
-from groupwise.training.arithmetic import arithmetic
 
 SIZES = {"wrn16_4_ws": (512, None, None), "gpt2": (16, 12, 100), "roberta_base": (64, 12, 64)}
 """Workload -> B, layers, tokens."""
@@ -83,7 +81,7 @@ def measure(options: TableOptions) -> int:
     def late() -> bool:
         return time.monotonic() - began > options.limit
 
-    with arithmetic(torch.device(options.device)):
+    with full_float32():
         for job, several in cases(options):
             methods = missing(job, several, options.out)
             if not methods:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.job import Job
 from benchmarks.worker import Bench, answer
-from groupwise.training.arithmetic import arithmetic
+from groupwise.clipping.precision import full_float32
 from groupwise.training.memory import keep_freed_blocks
 
 KILLED = "killed by the system, probably out of memory"
@@ -26,7 +26,7 @@ def serve(pipe: Connection, job: Job) -> None:
     if job.device == "cpu":
         keep_freed_blocks()  # as a run does
     bench = Bench(job)
-    with arithmetic(torch.device(job.device)):
+    with full_float32():
         while True:
             try:
                 request = pipe.recv()

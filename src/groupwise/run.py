@@ -1,6 +1,9 @@
 """Runs one configuration and returns its result row. Everything is checked before anything is written."""
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -11,6 +14,7 @@ from torch import nn
 
 from groupwise.build import build_stage_task, build_trainer
 from groupwise.clipping import ClippingEngine, explain, matmul
+from groupwise.clipping.precision import full_float32
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, environment_errors, message
 from groupwise.models.hub import find_source
@@ -20,7 +24,6 @@ from groupwise.privacy import PrivacyPlan
 from groupwise.privacy.plan import folded
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
-from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint, load_newest
 from groupwise.training.earlier_runs import Entry, counted, earlier_runs, sentence
 from groupwise.training.from_config import make_engine, plan_of
@@ -67,8 +70,25 @@ def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
         recorder_of(device)
     if device.type == "cpu":
         keep_freed_blocks()
-    with arithmetic(device, config.train.deterministic):
+    with full_float32(), _deterministic(device) if config.train.deterministic else nullcontext():
         return _run(config, record, device, ranks, resumable)
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Use deterministic algorithms of torch, cuDNN and cuBLAS on a GPU, so that a run repeats bit for bit on its model.
+
+    This is slower. Torch raises RuntimeError for an operation that has none. Use it before the first product, which
+    reads CUBLAS_WORKSPACE_CONFIG. Does nothing on a CPU.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    if device.type != "cpu":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS add in a fixed order
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Ranks, resumable: bool) -> dict[str, Any]:

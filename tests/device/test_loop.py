@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.clipping.precision import full_float32
 from groupwise.clipping.reference import clipped_sums
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import NoiseSource
-from groupwise.training.arithmetic import arithmetic
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.graphs import WARM_UP, Graphs, recorder_of
 from groupwise.training.microbatches import TaskSums
@@ -80,7 +80,7 @@ def weights(made: Trainer) -> Tensor:
 
 
 def trained(made: Trainer, steps: range = range(STEPS)) -> Trainer:
-    with arithmetic(made.private.device):
+    with full_float32():
         for step in steps:
             made.step(step)
     return made
@@ -105,7 +105,7 @@ def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, m
     assert thresholds is not None and made.private.engine is not None
     clips = thresholds.clip_thresholds.tolist()
     made.private.sums = seen = Seen(made.task, 16)
-    with arithmetic(device):
+    with full_float32():
         noisy = made.private.step()
     names = {parameter: name for name, parameter in made.task.model.named_parameters()}
     assert truth.private.engine is not None
@@ -217,7 +217,7 @@ def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.devic
         return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
 
     graphs = graphs_of(made)
-    with arithmetic(device), graphs.recorder.running():
+    with full_float32(), graphs.recorder.running():
         [sums(0) for _ in range(WARM_UP + 2)]  # the first makes the gradients, and the last is recorded
         assert len(graphs) == 1
         first, other, again = sums(0), sums(8), sums(0)

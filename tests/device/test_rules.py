@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.clipping.factors import Factors, add_weighed_rows
+from groupwise.clipping.precision import full_float32
 from groupwise.clipping.reference import clipped_sums
-from groupwise.training.arithmetic import arithmetic
 from tests.clipping.conftest import BATCH, CASES, make_case
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:groupwise has no rule")]
@@ -64,7 +64,7 @@ def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: 
                 outputs = model(inputs[some].contiguous(memory_format=memory))
             return F.mse_loss(outputs.float().flatten(1), targets[some], reduction="none").sum(1)
 
-        with arithmetic(device), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
+        with full_float32(), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
             engine.trace(losses_of, range(BATCH))
             losses = engine.losses(losses_of, range(BATCH))
             engine.backward(losses)

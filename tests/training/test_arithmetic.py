@@ -1,21 +1,25 @@
 """The arithmetic of a GPU is what was asked for, and afterwards what it was; seen here in torch's own settings."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch.backends import cuda, cudnn
 
+from groupwise import run
+from groupwise.checkout import CONF
 from groupwise.clipping.precision import full_float32, with_tf32
+from groupwise.config.compose import compose_run
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.errors import UserError
-from groupwise.training.arithmetic import arithmetic
 from groupwise.training.from_config import autocast
 from tests.tiny_training import FLAT, GHOST, trainer_of
 from tests.training.test_step import ToyTask
 
 CUDA = torch.device("cuda", 0)
 """Named, never used: settings need no GPU."""
+PLACES = cuda.matmul, cudnn.conv, cudnn.rnn
 
 
 def settings() -> tuple[bool, bool]:
@@ -32,14 +36,29 @@ def _as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("before", [(False, True), (True, True), (False, False), (True, False)])
 def test_a_run_is_without_tf32_and_leaves_the_settings_as_they_were(before: tuple[bool, bool]) -> None:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-    with arithmetic(CUDA):
+    with full_float32():
         assert settings() == (False, False)
         assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-        with autocast("tf32", CUDA)():
-            assert settings() == (True, True)
-        assert settings() == (False, False)
+        for _ in range(2):
+            with autocast("tf32", CUDA)():
+                assert settings() == (True, True)
+                assert all(place.fp32_precision == "tf32" for place in PLACES)
+                with full_float32():  # the backward pass
+                    assert all(place.fp32_precision == "ieee" for place in PLACES)
+            assert settings() == (False, False)
+            assert all(place.fp32_precision == "ieee" for place in PLACES)
     assert settings() == before
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_a_run_is_in_full_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(run, "_run", lambda *_: seen.extend(place.fp32_precision for place in PLACES) or {})
+    config = compose_run(["task=cifar", "scale=smoke", "train.device=cpu", f"paths.results={tmp_path}"], CONF)
+    with with_tf32(True):
+        run.run(config)
+        assert settings() == (True, True)
+    assert seen == ["ieee"] * 3
 
 
 @pytest.mark.parametrize(("clip", "passes"), [(FLAT, 1), (GHOST, 2)], ids=["flat", "ghost"])
@@ -61,14 +80,13 @@ def test_the_backward_pass_is_float32_whatever_the_user_set(clip: ClipConfig, pa
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("newer", ["ieee", "tf32"])
 def test_torchs_older_and_newer_settings_may_disagree(older: bool, newer: str) -> None:
-    places = cuda.matmul, cudnn.conv, cudnn.rnn
     cuda.matmul.allow_tf32 = cudnn.allow_tf32 = older
-    for place in places:
+    for place in PLACES:
         place.fp32_precision = newer
     with full_float32():
         assert settings() == (False, False)  # torch raises an error where they disagree
-        assert all(place.fp32_precision == "ieee" for place in places)
-    assert all(place.fp32_precision == newer for place in places)
+        assert all(place.fp32_precision == "ieee" for place in PLACES)
+    assert all(place.fp32_precision == newer for place in PLACES)
     with with_tf32(True):
         assert settings() == (True, True)
     cuda.matmul.fp32_precision = "tf32" if older else "ieee"
@@ -82,6 +100,8 @@ def test_tf32_is_refused_where_there_is_none() -> None:
 
 def test_deterministic_is_for_the_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with arithmetic(CUDA, deterministic=True):
+    with run._deterministic(CUDA):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+    with run._deterministic(torch.device("cpu")):
+        assert not torch.are_deterministic_algorithms_enabled()
