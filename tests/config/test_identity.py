@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from groupwise.checkout import CONF
+from groupwise.config.compose import compose_run
 from groupwise.config.identity import (
     GONE,
     config_hash,
@@ -40,12 +42,16 @@ from groupwise.errors import UserError
         RunConfig(resume="somewhere"),
         RunConfig(overwrite=True),
         RunConfig(train=TrainConfig(checkpoint_every=1)),
-        RunConfig(optim=OptimConfig(learning_rate=1)),  # the default is 1.0
     ],
 )
 def test_what_cannot_change_the_result_does_not_change_the_hash(same: RunConfig) -> None:
     assert config_hash(same) == config_hash(RunConfig())
     assert differences(same, RunConfig()) == []
+
+
+def test_a_rate_may_be_given_as_a_whole_number() -> None:
+    one, other = (compose_run(["task=cifar", f"optim.learning_rate={rate}"], CONF) for rate in ("2", "2.0"))
+    assert config_hash(one) == config_hash(other) and flat_config(one)["optim.learning_rate"] == 2.0
 
 
 @pytest.mark.parametrize(
@@ -109,8 +115,8 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None
     "config",
     [
         RunConfig(),
-        RunConfig(train=TrainConfig(keep=[1, 2.5], steps=3), optim=OptimConfig(learning_rate=2)),
-        RunConfig(privacy=PrivacyConfig(epsilon=3, noise_multiplier=1), pipeline=PipelineConfig(blocks=[1, 2])),
+        RunConfig(train=TrainConfig(keep=[1.0, 2.5], steps=3), optim=OptimConfig(learning_rate=2.0)),
+        RunConfig(privacy=PrivacyConfig(epsilon=3.0, noise_multiplier=1.0), pipeline=PipelineConfig(blocks=[1, 2])),
         RunConfig(model=ModelConfig(shape={"n_layer": 2, "rate": 1}), clip=ClipConfig(mapping={"b*": "x", "*": "a"})),
         RunConfig(own_task={"_target_": "a.b", "deep": {"list": [1, None]}}),
     ],

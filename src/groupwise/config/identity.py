@@ -3,10 +3,9 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import is_dataclass
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -77,20 +76,8 @@ SIZES = ("eval.batch_size", "eval.generate.batch_size")
 
 
 def flat_config(config: RunConfig) -> dict[str, Any]:
-    """Return dotted key -> plain value, `GONE` included, with the schema's types: 1 becomes 1.0 for a rate."""
-    return flatten(_plain(config, type(config))) | GONE
-
-
-def _plain(value: Any, kind: Any) -> Any:
-    """Convert a typed value as OmegaConf does, in a fiftieth of the time: sections to mappings, 1 to 1.0."""
-    if is_dataclass(kind):
-        return {name: _plain(getattr(value, name), of) for name, of in _hints(kind).items()}  # type: ignore[arg-type]
-    if get_origin(kind) is list:
-        return [_plain(item, get_args(kind)[0]) for item in value]
-    return float(value) if type(value) is int and float in (kind, *get_args(kind)) else value
-
-
-_hints = cache(get_type_hints)
+    """Return dotted key -> plain value, `GONE` included. A composed or loaded configuration has the schema's types."""
+    return flatten(asdict(config)) | GONE
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
