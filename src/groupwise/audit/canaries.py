@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
-from groupwise.training.private_step import Sampler
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
 LOUD = 30.0
@@ -150,7 +149,7 @@ class Present:
     Poisson draws are independent, so this is a Poisson sample of these data at the same rate.
     """
 
-    def __init__(self, sampler: Sampler, present: np.ndarray) -> None:
+    def __init__(self, sampler: Any, present: np.ndarray) -> None:
         self._sampler, self._present = sampler, present
 
     def indices(self, step: int) -> np.ndarray:

@@ -36,13 +36,6 @@ LossesOf = Callable[[Sequence[int]], Tensor]
 """A function of the indices of n examples that returns their losses, (n,), each computed from its own example alone."""
 
 
-class Sampler(Protocol):
-    """Draws batches."""
-
-    def indices(self, step: int, /) -> np.ndarray:
-        """The indices of the examples of step `step`, (n,) int64."""
-
-
 class BatchSums(Protocol):
     """Computes the clipped sums of drawn batches."""
 
@@ -113,8 +106,8 @@ class PrivateStep:
     device: torch.device
     sums: BatchSums
     ranks: Ranks = field(default_factory=Ranks)
-    sampler: Sampler = field(init=False)
-    """The plan's sampler, seeded from the noise key."""
+    sampler: Any = field(init=False)
+    """The plan's sampler, seeded from the noise key: `indices(step)` are the examples of a step, (n,) int64."""
     executed: int = field(init=False, default=0)
     """The number of steps that were released, from which ε is computed."""
     running: bool = field(init=False, default=False)
@@ -344,7 +337,7 @@ def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
-def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> Sampler:
+def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:
     """The plan's sampler, seeded from the noise key. It draws the same batches in every process."""
     key = noise.derive("sampling")
     if plan.sampling == "shuffle":
