@@ -113,10 +113,6 @@ def add_weighed_rows(total: Tensor | None, factors: Factors, rows: Tensor) -> Te
     return more if total is None else total.add_(more)
 
 
-RELATIONS = ("add_remove",)
-"""Neighbouring relations with a known sensitivity: one dataset has one example more."""
-
-
 @dataclass(frozen=True)
 class Sensitivity:
     """The ℓ2 sensitivity of the clipped sums of a logical batch, which the noise is scaled to.

@@ -2,36 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from groupwise.errors import UserError
 from groupwise.privacy.noise import NoiseSource
 
 
-class Sensitivity(Protocol):
-    """How far adding or removing one example moves the sums in the ``.grad`` of groups of parameters.
-
-    `groupwise.clipping.ClippingEngine.sensitivity` returns one.
-    """
-
-    @property
-    def relation(self) -> str:
-        """Which batches are neighbours: the adjacency of a plan."""
-
-    @property
-    def groups(self) -> Sequence[Sequence[nn.Parameter]]:
-        """K groups of parameters, each parameter once."""
-
-    @property
-    def thresholds(self) -> torch.Tensor:
-        """C, (K,): group k's sum moves by at most C_k in ℓ2, over all parameters of the group together."""
-
-
 def release_gradients(
-    sensitivity: Sensitivity,
+    sensitivity: Any,
     *,
     allocation: str,
     noise_multiplier: float,
@@ -49,9 +29,10 @@ def release_gradients(
     as once per microbatch.
 
     Args:
-        sensitivity: ``engine.sensitivity("add_remove")``. A ``grad`` of None (an empty batch) is a sum of 0. If
-            parameters are sharded over processes (FSDP2), each process adds noise to its own shards. It then needs its
-            own ``noise`` (see :meth:`~groupwise.privacy.noise.NoiseSource.child`).
+        sensitivity: ``engine.sensitivity("add_remove")``: the ``relation`` of neighbouring batches, the ``groups`` of
+            parameters, and the ``thresholds`` (K,), by which group k's sum moves at most. A ``grad`` of None (an empty
+            batch) is a sum of 0. If parameters are sharded over processes (FSDP2), each process adds noise to its own
+            shards. It then needs its own ``noise`` (see :meth:`~groupwise.privacy.noise.NoiseSource.child`).
         allocation: "global", "equal_budget" or "weighted"; see :func:`noise_weights`.
         noise_multiplier: σ_new; 0 adds no noise and gives no guarantee.
         expected_batch_size: B = ρN as configured, never the drawn size.
