@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from errno import EDQUOT, EFBIG, ENOSPC
@@ -69,10 +69,10 @@ def environment_errors() -> Iterator[None]:
         raise UserError(f"{place}: {error.strerror}; fix that and run the same command again.") from error
 
 
-def did_you_mean(word: str, known: Iterable[str], in_full: Mapping[str, str] | None = None) -> str:
-    """`` (did you mean X?)``, with X the known word closest to ``word``, or its ``in_full``; empty if none is close."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean X?)``, with X the known word closest to ``word``; empty if none is close."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {(in_full or {}).get(close[0], close[0])}?)" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> UserError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,16 @@ def validate_clipping(clip: ClipConfig) -> None:
             raise UserError(problem)
 
 
-def value_at(config: RunConfig, key: str) -> object:
-    """Return the value of a dotted key such as ``clip.threshold``."""
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _choices(config: RunConfig) -> Iterator[str]:
     for key, allowed in CHOICES.items():
-        value = value_at(config, key)
+        value = attrgetter(key)(config)
         if value not in allowed:
             yield f"{key}={value} is not one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}."
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
     for key, rules in LIMITS.items():
-        value: Any = value_at(config, key)
+        value: Any = attrgetter(key)(config)
         if value is None:
             continue
         if not RANGES[rules["within"]](value):
@@ -86,7 +79,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 def _places(config: RunConfig) -> Iterator[str]:
     """Folders that cannot be written, and a training file outside its folder. Missing inputs are found later."""
     for key in WRITTEN:
-        value: Any = value_at(config, key)
+        value: Any = attrgetter(key)(config)
         if value is not None and (why := why_unwritable(Path(value).expanduser())):
             yield f"{key}={value} cannot be written ({why}): give another folder."
     name = config.data.train_file
@@ -100,7 +93,7 @@ def _places(config: RunConfig) -> Iterator[str]:
 def _not_for(what: str, config: RunConfig, *keys: str) -> Iterator[str]:
     """Keys that cannot be combined with ``what`` and do not have their default value."""
     for key in keys:
-        if (value := value_at(config, key)) != value_at(DEFAULTS, key):
+        if (value := attrgetter(key)(config)) != attrgetter(key)(DEFAULTS):
             shown = str(value).lower() if isinstance(value, bool) else value
             yield f"{key}={shown} cannot be combined with {what}: leave one of them out."
 
@@ -248,7 +241,7 @@ def why_unused(key: str, config: RunConfig) -> str:
         return "" if key in ("clip.name", "clip.grouping", "clip.policy") else "nothing is clipped; leave it out."
     if needed := READ_WITH.get(key) or READ_WITH.get(key.rpartition(".")[0]):
         beside, values = needed
-        if (value := value_at(config, beside)) not in values:
+        if (value := attrgetter(beside)(config)) not in values:
             return f"it has no effect with {beside}={value}; leave it out, or choose {beside}={' or '.join(values)}."
     if key == "clip.threshold" and clip.policy == "adaptive" and clip.initial_threshold and not clip.rescale:
         return (

@@ -17,29 +17,25 @@ FREE = {
 """Mappings whose keys are the user's own, and an example of how to give one."""
 
 
-@cache
-def key_types(schema: type = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> type, for sections (``clip``) and their fields (``clip.threshold``)."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(schema).items():
-        found[prefix + name] = kind
-        if is_dataclass(kind):
-            found |= key_types(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-    return found
-
-
-def _metadata(schema: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each key with the metadata of its field."""
+def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """Yield dotted key, type and metadata of all sections (``clip``) and their fields (``clip.threshold``)."""
     kinds = get_type_hints(schema)
     for item in fields(schema):
-        yield prefix + item.name, item.metadata
-        if is_dataclass(kinds[item.name]):
-            yield from _metadata(kinds[item.name], f"{prefix}{item.name}.")
+        kind = kinds[item.name]
+        yield prefix + item.name, kind, item.metadata
+        if is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{item.name}.")  # type: ignore[arg-type]
 
 
-CHOICES: dict[str, tuple[str, ...]] = {key: rules["choices"] for key, rules in _metadata() if "choices" in rules}
+@cache
+def key_types(schema: type = RunConfig) -> dict[str, Any]:
+    """Return dotted key -> type, for sections and their fields."""
+    return {key: kind for key, kind, _ in _keys(schema)}
+
+
+CHOICES: dict[str, tuple[str, ...]] = {key: data["choices"] for key, _, data in _keys(RunConfig) if "choices" in data}
 """Key -> its allowed words."""
-LIMITS = {key: rules for key, rules in _metadata() if "within" in rules}
+LIMITS = {key: rules for key, _, rules in _keys(RunConfig) if "within" in rules}
 """Key -> the allowed range of its number."""
 
 
