@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from groupwise.sweeps.status import cell_states, main, status
+from groupwise.sweeps.status import main, state_of, status
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_state_is_recognised(folder):
     cells = json.loads((folder / "cells.json").read_text())["cells"]
-    states = cell_states(folder, cells)
+    states = [state_of(folder, cell) for cell in cells]
     assert [state.kind for state in states] == ["done", "begun", "failed", "waiting"]
     assert states[1].note == "step 5 of 20"
 

@@ -40,16 +40,12 @@ class ShuffleSampler:
         self.batch_size = batch_size
         self.steps_per_epoch = -(-dataset_size // batch_size)
         self._seed = seed
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
 
     def indices(self, step: int) -> np.ndarray:
         """Return the examples of step ``step``, int64 (n,), sorted. A pure function of (seed, step)."""
         epoch, place = divmod(int(step), self.steps_per_epoch)
-        if epoch != self._epoch:
-            self._order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)
-            self._epoch = epoch
-        return np.sort(self._order[place * self.batch_size : (place + 1) * self.batch_size])
+        order = _generator(self._seed, "shuffle", epoch).permutation(self.dataset_size)
+        return np.sort(order[place * self.batch_size : (place + 1) * self.batch_size])
 
 
 def _generator(seed: int | bytes, purpose: str, place: int) -> np.random.Generator:

@@ -27,12 +27,8 @@ class State:
     """For "done" the metric, ε and time; for "failed" the error; for "begun" the step."""
 
 
-def cell_states(folder: Path, cells: list[dict[str, Any]]) -> list[State]:
-    """The states of the cells of the sweep in `folder`."""
-    return [_state(folder, cell) for cell in cells]
-
-
-def _state(folder: Path, cell: dict[str, Any]) -> State:
+def state_of(folder: Path, cell: dict[str, Any]) -> State:
+    """The state of a cell of the sweep in `folder`."""
     name, run = cell["name"], Path(cell["run"])
     if is_done(folder, cell):
         return finished(name, run)
@@ -77,7 +73,7 @@ def status(folder: Path, each: bool = False) -> list[str]:
     Raises:
         UserError: it is not a sweep's folder.
     """
-    cells = cell_states(folder, read_cells(folder))
+    cells = [state_of(folder, cell) for cell in read_cells(folder)]
     scale = json.loads((folder / CELLS).read_text(encoding="utf-8")).get("scale", "")
     counts = Counter(cell.kind for cell in cells)
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in STATES if counts[kind])
