@@ -22,16 +22,16 @@ RATE, STEPS, DELTA = 0.1, 100, 1e-5
     "epsilon", [*(pytest.param(tiny, marks=pytest.mark.slow) for tiny in (1e-15, 1e-8)), 1e-4, 0.01, 200.0, 1e4, 1e8]
 )
 def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
-    found = calibrate(epsilon, DELTA, RATE, STEPS)
-    assert found.epsilon_upper <= epsilon and found.note
+    sigma, found = calibrate(epsilon, DELTA, RATE, STEPS)
+    assert found.upper <= epsilon and found.note
     if epsilon > 1e-9:  # below, rounding alone moves it by more
-        assert found.epsilon_upper >= 0.99 * epsilon
-    assert epsilon_bounds(found.noise_multiplier, RATE, STEPS, DELTA).upper == found.epsilon_upper
+        assert found.upper >= 0.99 * epsilon
+    assert epsilon_bounds(sigma, RATE, STEPS, DELTA).upper == found.upper
 
 
 def test_without_sampling_the_smallest_are_the_analytic_gaussians():
     for epsilon in (1e-3, 0.02, 300.0, 1e5):
-        sigma = calibrate(epsilon, DELTA, 1.0, STEPS).noise_multiplier
+        sigma = calibrate(epsilon, DELTA, 1.0, STEPS)[0]
         exact = gaussian_epsilon(DELTA, math.sqrt(STEPS) / sigma)
         assert 0.98 * epsilon <= exact <= epsilon
 
@@ -70,7 +70,7 @@ def test_a_small_sample_of_many_examples_costs_little_by_rdp_too():
     found = rdp_of_steps(1.0, rate, 1)[ORDERS.index(alpha)]
     assert exact <= found * (1 + 1e-3) and found <= max(1.001 * exact, alpha / (2 * MOST_NOISE**2))
     assert 0.6 < epsilon_rdp(1.0, rate, steps, 1e-9) < 0.75
-    assert calibrate(3.0, 1e-9, rate, steps, accountant="rdp").noise_multiplier < 1.0
+    assert calibrate(3.0, 1e-9, rate, steps, accountant="rdp")[0] < 1.0
     for sigma in (0.5, 1.0, 5.0, 1e3, 1e6, 1e300):  # more noise never costs more
         assert epsilon_rdp(2 * sigma, rate, steps, 1e-9) <= epsilon_rdp(sigma, rate, steps, 1e-9)
 
@@ -87,8 +87,8 @@ def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
     [*(pytest.param(large, marks=pytest.mark.slow) for large in (0.99, 0.5)), 0.02, 1e-11, 1e-13, 1e-100, 1e-320],
 )
 def test_any_delta_has_its_noise(delta):
-    found = calibrate(1.0, delta, RATE, STEPS)
-    assert 0.99 <= found.epsilon_upper <= 1.0
+    _, found = calibrate(1.0, delta, RATE, STEPS)
+    assert 0.99 <= found.upper <= 1.0
     assert ("RDP" in found.note) == (delta < 1e-12)
 
 

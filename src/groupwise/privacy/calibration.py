@@ -4,7 +4,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,17 +29,12 @@ PATIENCE, CLOSEST = 10, 1e-6
 """After PATIENCE evaluations the search bisects, until the bracket is narrower than a relative CLOSEST."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A noise multiplier σ with its upper bound on ε; ``note`` is that of `EpsilonBounds`."""
-
-    noise_multiplier: float
-    epsilon_upper: float
-    note: str = ""
-
-
-def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv") -> Calibration:
+def calibrate(
+    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "prv"
+) -> tuple[float, EpsilonBounds]:
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP: add/remove adjacency, Poisson sampling.
+
+    Returns σ and its bounds on ε.
 
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is at most ``epsilon``. It is at least 0.999 of
     ``epsilon``, unless ε(σ) jumps over that range (to 0, once δ alone suffices). Takes about a second.
@@ -59,7 +53,9 @@ def calibrate(epsilon: float, delta: float, sample_rate: float, steps: int, acco
 
 
 @functools.lru_cache(maxsize=128)
-def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str) -> Calibration:
+def _search(
+    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str
+) -> tuple[float, EpsilonBounds]:
     mechanism, bounds = (sample_rate, steps, delta), dict[float, EpsilonBounds]()
     guess, most = _central_limit(epsilon, delta, sample_rate, steps), MOST
     usual = SMALLEST <= epsilon <= LARGEST and SMALLEST_DELTA <= delta <= LARGEST_DELTA and steps <= MOST_STEPS
@@ -74,8 +70,8 @@ def _search(epsilon: float, delta: float, sample_rate: float, steps: int, accoun
         bounds[noise_multiplier] = epsilon_bounds(noise_multiplier, *mechanism, accountant)
         return bounds[noise_multiplier].upper
 
-    sigma, proven = solve(upper, epsilon, guess)
-    return Calibration(sigma, proven, bounds[sigma].note)
+    sigma, _ = solve(upper, epsilon, guess)
+    return sigma, bounds[sigma]
 
 
 def _central_limit(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:

@@ -274,11 +274,10 @@ def make_plan(
     if epsilon is None:
         sigma = _python(noise_multiplier)
         bounds = epsilon_bounds(sigma, noiseless.sample_rate, noiseless.steps, noiseless.delta, accountant)
-        shown, note = bounds.upper, bounds.note
+        shown = bounds.upper
     else:
         shown = _python(epsilon)
-        found = calibrate(shown, noiseless.delta, noiseless.sample_rate, noiseless.steps, accountant)
-        sigma, note = found.noise_multiplier, found.note
+        sigma, bounds = calibrate(shown, noiseless.delta, noiseless.sample_rate, noiseless.steps, accountant)
     if delta >= 1.0 / dataset_size:
         warn(
             f"delta = {delta:g} is not below 1/N = {1.0 / dataset_size:.3g}. Such a delta allows publishing an example "
@@ -291,7 +290,7 @@ def make_plan(
         noise_multiplier=sigma,
         count_noise_multiplier=counts,
         gradient_noise_multiplier=gradients,
-        note=note,
+        note=bounds.note,
     )
 
 
