@@ -83,25 +83,19 @@ def _central_limit(epsilon: float, delta: float, sample_rate: float, steps: int)
     return float(min(math.log1p((mu / sample_rate) ** 2 / steps) ** -0.5, 1.0 / LEAST))
 
 
-def solve(
-    curve: Callable[[float], float],
-    target: float,
-    guess: float,
-    most: float = math.inf,
-    tolerance: float = TOLERANCE,
-) -> tuple[float, float]:
-    """Find x with ``curve(x)`` in [(1 - tolerance)·target, target]. If the curve jumps over that range, return the x
+def solve(curve: Callable[[float], float], target: float, guess: float, most: float = math.inf) -> tuple[float, float]:
+    """Find x with ``curve(x)`` in [(1 - TOLERANCE)·target, target]. If the curve jumps over that range, return the x
     just after the jump.
 
     The curve must be decreasing, and below the target beyond ``most``. This is the secant method on log-log axes, kept
     inside the bracket of earlier values. Raises :class:`UserError` if there is no such x from `LEAST` to `MOST`.
     """
-    aim = math.log(target) + math.log1p(-0.5 * tolerance)
+    aim = math.log(target) + math.log1p(-0.5 * TOLERANCE)
     low, high, found = -math.inf, math.log(most) + TOLERANCE, math.nan
     x, slope, last = math.log(guess), -1.5, None
     for tries in range(60):
         value = curve(math.exp(x))
-        if (1.0 - tolerance) * target <= value <= target:
+        if (1.0 - TOLERANCE) * target <= value <= target:
             return math.exp(x), value
         if value > target:
             low = x

@@ -61,10 +61,10 @@ _LIMITS = (
 )
 
 
-def folded(text: str, indent: str = "  ") -> str:
+def folded(text: str) -> str:
     """Wrap the text to lines of at most `WIDTH` columns, without a break inside "name = value"."""
     whole = text.replace(" = ", "\xa0=\xa0")
-    lines = textwrap.fill(whole, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.fill(whole, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return lines.replace("\xa0", " ")
 
 

@@ -50,13 +50,8 @@ class FixedThresholds:
         return {"thresholds": self._raw.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore C from :meth:`state_dict`. Raises :class:`UserError` if K differs."""
-        values = positive(state["thresholds"], "thresholds").clone()
-        if values.shape != self._raw.shape:
-            raise UserError(
-                f"the checkpoint has {len(values)} thresholds for {len(self._raw)} groups; resume with the same groups."
-            )
-        self._raw = values
+        """Restore C from :meth:`state_dict`."""
+        self._raw = positive(state["thresholds"], "thresholds").clone()
 
 
 class AdaptiveThresholds(FixedThresholds):
