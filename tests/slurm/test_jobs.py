@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from groupwise.errors import UserError
 from groupwise.sweeps import slurm
@@ -68,10 +69,11 @@ def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
 
 
 @pytest.mark.parametrize(
-    ("processes", "most", "nodes"), [(1, 8, (1, 1)), (4, 8, (1, 4)), (16, 8, (2, 8)), (9, 3, (3, 3))]
+    ("processes", "most", "nodes", "tasks"), [(1, 8, 1, 1), (4, 8, 1, 4), (16, 8, 2, 8), (9, 3, 3, 3)]
 )
-def test_a_run_takes_a_task_a_process(processes, most, nodes):
-    assert slurm.shape(processes, most) == nodes
+def test_a_run_takes_a_task_a_process(processes, most, nodes, tasks):
+    words = slurm.job_words(OmegaConf.create({"tasks_per_node": most}), processes)
+    assert words == [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 
 
 def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
@@ -97,4 +99,4 @@ def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
 
 def test_processes_that_do_not_share_out_are_refused():
     with pytest.raises(UserError, match="9 processes cannot be split evenly"):
-        slurm.shape(9, 8)
+        slurm.job_words(OmegaConf.create({"tasks_per_node": 8}), 9)

@@ -22,25 +22,20 @@ LAUNCHER = "SlurmLauncher"
 """The class of hydra-submitit-launcher."""
 
 
-def shape(processes: int, most: int) -> tuple[int, int]:
-    """Nodes, and tasks per node, for a run of `processes` processes with at most `most` on a node.
+def job_words(launcher: DictConfig, processes: int) -> list[str]:
+    """Overrides of Hydra's launcher for cells with `processes` processes, on as few nodes as its settings allow.
 
     Raises:
-        UserError: they cannot be split evenly.
+        UserError: the processes cannot be split evenly.
     """
+    most = launcher.tasks_per_node
     nodes = math.ceil(processes / max(1, most))
     if processes % nodes:
         raise UserError(
             f"{processes} processes cannot be split evenly at hydra.launcher.tasks_per_node={most}: give a divisor of "
             f"{processes}."
         )
-    return nodes, processes // nodes
-
-
-def job_words(launcher: DictConfig, processes: int) -> list[str]:
-    """Overrides of Hydra's launcher for cells with `processes` processes."""
-    nodes, tasks = shape(processes, launcher.tasks_per_node)
-    return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
+    return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={processes // nodes}"]
 
 
 def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float], None] = time.sleep) -> None:
