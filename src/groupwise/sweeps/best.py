@@ -17,11 +17,6 @@ def search_metric(row: Mapping[str, Any]) -> float | None:
     return next((float(row[name]) for name in HEADLINES if name in row), None)
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether the metric is a loss or a perplexity."""
-    return metric.rpartition("/")[2] in ("loss", "nll", "perplexity")
-
-
 APART = ("task", "model", "model.trains", "clip", "privacy.epsilon")
 """Cells with different values of these keys are not compared."""
 
@@ -48,6 +43,7 @@ def candidates(rows: list[Row], metric: str) -> Any:
     words = found["cell"].str.split(" ")
     found["rivals"] = [" ".join(part for part in own if part.split("=")[0] in APART) for own in words]
     found["whole"] = (found["seeds"] == found["seeds"].max()) & found["mean"].notna()
-    order = found[found["whole"]].sort_values("mean", ascending=lower_is_better(metric), kind="stable")
+    lower_is_better = metric.rpartition("/")[2] in ("loss", "nll", "perplexity")
+    order = found[found["whole"]].sort_values("mean", ascending=lower_is_better, kind="stable")
     found["best"] = found.index.isin(order.drop_duplicates("rivals").index)
     return found
