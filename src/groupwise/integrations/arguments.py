@@ -56,9 +56,8 @@ class PrivacyArguments:
 
 OFF: tuple[Any, ...] = (None, False, 0, "", {}, [])
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ("fp16", "deepspeed", "fsdp", "parallelism_config"), OFF
-    ),  # these sum or scale gradients before the noise
+    # These sum or scale gradients before the noise.
+    **dict.fromkeys(("fp16", "deepspeed", "fsdp", "parallelism_config"), OFF),
     "n_gpu": (0, 1),
     "world_size": (1,),
     **dict.fromkeys(("torch_compile", "use_liger_kernel"), OFF),  # not tested, or joins layers that are clipped
@@ -84,9 +83,7 @@ def check_arguments(args: TrainingArguments) -> None:
         if value not in values:
             instead = "leave it out" if values is OFF else f"give one of {', '.join(map(str, values))}"
             raise UserError(f"{name}={value} breaks the guarantee, or was never tested with it: {instead}.")
-    if (
-        args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm
-    ):  # the default was not given by the user
+    if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # not the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0, because each example's gradient is clipped instead of "
             f"their sum. To set that norm, use PrivacyArguments(threshold={args.max_grad_norm:g})."

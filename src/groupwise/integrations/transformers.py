@@ -218,17 +218,13 @@ class PrivateTrainer(Trainer):
         if self.private is None or not self.private.executed:
             return super().create_model_card(*args, **others)
         plan, secret = self.private.plan, self.private.core.noise.is_secret
-        said = {
-            **plan.to_dict(),
-            "private": plan.is_private and secret,
-        }  # the plan's ε: stopping may have depended on results
+        said = {**plan.to_dict(), "private": plan.is_private and secret}  # the plan's ε, as results may have stopped it
         known = others.get("tags") or []
         others["tags"] = [*([known] if isinstance(known, str) else known), *(TAGS if said["private"] else ())]
         super().create_model_card(*args, **others)
         path = self._folder / "README.md"
-        text = re.sub(
-            r"\| +\|\n\|:", "| Epsilon |\n|:", path.read_text(encoding="utf-8")
-        )  # the Trainer leaves this column without a name
+        unnamed = re.compile(r"\| +\|\n\|:")  # the Trainer leaves the column of ε without a name
+        text = unnamed.sub("| Epsilon |\n|:", path.read_text(encoding="utf-8"))
         write_text(path, f"{text.rstrip()}\n\n{privacy_section(said)}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

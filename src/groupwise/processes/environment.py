@@ -85,10 +85,8 @@ def _slurm(given: Mapping[str, str]) -> Place | None:
     host = given.get("MASTER_ADDR") or first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
     own = 20000 + (int(given.get("SLURM_JOB_ID", 0)) * 17 + int(given["SLURM_STEP_ID"])) % 10000
     meeting = f"tcp://{host}:{given.get('MASTER_PORT', own)}"
-    local = int(given.get("SLURM_LOCALID", 0))
-    return Place(
-        int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, 1, meeting
-    )  # srun assigns cores to tasks
+    local, sharing = int(given.get("SLURM_LOCALID", 0)), 1  # srun assigns cores to tasks
+    return Place(int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, sharing, meeting)
 
 
 def first_host(nodes: str) -> str:
