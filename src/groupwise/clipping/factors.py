@@ -46,23 +46,11 @@ CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {
 """The rule that each `clip.rule=` names, made from `clip.gamma`."""
 
 
-def keep_finite(
-    factors: Tensor, squared_norms: Tensor, dtype: torch.dtype | None = None, zero: Tensor | float = 0.0
-) -> Tensor:
+def keep_finite(factors: Tensor, squared_norms: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Set the factor of every example whose squared norm is not finite in `dtype` (by default its own) to exactly 0, so
-    that the example is left out of the sum. A `zero` that is already on the device saves a kernel."""
-    dtype = dtype or squared_norms.dtype
-    wider = torch.promote_types(squared_norms.dtype, dtype) != dtype
-    limit = FIRST_INFINITE[dtype] if wider else math.inf
-    return torch.where(squared_norms.abs() < limit, factors, zero)  # for NaN the comparison is False
-
-
-FIRST_INFINITE = {
-    torch.float32: (2 - 2**-24) * 2.0**127,
-    torch.float16: 65520.0,
-    torch.bfloat16: (2 - 2**-8) * 2.0**127,
-}
-"""The smallest number that rounds to infinity in each dtype."""
+    that the example is left out of the sum."""
+    finite = squared_norms.to(dtype or squared_norms.dtype).abs() < math.inf  # for NaN the comparison is False
+    return torch.where(finite, factors, 0.0)
 
 
 def is_async_device(t: Tensor) -> bool:
