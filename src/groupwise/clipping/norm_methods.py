@@ -58,34 +58,27 @@ MORE_STARTS = 8
 """How many more operations are launched by inner products and a product for the sum than by reused gradients."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that determine the cost of a layer's norms."""
+def seconds(
+    rates: Rates, b: int, t: int, d: int, p: int, reused: bool, products: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """Seconds for one example's norm and clipped sum, by method.
 
-    examples: int
-    """B."""
-    positions: int
-    """T."""
-    inputs: int
-    """d, or the number of weights of one convolution filter."""
-    outputs: int
-    """p."""
-    reused: bool
-    """Whether the sum reuses gradients that were formed for the norms."""
-    products: tuple[float, float] | None = None
-    """Operations and entries written for XXᵀ, if X itself is never formed (convolutions)."""
-
-
-def seconds(sizes: Sizes, rates: Rates) -> dict[str, float]:
-    """Seconds for one example's norm and clipped sum, by method."""
-    t, d, p = sizes.positions, sizes.inputs, sizes.outputs
-    work, written = sizes.products or (2.0 * t * t * d, 2.0 * t * t)
+    Args:
+        rates: of the device.
+        b: examples B.
+        t: positions T.
+        d: inputs, or the number of weights of one convolution filter.
+        p: outputs.
+        reused: whether the sum reuses gradients that were formed for the norms.
+        products: operations and entries written for XXᵀ, if X itself is never formed (convolutions).
+    """
+    work, written = products or (2.0 * t * t * d, 2.0 * t * t)
     scaled = 8.0 * t * min(d, p)
     product = 2.0 * t * d * p / rates.product + scaled / rates.bytes
     gram = (work + 2.0 * t * t * p) / rates.gram + 4.0 * (written + 4.0 * t * t) / rates.bytes
-    formed = 2.0 * t * d * p / rates.outer + (12.0 if sizes.reused else 8.0) * d * p / rates.bytes
-    if sizes.reused:
-        return {"gram": gram + product + MORE_STARTS / rates.starts / max(1, sizes.examples), "materialize": formed}
+    formed = 2.0 * t * d * p / rates.outer + (12.0 if reused else 8.0) * d * p / rates.bytes
+    if reused:
+        return {"gram": gram + product + MORE_STARTS / rates.starts / max(1, b), "materialize": formed}
     return {"gram": gram + product, "materialize": formed + product}
 
 
@@ -122,17 +115,17 @@ class NormMethods(dict[tuple[Any, ...], str]):
         """Whether the sum reuses gradients that were formed for the norms."""
         return not self.save_memory and (self.own_group or are_kept(gradients, activations))
 
-    def choose(self, key: tuple[Any, ...], device: str, sizes: Callable[[], Sizes]) -> str:
+    def choose(self, key: tuple[Any, ...], device: str, costs: Callable[..., dict[str, float]]) -> str:
         """The method for a call.
 
         Args:
             key: shapes of the input and of the output.
             device: its type, as in `RATES`.
-            sizes: returns the sizes; called if the key is new.
+            costs: called if the key is new, with the device's rates and the shapes; returns `seconds`.
         """
         self.last = key
         method = self.get(key)
         if method is None:
-            costs = self.costs[key] = seconds(sizes(), self.rates or RATES.get(device, RATES["cuda"]))
-            method = self[key] = self.formula if self.formula in costs else min(costs, key=costs.__getitem__)
+            found = self.costs[key] = costs(self.rates or RATES.get(device, RATES["cuda"]), *key)
+            method = self[key] = self.formula if self.formula in found else min(found, key=found.__getitem__)
         return method

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from groupwise.clipping import matmul
 from groupwise.clipping.factors import scale_rows
 from groupwise.clipping.gram import norms_from_products, self_products
-from groupwise.clipping.norm_methods import Sizes
+from groupwise.clipping.norm_methods import Rates, seconds
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -171,9 +171,8 @@ class ConvRule(LayerRule):
         if self.geometry.groups > 1:
             return True
         x = saved[0]
-        sizes = partial(self._sizes, x.shape, g.shape)
         kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
-        return self.methods.choose((x.shape, g.shape), kind, sizes) == "materialize"
+        return self.methods.choose((x.shape, g.shape), kind, self._costs) == "materialize"
 
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         if not self.needs_filters(wanted):
@@ -249,10 +248,11 @@ class ConvRule(LayerRule):
         """The shape of one filter: input channels, and kernel size."""
         return self.module.in_channels // self.module.groups, *self.module.kernel_size
 
-    def _sizes(self, inputs: torch.Size, out: torch.Size) -> Sizes:
+    def _costs(self, rates: Rates, inputs: torch.Size, out: torch.Size) -> dict[str, float]:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
         reused = self.methods.reuses(inputs[0] * p * k, out.numel() + inputs.numel())
-        return Sizes(inputs[0], t, k, p, reused, self.geometry.products_work(inputs[1], inputs[2:], out[2:]))
+        products = self.geometry.products_work(inputs[1], inputs[2:], out[2:])
+        return seconds(rates, inputs[0], t, k, p, reused, products)
 
 
 def _over_space(g: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ For y = x Wᵀ + b at T positions (the product of all axes between batch and fea
 dW = Σ_t g_t x_tᵀ = GᵀX and db = Σ_t g_t. `norm_methods.py` describes the two formulas for ‖GᵀX‖.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping.gram import OuterProducts, gram_terms
 from groupwise.clipping.matmul import are_by_onednn, batched, linear, product
-from groupwise.clipping.norm_methods import NormMethods, Sizes
+from groupwise.clipping.norm_methods import Rates, seconds
 from groupwise.clipping.norm_terms import OneRowTerms, Terms, squares_together
 from groupwise.clipping.precision import (
     LONGEST_SUM,
@@ -60,14 +59,17 @@ class LinearRule(LayerRule):
             return squared_row_norms(self.rows(saved, g)[1].sum(1, dtype=torch.promote_types(g.dtype, torch.float32)))
         if x.dim() == 2 or x.shape[1:-1].numel() == 1:
             return OneRowTerms(x.flatten(1), g.flatten(1), wanted[1])
-        sizes = partial(_sizes, x.shape, g.shape, self.methods)
-        if self.methods.choose((x.shape, g.shape), x.device.type, sizes) == "materialize":
+        if self.methods.choose((x.shape, g.shape), x.device.type, self._costs) == "materialize":
             return None
         x, rows = self.rows(saved, g)
         terms = gram_terms(x, rows, wanted[1])
         if x.shape[1] <= LONGEST_SUM:  # then the slack of the norms covers the rounding of the sum too
             return terms
         return inflate_norms(squares_together([[terms]])[0], second_product_slack(x, rows, x.shape[1]))
+
+    def _costs(self, rates: Rates, inputs: torch.Size, out: torch.Size) -> dict[str, float]:
+        b, t, d, p = inputs[0], inputs[1:-1].numel(), inputs[-1], out[-1]
+        return seconds(rates, b, t, d, p, self.methods.reuses(b * d * p, b * t * (d + p)))
 
     def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         x, rows = self.rows(saved, g)
@@ -150,11 +152,6 @@ class _FrozenFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return None, ctx.rule.input_gradient((None, *ctx.saved_tensors), g), None, None  # differentiable
-
-
-def _sizes(inputs: torch.Size, out: torch.Size, methods: NormMethods) -> Sizes:
-    n, t, d, p = inputs[0], inputs[1:-1].numel(), inputs[-1], out[-1]
-    return Sizes(n, t, d, p, methods.reuses(n * d * p, n * t * (d + p)))
 
 
 def _as_rows(t: Tensor) -> Tensor:
