@@ -142,8 +142,8 @@ def per_block(model: nn.Module) -> Partition:
     )
 
 
-def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], str | None]) -> Partition:
-    """Any partition: a function from layer name to group name, or a mapping from glob patterns to group names.
+def by_mapping(model: nn.Module, mapping: Mapping[str, str]) -> Partition:
+    """Any partition, by a mapping from glob patterns of layer names to group names; the first match counts.
 
     Raises:
         UserError: a layer matches no pattern; a pattern matches no layer; layers that share a parameter are in
@@ -151,7 +151,7 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
     """
     layers = find_layers(model)
     names = [layer.name for layer in layers]
-    for pattern, group in () if callable(mapping) else mapping.items():
+    for pattern, group in mapping.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
             raise UserError(
@@ -160,10 +160,7 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str] | Callable[[str], st
             )
 
     def group_of(name: str) -> str:
-        if callable(mapping):
-            group = mapping(name)
-        else:
-            group = next((group for pattern, group in mapping.items() if fnmatchcase(name, pattern)), None)
+        group = next((group for pattern, group in mapping.items() if fnmatchcase(name, pattern)), None)
         if group is None:
             raise UserError(
                 f"Layer {name!r} belongs to no clipping group: add it to the mapping, or freeze its parameters."
