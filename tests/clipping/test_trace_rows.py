@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from groupwise.clipping import attach, flat
-from groupwise.clipping.trace import Batches, replaced
+from groupwise.clipping.trace import Batches, exchanged, replaced
 from groupwise.errors import UserError
 
 EXAMPLES = 6
@@ -52,7 +52,7 @@ def test_a_share_of_any_row_is_seen(source, share, lengths):
 
 
 @pytest.mark.parametrize("share", [1e-1, 1e-3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_scale_by_the_largest_number_is_seen(seed, share):
     torch.manual_seed(seed)
     with pytest.raises(UserError, match=r"mixe[sd]"):
@@ -64,15 +64,22 @@ def test_rows_of_their_own_pass():
     trace(Leaks(lambda h: h, 0.1), (2, 4, 1, 3, 2, 3))
 
 
-@pytest.mark.parametrize("count", range(2, EXAMPLES + 1))
-def test_between_them_two_orders_replace_each_row_by_another_example_and_keep_all(count):
+@pytest.mark.parametrize("count", [*range(2, 10), 31, 32, 33])
+def test_for_any_two_rows_a_half_has_the_first_without_the_second(count):
     batches = Batches.of(range(count))
-    assert sorted(batches.swapped) == sorted(batches.more)
-    both = batches.more, batches.swapped
-    twice = {row for batch in both for row in range(count + 2) if batch.count(batch[row]) > 1}
-    assert twice == set(range(count + 2))
-    for batch in both:
-        for row in range(len(batch)):
-            changed = replaced(batch, row)
-            assert [i for i in range(len(batch)) if changed[i] != batch[i]] == [row]
-            assert batch.count(batch[row]) == 1 or set(changed) == set(batch)
+    rows, halves = range(count + 2), [set(half) for half in batches.halves()]
+    assert all(any(one in half and two not in half for half in halves) for one in rows for two in rows if one != two)
+
+
+@pytest.mark.parametrize("count", [*range(2, 10), 31, 32, 33])
+def test_rows_get_other_examples_while_the_rest_keep_theirs(count):
+    batches = Batches.of(range(count))
+    gone = set()
+    for half in batches.halves():
+        examples = [batches.more[row] for row in half]
+        both = {replaced: replaced(batches.more, half), exchanged: exchanged(batches.more, half)}
+        for changed in both.values() if len(set(examples)) == len(half) else [both[replaced]]:
+            assert [row for row in range(count + 2) if changed[row] != batches.more[row]] == half
+        assert sorted(both[exchanged]) == sorted(batches.more)
+        gone |= set(batches.more) - set(both[replaced])
+    assert gone == set(range(count))

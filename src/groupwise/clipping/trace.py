@@ -1,19 +1,18 @@
 """Finds the batch axis of every layer's input before training, by tracing a few forward passes.
 
 The same examples run at two batch sizes: the axis that grows with the batch is the batch axis. Then some examples are
-replaced, one at a time: only the rows of that example may change. If a row or a loss of another example changes, the
-model mixes examples. The result is a `ClipPlan`: the layout of each layer call, and of each tensor that is combined
-with a parameter outside a layer. A step only looks up the plan and compares sizes.
+replaced: only their own rows may change. If a row or a loss of another example changes, the model mixes examples. The
+result is a `ClipPlan`: the layout of each layer call, and of each tensor that is combined with a parameter outside a
+layer. A step only looks up the plan and compares sizes.
 
 If no axis of an input grows, all examples share it, and the layer's output has no batch axis either. One round of
 passes finds such layers, and the next round traces what their outputs are combined with.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from typing import NoReturn
 
 import torch
@@ -63,15 +62,6 @@ class Batches:
     more: list[int]
     fewer: list[int]
 
-    @property
-    def swapped(self) -> list[int]:
-        """`more`, with the examples that occur once and those that occur twice in swapped places."""
-        once, twice = ([i for i, e in enumerate(self.more) if (self.more.count(e) == 1) == o] for o in (True, False))
-        batch = list(self.more)
-        for one, two in zip(once, twice, strict=False):
-            batch[one], batch[two] = batch[two], batch[one]
-        return batch
-
     @classmethod
     def of(cls, examples: Sequence[int]) -> "Batches":
         """From at least two examples.
@@ -82,14 +72,35 @@ class Batches:
         some = list(dict.fromkeys(examples))
         if len(some) < 2:
             raise UserError("A single example does not show which rows are an example's own: give two or more.")
-        more = [*some, some[1], some[min(3, len(some) - 1)]]
-        return cls(more, some)
+        return cls([*some, some[1], some[3 if len(some) > 3 else 0]], some)
+
+    def halves(self) -> Iterator[list[int]]:
+        """Rows of `more`, such that for any two rows some half has the first without the second.
+
+        A row's code is its number, or the inverse of its example's first row's number. Each bit of the code gives two
+        halves. None of these has an example twice. Last come both rows of each example that occurs twice.
+        """
+        n = len(self.fewer)
+        codes = [*range(n), *(~self.fewer.index(example) for example in self.more[n:])]
+        for bit in range((n - 1).bit_length() + 1):
+            for value in (0, 1):
+                yield [row for row, code in enumerate(codes) if code >> bit & 1 == value]
+        for twice in self.more[n:]:
+            yield [row for row, example in enumerate(self.more) if example == twice]
 
 
-def replaced(batch: Sequence[int], row: int) -> list[int]:
-    """The batch with this row's example replaced by another one of the batch."""
-    other = next(example for example in batch if example != batch[row])
-    return [*batch[:row], other, *batch[row + 1 :]]
+def replaced(batch: Sequence[int], rows: Collection[int]) -> list[int]:
+    """The batch with the example of each of these rows replaced by another one, of the other rows if possible."""
+    chosen = set(rows)
+    others = [example for row, example in enumerate(batch) if row not in chosen] + list(batch)
+    new = {row: next(other for other in others if other != batch[row]) for row in rows}
+    return [new.get(row, example) for row, example in enumerate(batch)]
+
+
+def exchanged(batch: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """The batch in which each of these rows has the example of the next of them, and the last that of the first."""
+    new = dict(zip(rows, [batch[row] for row in (*rows[1:], rows[0])], strict=True))
+    return [new.get(row, example) for row, example in enumerate(batch)]
 
 
 Call = tuple[str, int]
@@ -157,7 +168,7 @@ Run = Callable[[list[int], Note], Tensor]
 
 def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
     """The plan of a model, from four forward passes, and four more each time that layers with shared inputs are found.
-    Then six to eight passes replace each remaining row once.
+    Then two passes for each bit of a row's number replace about half of the rows each.
 
     Args:
         run: runs a forward pass of the engine.
@@ -179,15 +190,13 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
     for _ in range(ROUNDS):
         fewer = _pass(run, known, batches, None, batches.fewer)
         more = _pass(run, known, batches, fewer.shapes, batches.more)
-        others = {row: _pass(run, known, batches, fewer.shapes, replaced(batches.more, row)) for row in REPLACED}
+        others = {row: _pass(run, known, batches, fewer.shapes, replaced(batches.more, [row])) for row in REPLACED}
         found = _plan(fewer, more, others, len(batches.more))
         for row, other in others.items():
             _check_losses_keep(batches.more, (row,), more, other)
         shared = any(site.shared for sites in found.calls.values() for site in sites)
         if found == known or not (more.meets or shared):
-            few = len(batches.fewer) <= TRACED  # a call that is traced during training has a whole microbatch
-            check = _check_every_row if few else _check_halves
-            check(partial(_pass, run, found, batches, fewer.shapes), found, batches, more)
+            _check_rows(partial(_pass, run, found, batches, fewer.shapes), found, batches, more)
             return found
         known = found
     raise UserError(f"More than {ROUNDS} layers in a row have inputs that all examples share: freeze some of them.")
@@ -202,55 +211,18 @@ def _pass(
     return tracer
 
 
-def _check_every_row(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
-    """Replace each row once, to find what depends on one row alone, such as the first, the last or the largest.
-
-    The replaced example is then missing from the batch. If that changes a shape, it is kept in a second row instead.
-    """
-
-    def keeps_shapes(batch: list[int], row: int, base: Tracer) -> bool:
-        """Replace a row and check that nothing else changes; returns False if that changed a shape."""
-        once = batch.count(batch[row]) == 1
-        try:
-            other = on(replaced(batch, row))
-        except MixedExamples:  # a shape that does not scale with the batch size
-            if not once:
-                raise
-            return False
-        if once and other.shapes != base.shapes:
-            return False
-        _check_kept(plan, batch, (row,), base, other)
-        return True
-
-    twice = [batches.more.count(example) > 1 for example in batches.more]
-    for row in range(len(twice)):
-        if twice[row] and row not in REPLACED:
-            keeps_shapes(batches.more, row, more)
-    if all(keeps_shapes(batches.more, row, more) for row in range(len(twice)) if not twice[row]):
-        return
-    batch = batches.swapped
-    base = on(batch)
-    for row, example in enumerate(batch):
-        if batch.count(example) > 1:
-            keeps_shapes(batch, row, base)
-
-
-def _check_halves(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
-    """Replace every second row of a large batch at once, and then the others, to find what depends on any row.
+def _check_rows(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
+    """Replace the examples of each of `Batches.halves`, to find what depends on any row, or on the largest alone.
 
     Where that changes a shape (it removes the longest text), these rows exchange their examples instead.
     """
-    batch = batches.more
-    for first in (0, 1):
-        rows = range(first, len(batch), 2)
-        changed, other = [*batch], None
-        changed[first::2] = islice(cycle(batch[1 - first :: 2]), len(rows))
-        with suppress(MixedExamples):
-            other = on(changed)
+    for rows in batches.halves():
+        other = None
+        with suppress(MixedExamples):  # a shape that does not scale with the batch size
+            other = on(replaced(batches.more, rows))
         if other is None or other.shapes != more.shapes:
-            changed[first::2] = reversed(batch[first::2])
-            other = on(changed)
-        _check_kept(plan, batch, rows, more, other)
+            other = on(exchanged(batches.more, rows))
+        _check_kept(plan, batches.more, rows, more, other)
 
 
 def _check_losses_keep(batch: Sequence[int], rows: Collection[int], base: Tracer, other: Tracer) -> None:
@@ -268,7 +240,6 @@ def _check_losses_keep(batch: Sequence[int], rows: Collection[int], base: Tracer
 def _check_kept(plan: ClipPlan, batch: Sequence[int], rows: Sequence[int], base: Tracer, other: Tracer) -> None:
     """Raise `MixedExamples` if `other`, in which the examples of these rows were replaced, differs in other rows."""
     _check_losses_keep(batch, rows, base, other)
-    which = f"example {rows[0]} of {len(batch)}" if len(rows) == 1 else "other examples"
     for (label, nth), seen in base.seen.items():
         site, there = plan.calls[label][nth], other.seen.get((label, nth))
         if there is None or there.shape != seen.shape:
@@ -277,7 +248,7 @@ def _check_kept(plan: ClipPlan, batch: Sequence[int], rows: Sequence[int], base:
         for row in rows if not site.shared else ():
             own.update(site.layouts[0].rows_of(len(seen.rows), slice(row, row + 1)).tolist())
         if moved := sorted(set(moved_rows(seen.rows, there.rows)) - own):
-            _refuse(label, seen.shape, f"has rows {moved[:6]} that depend on {which} (mixed or reordered)")
+            _refuse(label, seen.shape, f"has rows {moved[:6]} that depend on other examples (mixed or reordered)")
 
 
 def _plan(fewer: Tracer, more: Tracer, others: Mapping[int, Tracer], examples: int) -> ClipPlan:
@@ -356,8 +327,7 @@ def _explained(error: MixedExamples, runs: Runs, batches: Batches) -> UserError:
             f"The model gives other losses when it runs again on the same examples and random numbers{place}: it must "
             "not change state in a forward pass, or draw random numbers from a generator that cannot be seeded."
         )
-    for batch in (more, batches.swapped):
-        for row in range(len(batch)):
-            if place := runs.first_difference(batch, replaced(batch, row), [i for i in range(len(batch)) if i != row]):
-                return UserError(f"{error.what}{MIXES}{place}, {error.remedy}")
+    for row in range(len(more)):
+        if place := runs.first_difference(more, replaced(more, [row]), [i for i in range(len(more)) if i != row]):
+            return UserError(f"{error.what}{MIXES}{place}, {error.remedy}")
     return UserError(str(error))
