@@ -78,6 +78,24 @@ def test_in_eval_mode_it_is_exact(double, name, mode):
     assert "forward" not in vars(model.bn1) and torch.equal(model(x), plain)
 
 
+class Queries(nn.Module):
+    """Learned rows that all examples share go through BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.bn, self.head = nn.Parameter(torch.randn(3, 4)), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.bn(self.rows).sum(0))
+
+
+@pytest.mark.parametrize("mode", FEW)
+def test_rows_that_all_examples_share_are_normalised_exactly(double, mode):
+    model, x = Queries().eval(), torch.randn(BATCH, 4)
+    with attached(model, mode) as engine:
+        assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum(1), range(BATCH))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_in_training_mode_it_is_refused_with_what_to_do(affine):
     model = freeze(Residual(affine), "fc")

@@ -123,32 +123,13 @@ def _run_batch_norm(name: str, module: _BatchNorm, forward: Callable[..., Any], 
 
 
 class FrozenStatistics(TorchFunctionMode):
-    """Inside, `F.batch_norm` is `frozen_batch_norm`, also when the forward of a subclass calls it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (frozen_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
-
-
-def frozen_batch_norm(
-    input: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """`F.batch_norm` with running statistics, as an affine map of each channel.
+    """Inside, `F.batch_norm` gets contiguous output gradients, also when the forward of a subclass calls it.
 
     On a CPU, torch's kernel gives wrong gradients for a single example whose output gradient is transposed in memory.
     """
-    if training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    shape = -1, *[1] * (input.dim() - 2)
-    y = (input - running_mean.view(shape)) * (running_var + eps).rsqrt().view(shape)
-    if weight is not None:
-        y = y * weight.view(shape)
-    if bias is not None:
-        y = y + bias.view(shape)
-    return y.to(input.dtype)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is F.batch_norm and made.grad_fn is not None:  # None: a PerExample, or no gradient at all
+            made.register_hook(Tensor.contiguous)
+        return made
