@@ -5,15 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.clipping import matmul
 from groupwise.clipping.matmul import batched
 from groupwise.clipping.norm_terms import GramTerms, Terms, squares_together
 from groupwise.clipping.precision import batched_product, keeps_half, longest_sum, rounding_slack, upcast
 
-LEAST_SPLIT = 1 << 22
-"""Size (B·T·d times T) from which it is faster on a CPU to compute only three quarters of a symmetric matrix."""
-FEWEST_ROWS = {"torch": 32, "onednn": 256}
-"""The least number of rows for that, by library: oneDNN is slow on smaller blocks."""
 CHUNK_FLOATS = 1 << 24
 """Entries that the inner products, or gradients, of one chunk of examples may hold, to limit memory."""
 
@@ -34,19 +29,6 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     return products
 
 
-def self_products(x: Tensor) -> Tensor:
-    """XXᵀ (B, T, T) of x (B, T, d); on a CPU the upper right quarter is copied from the lower left."""
-    rows = x.shape[1]
-    if x.device.type != "cpu" or x.numel() * rows < LEAST_SPLIT or rows < FEWEST_ROWS[matmul.used()]:
-        return inner_products(x, x)
-    half = rows // 2
-    products = x.new_empty(x.shape[0], rows, rows)
-    products[:, half:] = inner_products(x[:, half:], x)
-    products[:, :half, :half] = inner_products(x[:, :half], x[:, :half])
-    products[:, :half, half:] = products[:, half:, :half].mT
-    return products
-
-
 def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
     """‖GᵀX‖² (+ ‖Σ_t G‖² with bias) of each example; x (B, T, d), g (B, T, p) -> (B,), float64, never too small."""
     return squares_together([[gram_terms(x, g, bias)]])[0]
@@ -58,7 +40,7 @@ def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)
         return torch.cat([gram_norms(x_part, g_part, bias) for x_part, g_part in parts])
-    return GramTerms(self_products(x), self_products(g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
+    return GramTerms(inner_products(x, x), inner_products(g, g), bias, max(x.shape[1], x.shape[2], g.shape[2]))
 
 
 def norms_from_products(xx: Tensor, gg: Tensor, longest: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from groupwise.clipping.gram import norms_from_products, self_products
+from groupwise.clipping.gram import inner_products, norms_from_products
 from groupwise.clipping.precision import (
     at_least_zero,
     autocast,
@@ -154,7 +154,8 @@ class WSConv2dRule(ConvRule):
         if wanted[2]:
             squares = squares + squared_row_norms(along + slack)
         if wanted[0]:
-            whole = norms_from_products(xx, self_products(rows * scale.flatten()), longest)
+            scaled = rows * scale.flatten()
+            whole = norms_from_products(xx, inner_products(scaled, scaled), longest)
             removed = (along - slack).clamp_min(0).double().square() * taken.flatten()
             mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
             removed += (mean - slack).clamp_min(0).double().square()

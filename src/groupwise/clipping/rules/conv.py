@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import matmul
 from groupwise.clipping.factors import scale_rows
-from groupwise.clipping.gram import norms_from_products, self_products
+from groupwise.clipping.gram import inner_products, norms_from_products
 from groupwise.clipping.norm_methods import Rates, seconds
 from groupwise.clipping.norm_terms import Terms
 from groupwise.clipping.precision import (
@@ -77,8 +77,8 @@ class Geometry:
     def products(self, x: Tensor, out: Sequence[int]) -> Tensor:
         """XXᵀ (B, T, T) of the unfolded inputs x (B, c, *space), without unfolding: from inner products of pixels."""
         space, n = x.shape[2:], len(x)
-        pixels = x.flatten(2).mT
-        between = self_products(pixels.contiguous() if x.device.type == "cpu" else pixels).view(n, *space, *space)
+        pixels = x.flatten(2).mT.contiguous() if x.device.type == "cpu" else x.flatten(2).mT
+        between = inner_products(pixels, pixels).view(n, *space, *space)
         for axis in range(len(space)):
             if self._gathers(axis):
                 between = self._gather(between, axis, space[axis], out[axis])
@@ -196,8 +196,8 @@ class ConvRule(LayerRule):
         """Squared norms (n,) from XXᵀ and GGᵀ."""
         x, rows = upcast(saved[0]), upcast(g)
         longest = max(rows.shape[2:].numel(), math.prod(self._filter()), rows.shape[1])
-        between = self_products(positions_first(rows))
-        squares = norms_from_products(self.geometry.products(x, rows.shape[2:]), between, longest)
+        flat = positions_first(rows)
+        squares = norms_from_products(self.geometry.products(x, rows.shape[2:]), inner_products(flat, flat), longest)
         return squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
 
     def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
