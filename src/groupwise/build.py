@@ -140,8 +140,8 @@ def _stage_sums(
         rows = min(CHECKED, max(2, microbatch or CHECKED))
         losses = losses_of_stage(stage, some, device)
         engine.trace(losses, range(some.examples))
-        check = partial(verify, engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows)
-        check(**tolerances(config.train.precision))
+        coarse = tolerances(config.train.precision)
+        verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     if microbatch is None and new:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
         fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))

@@ -74,11 +74,11 @@ def launch(conf: Path, train: Train) -> int:
         raise
     except Exception as error:
         code = 0 if folder is None else report_sweep(folder, error)
-        if code:
-            return code
         if isinstance(error, ProcessFailed):
             report(error)
-            return BUG
+            return code or BUG
+        if code:
+            return code
         if not _is_mistake(error, bool(began)):
             raise
         print(f"error: {in_one_sentence(error, tuple(groups(conf)))}", file=sys.stderr)

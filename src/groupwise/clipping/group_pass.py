@@ -145,7 +145,7 @@ class GroupPass:
         sums = self._take(member, layout, saved, g, running)
         self.together.waiting -= 1
         if not self.together.waiting:
-            close(self.together.passes)
+            close(running, self.together.passes)
         return sums
 
     def _take(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor, running: Pass) -> Gradients:
@@ -253,16 +253,11 @@ def close_rest(running: Pass) -> None:
     """Close the groups of a pass some of whose calls did not report, as the losses do not depend on their outputs."""
     for each in running.groups.values():
         if each.received and not each.over:
-            close(each.together.passes)
+            close(running, each.together.passes)
 
 
-def close(passes: Sequence[GroupPass]) -> None:
-    """Close groups whose layers have reported: form the clip factors, and add the clipped sums to .grad.
-
-    Raises:
-        UserError: see `GroupPass.running`.
-    """
-    running = passes[0].running()
+def close(running: Pass, passes: Sequence[GroupPass]) -> None:
+    """Close groups whose layers have reported: form the clip factors, and add the clipped sums to .grad."""
     waiting = []
     for each in passes:
         if each.received:

@@ -144,8 +144,6 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
         print(f"  {name}: {failure.kind} ({failure.file})", file=sys.stderr)
     for cell in lost:
         print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
-    if isinstance(crash, ProcessFailed):
-        report(crash)
     return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,11 +42,7 @@ class StepGuard:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._owned = [
-            (f"{name}.".lstrip("."), own)
-            for name, module in model.named_modules()
-            for own in (module._buffers, module._parameters)
-        ]
+        self._model = model
         self._trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     @contextmanager
@@ -97,9 +94,5 @@ class StepGuard:
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """The identity of each buffer and parameter, and torch's counter of its in-place changes."""
-        return {
-            prefix + name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version)
-            for prefix, own in self._owned
-            for name, tensor in own.items()
-            if tensor is not None
-        }
+        named: tuple[tuple[str, Any], ...] = (*self._model.named_buffers(), *self._model.named_parameters())
+        return {name: (id(tensor), getattr(tensor, "_local_tensor", tensor)._version) for name, tensor in named}
