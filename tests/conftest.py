@@ -55,6 +55,12 @@ def _as_many_threads_as_before():
         torch.set_num_threads(before)
 
 
+@pytest.fixture
+def every_tracker_is_installed(monkeypatch):
+    """Configurations with any tracker are valid, whether its package is installed or not."""
+    monkeypatch.setattr("groupwise.config.checks.find_spec", lambda name: name)
+
+
 @pytest.fixture(scope="module")
 def few_objects():
     """Only what is made from here on is looked through each time that a test asks for garbage."""

@@ -18,13 +18,9 @@ from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from tests.combinations import CELLS, CONF, FAMILIES, OPTIONS, SCALES, pairs_fast, run
 
+pytestmark = pytest.mark.usefixtures("every_tracker_is_installed")
 PRESETS = {"samsum_pipeline": "samsum"}
 """Options of `task` that set up another task."""
-
-
-@pytest.fixture(autouse=True)
-def every_tracker_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.config.checks.find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize(("task", "clip", "scale"), pairs_fast(CELLS))

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -42,41 +43,43 @@ def test_make_alone_prints_the_targets() -> None:
         assert re.search(rf"make {target} .*\w", printed)
 
 
-def test_make_says_which_python_it_needs(tmp_path: Path) -> None:
+@pytest.fixture
+def set_up(tmp_path: Path) -> Path:
+    """A folder with the set-up files."""
     for name in ("Makefile", "requirements.txt", "pyproject.toml"):
         (tmp_path / name).write_text((ROOT / name).read_text())
-    old = tmp_path / "python3.9"
+    return tmp_path
+
+
+def test_make_says_which_python_it_needs(set_up: Path) -> None:
+    old = set_up / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
-    done = subprocess.run(["make", "env", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "env", f"PYTHON={old}"], cwd=set_up, capture_output=True, text=True)
     assert done.returncode == 2
     assert "error: Python 3.11, 3.12 or 3.13 is needed" in done.stderr
-    assert not (tmp_path / ".venv").exists()
+    assert not (set_up / ".venv").exists()
 
 
-def test_the_environment_is_made_again_when_the_pins_change(tmp_path: Path) -> None:
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    stamp = tmp_path / ".venv" / ".complete"
+def test_the_environment_is_made_again_when_the_pins_change(set_up: Path) -> None:
+    stamp = set_up / ".venv" / ".complete"
     stamp.parent.mkdir()
     stamp.touch()
 
     def planned() -> str:
-        return subprocess.run(["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True).stdout
+        return subprocess.run(["make", "-n", "demo"], cwd=set_up, capture_output=True, text=True).stdout
 
     assert "-m venv" not in planned()
     newer = stamp.stat().st_mtime + 10
-    os.utime(tmp_path / "requirements.txt", (newer, newer))
+    os.utime(set_up / "requirements.txt", (newer, newer))
     assert "-m venv --clear" in planned()
     assert "run.py task=cifar clip=adaptive_layer scale=demo" in planned()
 
 
-def test_make_does_not_replace_an_environment_of_the_user_s_own(tmp_path: Path) -> None:
-    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    own = tmp_path / ".venv" / "own"
+def test_make_does_not_replace_an_environment_of_the_user_s_own(set_up: Path) -> None:
+    own = set_up / ".venv" / "own"
     own.parent.mkdir()
     own.touch()
-    done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=set_up, capture_output=True, text=True)
     assert done.returncode == 2 and "error: .venv was not made by make" in done.stderr
     assert own.exists()

@@ -15,6 +15,7 @@ from groupwise.config.compose import compose_run, register
 from groupwise.sweeps.prepare import plan_sweep
 from tests.docs.documents import ROOT, blocks, commands
 
+pytestmark = pytest.mark.usefixtures("every_tracker_is_installed")
 CONF = ROOT / "conf"
 OTHERS = {"export", "git", "pip", "conda", "squeue", "sacct", "sha256sum"}
 """Programs that are not ours: named, not tried."""
@@ -25,11 +26,6 @@ MODULES = sorted({command for _, command in commands() if command.startswith("py
 def words(command: str) -> list[str]:
     """The words of a command without its comment; `<hash>` stands for any word."""
     return [re.sub(r"<\w+>", "x", word) for word in shlex.split(command, comments=True)]
-
-
-@pytest.fixture(autouse=True)
-def every_tracker_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.config.checks.find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] if "+sweep=" in c else []) for c in RUNS])
