@@ -211,6 +211,11 @@ def test_data_without_a_finite_loss_are_refused_before_training():
         Use(data=torch.utils.data.TensorDataset(X * torch.nan, Y))
 
 
+def test_examples_whose_norm_overflows_are_refused_before_training():
+    with pytest.raises(UserError, match=r"example \d+ in group 'all' .* overflows.* scale its inputs"):
+        Use(data=torch.utils.data.TensorDataset(X * 1e30, Y), clip="flat")
+
+
 def test_a_state_brings_the_way_of_its_noise_along():
     pytest.importorskip("cryptography")
     model = network()

@@ -198,6 +198,11 @@ class _Comparison:
             group = self.engine.groups[k]
             layers = ", ".join(repr(member.name) for member in group.members[:3])
             layers += ", ..." if group.members[3:] else ""
+            if not found[k, row].isfinite():
+                raise UserError(
+                    f"The gradient norm of example {examples[row]} in group {group.name!r} (of {layers}) overflows, so "
+                    "training would leave the example out: scale its inputs or its loss down."
+                )
             raise UserError(
                 f"The gradient norm of example {examples[row]} in group {group.name!r} (of {layers}) is "
                 f"{float(found[k, row]):.6g}, but {float(norms[k, row]):.6g} by a loop over single examples: a layer "
