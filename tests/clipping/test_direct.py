@@ -77,7 +77,7 @@ def test_half_precision_that_a_shard_turns_into_is_refused():
     model = nn.Sequential(nn.Linear(5, 3))
     with attached(model, "direct") as engine:
         model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
-        with pytest.raises(UserError, match=r"Layer '0' got '0.weight' in torch.bfloat16"):
+        with pytest.raises(UserError, match=r"Layer '0' got its 'weight' in torch.bfloat16"):
             clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(4, 5))
 
 

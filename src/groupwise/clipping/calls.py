@@ -14,6 +14,7 @@ from groupwise.clipping.clip_plan import FIRST, Layout, Order
 from groupwise.clipping.group_pass import Report, enter
 from groupwise.clipping.groups import ClippedLayer, ClippingGroup
 from groupwise.clipping.norm_methods import NormMethods
+from groupwise.clipping.partition import Layer
 from groupwise.clipping.passes import Passes
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.precision import autocast, no_autocast
@@ -54,20 +55,20 @@ class LayerCalls:
                 f"Layer {member.name!r} ({type(module).__name__}) was called with {len(args) + len(kwargs)} arguments, "
                 "and only calls with its input alone can be clipped: leave the others out, or freeze it."
             )
-        names, values = member.group.names, member.rule.values()  # sharded parameters are whole tensors here
-        for place, value in zip(member.parameter_indices, values, strict=True):
-            if place is None or value is None:
+        names, values = member.rule.parameter_names, member.rule.values()  # sharded parameters are whole tensors here
+        for name, trains, value in zip(names, member.wanted, values, strict=True):
+            if not trains or value is None:
                 continue
             if not isinstance(value, nn.Parameter):
                 raise UserError(
-                    f"Layer {member.name!r} got a tensor instead of its parameter {names[place]!r} (by "
-                    "functional_call, say), so its gradient cannot be clipped: compute the weight inside a module "
+                    f"Layer {member.name!r} got a tensor instead of its parameter {name!r} (by functional_call, say), "
+                    "so its gradient cannot be clipped: compute the weight inside a module "
                     "(torch.nn.utils.parametrize)."
                 )
             if value.dtype not in (torch.float32, torch.float64):
                 raise UserError(
-                    f"Layer {member.name!r} got {names[place]!r} in {value.dtype}, in which rounding may push a "
-                    "clipped sum above its threshold: let fully_shard keep float32 (no param_dtype), and use autocast."
+                    f"Layer {member.name!r} got its {name!r} in {value.dtype}, in which rounding may push a clipped "
+                    "sum above its threshold: let fully_shard keep float32 (no param_dtype), and use autocast."
                 )
         x = args[0] if args else next(iter(kwargs.values()))
         return self.run(member, member.rule.prepare(x), values)
@@ -217,36 +218,34 @@ class ParameterUse(GroupOrigin):
     Args:
         calls: of the engine's layers.
         group: the parameter's group.
-        place: its index in the group.
-        parameter: the parameter.
-        label: its name in the model.
+        layer: a layer that owns it.
+        local: its name in that layer.
     """
 
-    def __init__(
-        self, calls: LayerCalls, group: ClippingGroup, place: int, parameter: nn.Parameter, label: str
-    ) -> None:
-        super().__init__(calls, f"Parameter {label!r}")
-        self.group, self.place, self.parameter = group, place, parameter
+    def __init__(self, calls: LayerCalls, group: ClippingGroup, layer: Layer, local: str) -> None:
+        self.name, self.group, self.module, self.local = layer.full_name(local), group, layer.module, local
+        self.parameter = layer.trainable[local]
+        super().__init__(calls, f"Parameter {self.name!r}")
 
     def copies(self) -> Tensor:
         """One copy per example, (B, *shape), made once per forward pass."""
-        group, place, running, members = self.group, self.place, self.calls.passes.current, self.calls.members
-        key = ("parameter", group.index, place)
-        if key not in members:
-            home, local = group.homes[place]
-            if self.parameter.numel() > COPIED and running.examples > 1:
+        parameter, running, members = self.parameter, self.calls.passes.current, self.calls.members
+        index, own = self.group.index, id(parameter)
+        if (own,) not in members:
+            if parameter.numel() > COPIED and running.examples > 1:
                 warnings.warn(
-                    f"groupwise has no rule for the operation on {local} of {type(home).__name__}: it is clipped "
-                    "exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need no rule.",
+                    f"groupwise has no rule for the operation on {self.local} of {type(self.module).__name__}: it is "
+                    "clipped exactly, with a gradient for each example in memory. Linear maps (F.linear, @) need no "
+                    "rule.",
                     stacklevel=2,
                 )
-            members[key] = ClippedLayer(group, group.names[place], ParameterRule(home, local), (place,), (None,))
-        group_pass = running.groups.get(group.index)
-        if group_pass is None or place not in group_pass.copies:
-            report = enter(running, members[key], FIRST)
-            made = self.parameter.detach().unsqueeze(0).expand(running.examples, *self.parameter.shape)
-            running.groups[group.index].copies[place] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
-        return running.groups[group.index].copies[place]
+            rule = ParameterRule(self.module, self.local)
+            members[(own,)] = ClippedLayer(self.group, self.name, rule, (parameter,), (None,))
+        if index not in running.groups or own not in running.groups[index].copies:
+            report = enter(running, members[(own,)], FIRST)
+            made = parameter.detach().unsqueeze(0).expand(running.examples, *parameter.shape)
+            running.groups[index].copies[own] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
+        return running.groups[index].copies[own]
 
     def pairs(self, bias: PerExample) -> bool:
         """Whether a bias is a parameter of the same group, so that one rule can take both."""
@@ -285,18 +284,18 @@ class ParameterUse(GroupOrigin):
             bias: its trainable bias, a parameter of the same group; or None.
             padding_idx: of an embedding.
         """
-        parameters = (weight,) if kind is EmbeddingRule else (weight, bias)
-        places = tuple(None if each is None else each.origin.place for each in parameters)
-        rows = tuple(None if each is None else each.part for each in parameters)
-        wholes: Values = [None if each is None else each.origin.parameter.detach() for each in parameters]
+        used = (weight,) if kind is EmbeddingRule else (weight, bias)
+        parameters = tuple(None if each is None else each.origin.parameter for each in used)
+        rows = tuple(None if each is None else each.part for each in used)
+        wholes: Values = [None if p is None else p.detach() for p in parameters]
         values = [t if t is None or part is None else t[part] for t, part in zip(wholes, rows, strict=True)]
-        key = (kind, self.group.index, places, *((part.start, part.stop) for part in rows if part), padding_idx)
+        key = (kind, *map(id, parameters), *((part.start, part.stop) for part in rows if part), padding_idx)
         if key not in self.calls.members:
-            n, m = weight.origin.parameter[rows[0] or slice(None)].shape
+            n, m = self.parameter[rows[0] or slice(None)].shape
             with torch.device("meta"):
                 module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
             rule = kind(module, self.calls.methods.for_layer())
-            self.calls.members[key] = ClippedLayer(self.group, self.group.names[self.place], rule, places, rows)
+            self.calls.members[key] = ClippedLayer(self.group, self.name, rule, parameters, rows)
         return self.calls.members[key], values
 
 

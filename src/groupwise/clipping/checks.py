@@ -3,7 +3,7 @@
 A parameter's gradient may come from its group (or from a layer that clips by itself) and from nowhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor, nn
@@ -102,8 +102,11 @@ class Attached:
             )
 
 
-def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
+def check_groups(groups: Sequence[ClippingGroup], running: Pass, names: Mapping[int, str]) -> None:
     """Check that the backward pass reached every group, or every layer if layers return their sums themselves.
+
+    Args:
+        names: names of the trainable parameters, by id.
 
     Raises:
         UserError: naming the group or layer, and one of its parameters; see also `Pass.check_again`.
@@ -115,7 +118,7 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass) -> None:
         if group.index not in running.closed or silent:
             member = silent[0] if silent else group.members[0]
             what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
-            name = group.names[next(place for place in member.parameter_indices if place is not None)]
+            name = next(names[id(parameter)] for parameter in member.parameters if parameter is not None)
             missing.append(f"{what} (parameter {name!r} and the like)")
     if missing:
         more = f", nor {len(missing) - 3} others" if missing[3:] else ""

@@ -281,7 +281,7 @@ class ClippingEngine(ThresholdsAndCounts):
         with self._backward(Phase.NORMS, microbatch) as running:
             yield
             close_rest(running)
-            check_groups(self.groups, running)
+            check_groups(self.groups, running, self._names)
             self.squared_norms = running.squared_norms
 
     @contextmanager
@@ -305,7 +305,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _check_reached(self, running: Pass) -> None:
         close_rest(running)
-        check_groups(self.groups, running)
+        check_groups(self.groups, running, self._names)
         self._passes.gradients.check()
         self._checked = True
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.factors import Factors, keep_finite
@@ -60,9 +60,9 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
     else:
         found.calls += 1
         found.together.waiting += 1
-        for place, rows in zip(member.parameter_indices, member.rows, strict=True):
-            if place is not None:
-                found.uses.setdefault(place, []).append(rows)
+        for parameter, rows in zip(member.parameters, member.rows, strict=True):
+            if parameter is not None:
+                found.uses.setdefault(id(parameter), []).append(rows)
     return partial(found.receive, member, layout)
 
 
@@ -89,9 +89,9 @@ class GroupPass:
         self.calls = 0
         """How often its layers have run forward."""
         self.uses: dict[int, list[slice | None]] = {}
-        """The rows of each parameter that each call uses, by the parameter's index in the group; None: all rows."""
+        """The rows of each parameter that each call uses, by the parameter's id; None: all rows."""
         self.copies: dict[int, Tensor] = {}
-        """Copies of parameters, one per example, by the parameter's index in the group."""
+        """Copies of parameters, one per example, by the parameter's id."""
         self.over = False
         """Whether the group has closed, or its pass has ended without a backward pass."""
         self.received = False
@@ -104,7 +104,8 @@ class GroupPass:
         """Calls of parameters that are used more than once."""
         self.clipped: list[Tensor] = []
         """Squared norms of a layer that was clipped at once, one tensor per chunk of examples."""
-        self.sums: list[Tensor | None] = [None] * len(group.summed)
+        self.sums: dict[nn.Parameter | None, Tensor] = {}
+        """The clipped sums of the parameters so far."""
 
     def running(self) -> Pass:
         """Its pass, if the backward pass of that is running.
@@ -165,9 +166,9 @@ class GroupPass:
             if not running.recomputes:
                 return sums
         if self.calls > 1 and any(
-            len(self.uses[place]) > 1 and overlap(self.uses[place])
-            for place in member.parameter_indices
-            if place is not None
+            len(self.uses[id(parameter)]) > 1 and overlap(self.uses[id(parameter)])
+            for parameter in member.parameters
+            if parameter is not None
         ):
             self.joint_calls.append(call)
             if call.rule.stacks:  # the joint norm of all its calls is computed when the group closes
@@ -218,22 +219,21 @@ class GroupPass:
         """Add a layer's clipped sums to those of its group; return them instead if the group is `direct`."""
         if self.group.direct:
             return gradients
-        for place, rows, gradient in zip(member.parameter_indices, member.rows, gradients, strict=True):
-            if place is not None and gradient is not None:
-                known = self.sums[place]
-                if rows is not None:
-                    if known is None:
-                        known = self.sums[place] = torch.zeros_like(self.group.summed[place], dtype=gradient.dtype)
-                    known[rows].add_(gradient)
-                else:
-                    self.sums[place] = gradient if known is None else known.add_(gradient)
+        for parameter, rows, gradient in zip(member.parameters, member.rows, gradients, strict=True):
+            if parameter is None or gradient is None:
+                continue
+            known = self.sums.get(parameter)
+            if rows is None:
+                self.sums[parameter] = gradient if known is None else known.add_(gradient)
+            else:
+                known = self.sums[parameter] = gradient.new_zeros(parameter.shape) if known is None else known
+                known[rows].add_(gradient)
         return ()
 
     def add_in_place(self, call: LayerCall, factors: Factors) -> bool:
         """Add the weighted sum of an embedding to its rows alone, if the group has a sum of that weight already."""
         rule: Any = call.rule
-        place, part = call.member.parameter_indices[0], call.member.rows[0]
-        known = None if place is None else self.sums[place]
+        known, part = self.sums.get(call.member.parameters[0]), call.member.rows[0]
         if known is None:
             return False
         saved, g = call.saved, call.g
@@ -245,8 +245,8 @@ class GroupPass:
 
     def release(self) -> None:
         """Finish: break the reference cycles with the autograd graph."""
-        self.over, self.sums = True, [None] * len(self.group.summed)
-        self.due, self.terms, self.joint_calls, self.copies = [], [], [], {}
+        self.over = True
+        self.due, self.terms, self.joint_calls, self.copies, self.sums = [], [], [], {}, {}
 
 
 def close_rest(running: Pass) -> None:
@@ -274,9 +274,9 @@ def close(running: Pass, passes: Sequence[GroupPass]) -> None:
         for each, rows in zip(waiting, squares, strict=True):
             found[each.group.index] = rows
     for each in passes:
-        for parameter, total in zip(each.group.summed, each.sums, strict=True):
-            if total is not None:
-                running.passes.gradients.add(parameter, total)
+        for parameter, total in each.sums.items():
+            assert parameter is not None
+            running.passes.gradients.add(parameter, total)
         each.release()
 
 

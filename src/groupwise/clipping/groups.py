@@ -16,21 +16,22 @@ from groupwise.clipping.rules.base import LayerRule, ParameterRule, Saved, Wante
 from groupwise.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClippedLayer:
-    """A layer inside its group: its rule, and its parameters' places in the group, None where one does not train."""
+    """A layer inside its group."""
 
     group: "ClippingGroup"
     name: str
     rule: LayerRule
-    parameter_indices: tuple[int | None, ...]
+    parameters: tuple[nn.Parameter | None, ...]
+    """Those of its rule, in that order; None where one does not train."""
     rows: tuple[slice | None, ...]
     """For each parameter the rows of it that it uses; None: all."""
 
     @cached_property
     def wanted(self) -> Wanted:
         """Which of its parameters train."""
-        return tuple(place is not None for place in self.parameter_indices)
+        return tuple(parameter is not None for parameter in self.parameters)
 
     @cached_property
     def label(self) -> str:
@@ -56,10 +57,8 @@ class ClippingGroup:
     name: str
     homes: tuple[tuple[nn.Module, str], ...]
     """Where its trainable parameters are found: a module, and the name inside it."""
-    names: tuple[str, ...]
-    """Their names in the whole model."""
-    summed: tuple[nn.Parameter, ...]
-    """The parameters whose sums it forms; none where layers return them."""
+    direct: bool
+    """Whether layers return their parameters' sums to autograd themselves."""
     clip_rule: ClipRule
     threshold: Tensor
     """C_k, a scalar."""
@@ -68,11 +67,6 @@ class ClippingGroup:
     """The groups that close with it, itself included; () where it closes alone."""
     masks: bool = True
     """Whether rows of examples that are left out become zeros, where that is not looked up (see `Factors`)."""
-
-    @cached_property
-    def direct(self) -> bool:
-        """Whether layers return their parameters' sums to autograd themselves."""
-        return not self.summed
 
     @cached_property
     def most_kept(self) -> int:
@@ -91,7 +85,7 @@ MOST_TOGETHER = 32
 
 def _close_together(groups: Sequence[ClippingGroup]) -> None:
     """Let groups that follow each other close together, so that their small operations become one."""
-    groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.summed) <= g.most_kept]
+    groups = [g for g in groups if is_async_device(g.threshold) or total_numel(*g.parameters) <= g.most_kept]
     for start in range(0, len(groups), MOST_TOGETHER):
         some = tuple(groups[start : start + MOST_TOGETHER])
         for group in some:
@@ -145,23 +139,14 @@ def build_groups(
     groups, table = [], torch.ones(len(partition), dtype=dtype, device=device)
     for index, (group, threshold) in enumerate(zip(partition, table.unbind(), strict=True)):
         own = [by_name[name] for name in group.layers]
-        homes: dict[int, tuple[Layer, str, nn.Parameter]] = {}
+        homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         for layer in own:
             for local, p in layer.trainable.items():
-                homes.setdefault(id(p), (layer, local, p))
-        place, found = {key: i for i, key in enumerate(homes)}, homes.values()
-        made = ClippingGroup(
-            index,
-            group.name,
-            tuple((layer.module, local) for layer, local, _ in found),
-            tuple(layer.full_name(local) for layer, local, _ in found),
-            () if direct else tuple(p for *_, p in found),
-            clip_rule,
-            threshold,
-        )
-        own_group = len(own) == 1 and all(uses[id(p)] == 1 for p in own[0].trainable.values())
+                homes.setdefault(p, (layer.module, local))
+        made = ClippingGroup(index, group.name, tuple(homes.values()), direct, clip_rule, threshold)
+        own_group = len(own) == 1 and all(uses[id(p)] == 1 for p in homes)
         for layer in own:
-            made.members += _members(made, layer, place, methods.for_layer(own_group))
+            made.members += _members(made, layer, methods.for_layer(own_group))
         groups.append(made)
     if direct:
         _check_direct(groups, uses, ghost=methods.save_memory)
@@ -171,16 +156,16 @@ def build_groups(
     return tuple(groups), table
 
 
-def _members(group: ClippingGroup, layer: Layer, place: Mapping[int, int], methods: NormMethods) -> list[ClippedLayer]:
+def _members(group: ClippingGroup, layer: Layer, methods: NormMethods) -> list[ClippedLayer]:
     """A layer in its group; each of its parameters by itself, where it has no rule."""
     if layer.rule is None:
         return [
-            ClippedLayer(group, layer.full_name(local), ParameterRule(layer.module, local), (place[id(p)],), (None,))
+            ClippedLayer(group, layer.full_name(local), ParameterRule(layer.module, local), (p,), (None,))
             for local, p in layer.trainable.items()
         ]
     rule = layer.rule(layer.module, methods)
-    places = tuple(place.get(id(layer.trainable.get(local))) for local in rule.parameter_names)
-    return [ClippedLayer(group, layer.name, rule, places, (None,) * len(places))]
+    parameters = tuple(layer.trainable.get(local) for local in rule.parameter_names)
+    return [ClippedLayer(group, layer.name, rule, parameters, (None,) * len(parameters))]
 
 
 def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghost: bool) -> None:
@@ -193,7 +178,7 @@ def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghos
                     f"Parameter {member.name!r} is in a module ({kind}) without a rule, which cannot return gradients "
                     "itself (direct=True): register a rule for it, or freeze it."
                 )
-            if any(uses[id(group.parameters[place])] > 1 for place in member.parameter_indices if place is not None):
+            if any(uses[id(p)] > 1 for p in member.parameters if p is not None):
                 raise UserError(
                     f"Layer {member.name!r} shares a parameter with another layer, and with direct=True no norm joins "
                     "the two: untie them."

@@ -85,14 +85,14 @@ class Patches:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
         if direct:
             return
-        copies: dict[int, PerExample] = {}
-        for group in groups:
-            for place, (parameter, name) in enumerate(zip(group.summed, group.names, strict=True)):
-                use = ParameterUse(calls, group, place, parameter, name)
-                copies[id(parameter)] = PerExample(use.copies, parameter.detach(), use, source=True)
+        group_of = {parameter: group for group in groups for parameter in group.parameters}
+        copies: dict[nn.Parameter, PerExample] = {}
         for layer in layers:
             for local, parameter in layer.trainable.items():
-                self._attributes.append((layer.module.__dict__, local, copies[id(parameter)]))
+                if parameter not in copies:
+                    use = ParameterUse(calls, group_of[parameter], layer, local)
+                    copies[parameter] = PerExample(use.copies, parameter.detach(), use, source=True)
+                self._attributes.append((layer.module.__dict__, local, copies[parameter]))
 
     @contextmanager
     def installed(self) -> Iterator[None]:

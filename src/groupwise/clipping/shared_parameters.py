@@ -52,9 +52,9 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
     """
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
-        for local, place in enumerate(call.member.parameter_indices):
-            if place is not None:
-                by_parameter.setdefault(place, []).append((call, local))
+        for local, parameter in enumerate(call.member.parameters):
+            if parameter is not None:
+                by_parameter.setdefault(id(parameter), []).append((call, local))
     total: list[Tensor] = []
     for uses in by_parameter.values():
         if len(uses) < 2:
