@@ -7,6 +7,7 @@ from torch import nn
 from groupwise.clipping import attach, flat, verify
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact
+from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import Uses
 from tests.clipping.traced import clip_batch
 
@@ -94,3 +95,22 @@ def test_one_example_of_which_an_expert_gets_no_token(tokens):
     model, x = Chosen(), torch.randn(1, 4, 4)
     with attach(model, flat(model), 1.0) as engine:
         assert_exact(engine, lambda rows: model(x, marks(tokens)).sum(1), [0])
+
+
+class WithoutEffect(nn.Module):
+    """Both weights are used twice, and one output of `second` has no effect."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        self.second(x)
+        return self.second(torch.tanh(self.first(x) @ self.first.weight))
+
+
+@pytest.mark.parametrize("mode", FEW)
+def test_a_call_without_effect_leaves_shared_weights_clipped_exactly(mode):
+    model, x = WithoutEffect(), torch.randn(5, 3, 6)
+    with attached(model, mode, 0.1) as engine:
+        assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum((1, 2)), range(5))

@@ -249,6 +249,7 @@ class GroupPass:
         self.due, self.terms, self.joint_calls, self.copies, self.sums = [], [], [], {}, {}
 
 
+@torch.no_grad()
 def close_rest(running: Pass) -> None:
     """Close the groups of a pass some of whose calls did not report, as the losses do not depend on their outputs."""
     for each in running.groups.values():
