@@ -73,7 +73,8 @@ class WSConv2d(nn.Conv2d):
 class WSConv2dRule(ConvRule):
     """`groupwise.clipping.WSConv2d`: weight (p, c/groups, kh, kw), bias (p,), gain (p,).
 
-    `saved` is (x, W, n, c, a) as in the module docstring: n is (p, K), c and a are (p, 1).
+    `saved` is (x, W, d, c, a) as in the module docstring: c and a are (p, 1). The directions d, (p, 2, K), are n and a
+    constant one: subtracting the mean removes the component along it.
     """
 
     layer_type: ClassVar[type[nn.Module]] = WSConv2d
@@ -92,8 +93,9 @@ class WSConv2dRule(ConvRule):
         direction, length = centred * scale, torch.ones_like(scale) if gain is None else gain.view(-1, 1)
         used = (direction * length).view_as(weight).to(x.dtype)
         taken = (squares > STANDARDIZATION_EPS).to(scale.dtype)
+        directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
         y = self.convolve(x, used, None if bias is None else bias.to(x.dtype))
-        return y, (x, used, direction, scale * length, taken)
+        return y, (x, used, directions, scale * length, taken)
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
@@ -125,9 +127,7 @@ class WSConv2dRule(ConvRule):
         if weight is None:
             return None, None
         rows = weight.flatten(2)
-        direction, scale, taken = (upcast(t).to(rows.dtype) for t in saved[2:])
-        # subtracting the mean removes the component along the constant direction
-        directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
+        directions, scale, taken = (upcast(t).to(rows.dtype) for t in saved[2:])
         shares = torch.stack([taken, torch.ones_like(taken)], 2)
         by_filter = rows.transpose(0, 1)
         along = torch.bmm(by_filter, directions.mT)
@@ -142,14 +142,13 @@ class WSConv2dRule(ConvRule):
     def gram_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
         """Squared norms (n,) from inner products; each is changed by its rounding bound, towards the larger norm."""
         x, g = saved[0], upcast(g)
-        direction, scale, taken = saved[2:]
+        directions, scale, taken = saved[2:]
         x = upcast(x)
         xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
-        k = direction.shape[1]
-        longest = max(rows.shape[1], k, rows.shape[2])
+        longest = max(*rows.shape[1:], directions.shape[2])
         lengths = xx.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
         slack = rounding_slack(torch.bmm(lengths, rows.abs()).squeeze(1), longest)
-        along = (rows * self._seen(x, direction)).sum(1).abs()
+        along, mean = ((rows * self._seen(x, each)).sum(1).abs() for each in directions.unbind(1))
         squares = squared_row_norms(rows.sum(1)) if wanted[1] else xx.new_zeros(len(xx), dtype=torch.float64)
         if wanted[2]:
             squares = squares + squared_row_norms(along + slack)
@@ -157,7 +156,6 @@ class WSConv2dRule(ConvRule):
             scaled = rows * scale.flatten()
             whole = norms_from_products(xx, inner_products(scaled, scaled), longest)
             removed = (along - slack).clamp_min(0).double().square() * taken.flatten()
-            mean = (rows * self._seen(x, direction.new_full((1, k), k**-0.5))).sum(1).abs()
             removed += (mean - slack).clamp_min(0).double().square()
             squares = squares + at_least_zero(whole - removed @ scale.flatten().double().square())
         return squares
