@@ -1,4 +1,4 @@
-"""The engine beside a loop over single examples, which several partitions, thresholds and rules may share."""
+"""Compare the engine with a loop over single examples; several partitions, thresholds and rules can share a loop."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Loss = Callable[[int], Tensor]
 
 
 def looped(model: nn.Module, loss_of: Loss, examples: Iterable[int]) -> Loss:
-    """Losses with the gradients that `loss_of` has for each example alone, found here and now."""
+    """Losses with precomputed gradients: those of `loss_of` for each example alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = {i: torch.autograd.grad(loss_of(i), parameters, allow_unused=True) for i in examples}
-    return lambda i: _Known.apply(found[i], *parameters)
+    return lambda i: _GivenGradients.apply(found[i], *parameters)
 
 
-class _Known(torch.autograd.Function):
-    """A loss of which nothing is known but its gradients."""
+class _GivenGradients(torch.autograd.Function):
+    """A loss whose backward pass returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[Tensor | None, ...], *parameters: Tensor) -> Tensor:
@@ -37,21 +37,21 @@ class _Known(torch.autograd.Function):
 
 
 def middle_thresholds(model: nn.Module, loss_of: Loss, partition: Partition, rows: Sequence[int]) -> list[float]:
-    """Thresholds that clip some examples and leave others: between the two middle norms of each group."""
+    """Thresholds that clip only some examples: the mean of the two middle norms of each group."""
     norms = clipped_sums(model, loss_of, rows, partition, [1.0] * len(partition)).norms
     middle = norms.sort(1).values[:, max(len(rows) // 2 - 1, 0) : len(rows) // 2 + 1]
     return middle.mean(1).clamp_min(1e-6).tolist()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every `.grad` that there is."""
+    """A copy of every `.grad` that is not None."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12
 ) -> None:
-    """Each tensor is the other within a share of its norm."""
+    """Each tensor differs from the expected one by at most `rtol` times its norm, plus `atol`."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         error, size = float((found[name] - tensor).norm()), float(tensor.norm())
@@ -59,7 +59,7 @@ def assert_equal(
 
 
 def assert_sums(model: nn.Module, expected: Mapping[str, Tensor], rtol: float = 1e-9, atol: float = 1e-12) -> None:
-    """Every parameter that trains has this sum as its `.grad`, and the others have none."""
+    """Every trainable parameter has the expected sum as its `.grad`; the others have none."""
     assert expected.keys() == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert_equal(gradients(model), expected, rtol, atol)
 
@@ -71,7 +71,7 @@ def assert_exact(
     thresholds: list[float] | None = None,
     loop: Loss | None = None,
 ) -> None:
-    """The engine's norms, sums and counts of these examples, at given thresholds or in the middle, are a loop's."""
+    """Norms, sums and counts of these examples match a loop, by default at `middle_thresholds`."""
     model, partition = engine.model, engine.partition
     loop = looped(model, lambda i: losses_of([i])[0], rows) if loop is None else loop
     thresholds = middle_thresholds(model, loop, partition, rows) if thresholds is None else thresholds
@@ -81,13 +81,13 @@ def assert_exact(
     counted = engine.counts
     clip(engine, losses_of, rows)
     torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=1e-7, atol=1e-10)
-    if len(rows) > 1:  # the threshold in the middle of one norm is that norm
+    if len(rows) > 1:  # with one example the threshold equals its norm
         assert torch.equal(engine.counts - counted, truth.counts)
     assert_sums(model, truth.sums, rtol=1e-9, atol=1e-10 * max(thresholds))
 
 
 def assert_bounded(engine: ClippingEngine, losses_of: Callable[[Sequence[int]], Tensor], rows: Sequence[int]) -> None:
-    """The sensitivity itself: each of these examples alone moves a group by its threshold at most."""
+    """Each of these examples alone has a clipped gradient of at most the threshold in every group."""
     for example in rows:
         engine.model.zero_grad()
         clip(engine, losses_of, [example])

@@ -1,4 +1,4 @@
-"""Small models, one for each layer type and awkward use, each with a batch of six examples in float64."""
+"""Small models, one per layer type and unusual use, each with a batch of six examples in float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Case:
 
 
 class HFConv1D(nn.Module):
-    """Stands in for `transformers.pytorch_utils.Conv1D`, which the engine knows by its name."""
+    """Stands in for `transformers.pytorch_utils.Conv1D`, which the engine recognises by its name."""
 
     def __init__(self, p: int, d: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ HFConv1D.__name__, HFConv1D.__module__ = "Conv1D", "transformers.pytorch_utils"
 
 
 class Scale(nn.Module):
-    """A module with parameters of its own that no rule knows."""
+    """A module with parameters of its own, for which there is no rule."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Recurrent(nn.Module):
 
 
 class LastOutput(nn.Module):
-    """(B, T, 3) to what an LSTM says last, (B, 2)."""
+    """The last output (B, 2) of an LSTM on inputs (B, T, 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,26 +91,26 @@ class LastOutput(nn.Module):
         return self.layer(x)[0][:, -1]
 
 
-class Remade(nn.Sequential):
-    """Layers that run once more in the backward pass."""
+class Checkpointed(nn.Sequential):
+    """Layers under activation checkpointing: they run again in the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Does(nn.Module):
-    """What a function does, without parameters."""
+class Lambda(nn.Module):
+    """A function as a module without parameters."""
 
-    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.what = what
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.what(x)
+        return self.function(x)
 
 
 class LlamaNorm(nn.Module):
-    """RMSNorm as transformers writes it, for one that keeps float64."""
+    """RMSNorm as in transformers, except that float64 inputs stay float64."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class TiedLanguageModel(nn.Module):
 
 
 class TiedConv1D(nn.Module):
-    """Two HF layers of one weight, and a conv weight shared by two convolutions: materialised joint norms."""
+    """Two HF layers share a weight, and so do two convolutions: their joint norms are materialised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class TiedConv1D(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two layers and what they began with."""
+    """A residual block of a norm and a linear layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -174,16 +174,16 @@ def _freeze(model: nn.Module, *names: str) -> nn.Module:
     return model
 
 
-def _settled(layer: nn.Module) -> nn.Module:
-    """With a spectral norm that is larger than it is, whose vectors no forward pass moves."""
+def _fixed_norm(layer: nn.Module) -> nn.Module:
+    """Spectral normalisation with fixed singular vectors, scaled so that the norm is not exact."""
     layer = spectral_norm(layer)
     norm = layer.parametrizations.weight[0].eval()
     norm._u.mul_(0.9)
     return layer
 
 
-def _clamped() -> nn.Module:
-    """A weight-standardised convolution with one filter so flat that eps fixes its scale."""
+def _ws_conv_with_flat_filter() -> nn.Module:
+    """A weight-standardised convolution with one filter of so little variance that eps determines its scale."""
     conv = WSConv2d(3, 4, 3, gain=True)
     with torch.no_grad():
         conv.weight[1] = 0.3 + 1e-4 * torch.randn_like(conv.weight[1])
@@ -192,7 +192,7 @@ def _clamped() -> nn.Module:
 
 
 class StdConv2d(nn.Conv2d):
-    """As timm has it: a convolution with a forward of its own, which has no rule."""
+    """As in timm: a convolution with its own forward, for which there is no rule."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -217,8 +217,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear_2d": (lambda: nn.Linear(5, 4), _floats(5)),
     "linear_3d": (lambda: nn.Linear(5, 4), _floats(3, 5)),
     "linear_4d": (lambda: nn.Linear(5, 4), _floats(2, 3, 5)),
-    "linear_of_one_number": (lambda: nn.Linear(1, 2), _floats(3, 1)),
-    "linear_to_one_number": (lambda: nn.Linear(2, 1), _floats(1, 2)),
+    "linear_one_input": (lambda: nn.Linear(1, 2), _floats(3, 1)),
+    "linear_one_output": (lambda: nn.Linear(2, 1), _floats(1, 2)),
     "linear_no_bias": (lambda: nn.Linear(5, 4, bias=False), _floats(3, 5)),
     "mlp_inplace": (lambda: nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)), _floats(5)),
     "hf_conv1d_2d": (lambda: HFConv1D(4, 5), _floats(5)),
@@ -236,8 +236,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv2d_same": (lambda: nn.Conv2d(3, 4, 4, padding="same"), _floats(3, 5, 6)),
     "conv2d_circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), _floats(3, 5, 6)),
     "conv2d_valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid"), _floats(3, 5, 6)),
-    "conv2d_unseen_inputs": (lambda: nn.Conv2d(4, 5, 2, stride=3), _floats(4, 7, 7)),
-    "conv2d_unseeing_taps": (lambda: nn.Conv2d(4, 5, 5, padding=4, dilation=(3, 1)), _floats(4, 5, 3)),
+    "conv2d_skipped_inputs": (lambda: nn.Conv2d(4, 5, 2, stride=3), _floats(4, 7, 7)),
+    "conv2d_taps_in_padding_only": (lambda: nn.Conv2d(4, 5, 5, padding=4, dilation=(3, 1)), _floats(4, 5, 3)),
     "conv2d_more_padding_than_input": (lambda: nn.Conv2d(6, 5, (4, 2), padding=(3, 1)), _floats(6, 1, 4)),
     "conv3d": (lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), padding=1), _floats(2, 3, 4, 3)),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(3, 4, 3, 2, 1, output_padding=1), _floats(3, 5)),
@@ -253,7 +253,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv3d_depthwise": (lambda: nn.Conv3d(2, 2, 2, dilation=(2, 1, 1), groups=2, bias=False), _floats(2, 4, 4, 3)),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(2, 3, 2, (1, 2, 1), 1), _floats(2, 3, 3, 2)),
     "ws_conv": (lambda: nn.Sequential(WSConv2d(3, 4, 3, padding=1), nn.ReLU(), WSConv2d(4, 4, 3)), _floats(3, 6, 6)),
-    "ws_conv_gain": (_clamped, _floats(3, 5, 5)),
+    "ws_conv_gain": (_ws_conv_with_flat_filter, _floats(3, 5, 5)),
     "ws_conv_grouped": (lambda: WSConv2d(4, 6, 3, groups=2, stride=2, gain=True, bias=False), _floats(4, 6, 6)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)), _ids(5, 8)),
     "embedding_padded": (lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Tanh()), _ids(5, 8)),
@@ -267,7 +267,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "fallback_rms_norm_llama": (lambda: nn.Sequential(LlamaNorm(5), nn.Linear(5, 6), LlamaNorm(6)), _floats(3, 5)),
     "group_norm_2d": (lambda: nn.Sequential(nn.Linear(5, 6), nn.GroupNorm(2, 6)), _floats(5)),
     "group_norm_4d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6)), _floats(3, 4, 4)),
-    "group_norm_channels_last": (  # the mean's gradient is one number for all places, in neither layout
+    "group_norm_channels_last": (  # the gradient of the mean is an expanded tensor, in neither layout
         lambda: nn.Sequential(nn.Conv2d(3, 6, 2), nn.GroupNorm(3, 6), nn.AdaptiveAvgPool2d(1)).to(
             memory_format=torch.channels_last  # type: ignore[call-overload]
         ),
@@ -282,7 +282,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         _floats(3, 5, 4),
     ),
     "fallback_instance_norm_inplace": (
-        lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True), Does(lambda x: x.mul_(2)), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True), Lambda(lambda x: x.mul_(2)), nn.ReLU(inplace=True)),
         _floats(3, 5),
     ),
     "fallback_own_parameter": (lambda: nn.Sequential(nn.Linear(5, 4), Scale(4)), _floats(3, 5)),
@@ -296,7 +296,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         _floats(3, 5),
     ),
     "fallback_spectral_norm": (
-        lambda: nn.Sequential(_settled(nn.Linear(5, 4)), nn.Tanh(), _settled(nn.Linear(4, 3, bias=False))),
+        lambda: nn.Sequential(_fixed_norm(nn.Linear(5, 4)), nn.Tanh(), _fixed_norm(nn.Linear(4, 3, bias=False))),
         _floats(5),
     ),
     "blocks": (lambda: nn.Sequential(nn.Linear(5, 4), Residual(4), Residual(4), nn.Linear(4, 2)), _floats(3, 5)),
@@ -324,8 +324,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "frozen_transposed_weight": (lambda: _freeze(nn.ConvTranspose2d(3, 4, 3), "weight"), _floats(3, 4, 4)),
     "frozen_transposed_bias": (lambda: _freeze(nn.ConvTranspose2d(3, 4, 3), "bias"), _floats(3, 4, 4)),
     "frozen_ws_weight": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "weight"), _floats(3, 5, 5)),
-    "frozen_ws_but_weight": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "bias", "gain"), _floats(3, 5, 5)),
-    "frozen_ws_bias": (lambda: _freeze(_clamped(), "bias"), _floats(3, 5, 5)),
+    "frozen_ws_bias_and_gain": (lambda: _freeze(WSConv2d(3, 4, 3, gain=True), "bias", "gain"), _floats(3, 5, 5)),
+    "frozen_ws_bias": (lambda: _freeze(_ws_conv_with_flat_filter(), "bias"), _floats(3, 5, 5)),
     "frozen_norm_weight": (lambda: _freeze(nn.GroupNorm(2, 4), "weight"), _floats(4, 3)),
 }
 
@@ -335,14 +335,14 @@ def double():
     """float64 by default, and a fixed seed."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` notes its caller's stack for each kind of device
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` records a stack trace per device type: slow
     yield
     torch.set_default_dtype(before)
 
 
 @pytest.fixture(params=CASES)
 def case(request, double) -> Case:
-    """Every layer type and awkward use in turn."""
+    """Every layer type and unusual use in turn."""
     return make_case(request.param)
 
 

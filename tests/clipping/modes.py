@@ -1,4 +1,4 @@
-"""The ways to clip a model, and an engine that clips in one of them."""
+"""Modes of clipping (partition, norm method, direct), and an engine for a mode."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODES: dict[str, tuple[Any, dict[str, Any]]] = {
     "direct": (per_layer, {"direct": True}),
     "direct ghost": (flat, {"norms": "ghost", "direct": True}),
 }
-"""Name -> the partition, and further arguments of `attach`."""
+"""Mode -> the partition, and further arguments of `attach`."""
 FEW = ("flat", "ghost", "layer")
-"""One norm for each example, kept or found first, and one for each layer."""
+"""Flat clipping by book-keeping and by ghost clipping, and per-layer clipping."""
 DIRECT = ("direct", "direct ghost")
-"""Layers that return clipped gradients themselves."""
+"""The layers themselves return clipped gradients."""
 
 
 def attached(model: nn.Module, mode: str, thresholds: Sequence[float] | float = 1.0, **options: Any) -> ClippingEngine:
-    """An engine that clips the model in this mode."""
+    """Attach an engine to the model in this mode."""
     make_partition, own = MODES[mode]
     return attach(model, make_partition(model), thresholds, **own, **options)

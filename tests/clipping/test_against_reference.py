@@ -1,4 +1,4 @@
-"""Every mode × every layer rule equals a float64 loop over single examples, to 1e-9 relative."""
+"""Every mode with every layer rule matches a float64 loop over single examples, to 1e-9 relative."""
 
 from functools import cache
 
@@ -25,29 +25,29 @@ MODES = {
 
 
 @cache
-def different(name: str) -> list[str]:
-    """The modes that are not another one of these for this case: where all blocks are layers, say, or all is one."""
+def distinct(name: str) -> list[str]:
+    """The modes without duplicates: in some models per_block is per_layer, or there is only one group."""
     model, found = CASES[name][0](), {}
     for mode, (make_partition, options) in MODES.items():
         found.setdefault((tuple(group.layers for group in make_partition(model)), str(options)), mode)
     return list(found.values())
 
 
-def slow(number: int, name: str, mode: str) -> bool:
-    """A formula is tried in one partition of a case and in the other of the next; a clip rule sees norms, no layer."""
+def is_slow(number: int, name: str, mode: str) -> bool:
+    """Each case runs a formula in one of two partitions, in turn; a clip rule sees norms only, so few cases do."""
     if mode == "layer_automatic":
         return number % 9 > 0
     formula = mode.partition("_")[2]
     both = {f"flat_{formula}", f"layer_{formula}"}
-    return bool(formula) and both.issubset(different(name)) and mode != sorted(both)[(number + (formula == "gram")) % 2]
+    return bool(formula) and both.issubset(distinct(name)) and mode != sorted(both)[(number + (formula == "gram")) % 2]
 
 
 def each_case_in(*modes: str) -> pytest.MarkDecorator:
-    """Every layer type and awkward use, in those of `modes` that differ for it."""
+    """Every layer type and unusual use, in those of `modes` that differ for it."""
     cases = [
-        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if slow(number, name, mode) else [])
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if is_slow(number, name, mode) else [])
         for number, name in enumerate(CASES)
-        for mode in different(name)
+        for mode in distinct(name)
         if mode in modes
     ]
     return pytest.mark.parametrize(("case", "mode"), cases, indirect=["case"])
@@ -55,15 +55,15 @@ def each_case_in(*modes: str) -> pytest.MarkDecorator:
 
 @cache
 def loop_over(name):
-    """A case's model, and the gradients of its six examples: once for all partitions and rules."""
-    torch.manual_seed(0)  # the very weights and inputs that the fixture gives each test
+    """A case's model and the gradients of its six examples, cached for all partitions and rules."""
+    torch.manual_seed(0)  # the same weights and inputs as from the fixture
     case = make_case(name)
     return case.model, looped(case.model, case.loss_of, range(6))
 
 
 @cache
 def truth_of(name, make_partition, rule=clip_factors) -> tuple[list[float], Reference]:
-    """Thresholds in the middle of a case's norms, and the clipped sums at them: once for all modes that share it."""
+    """Thresholds between the norms of a case, and its clipped sums, cached for all modes that share them."""
     model, loss_of = loop_over(name)
     partition = make_partition(model)
     thresholds = middle_thresholds(model, loss_of, partition, range(6))
@@ -79,13 +79,13 @@ def assert_equal_to_reference(case, partition, thresholds, truth, **options) -> 
 
 
 @each_case_in(*MODES)
-def test_clipped_sums_norms_and_counts(case, mode):
+def test_clipped_sums_norms_and_counts_match_the_reference(case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, **options)
 
 
-def test_any_mapping(double):
+def test_partition_by_mapping_matches_the_reference(double):
     case = make_case("conv2d")
     partition = by_mapping(case.model, {"0": "first", "*": "rest"})
     assert [group.layers for group in partition] == [("0",), ("2",)]

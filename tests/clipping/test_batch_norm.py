@@ -1,4 +1,4 @@
-"""BatchNorm in eval mode maps each example alone and is exact; whatever would mix a batch by it is refused."""
+"""BatchNorm in eval mode does not mix examples and is clipped exactly; in training mode it is refused."""
 
 import copy
 
@@ -16,7 +16,7 @@ BATCH = 6
 
 
 class Residual(nn.Module):
-    """A small residual network as torchvision's are, whose statistics have seen some data."""
+    """A small residual network as in torchvision, with running statistics of some data."""
 
     def __init__(self, affine: bool = True, sync: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Residual(nn.Module):
 
 
 class NormAndActivation(nn.BatchNorm2d):
-    """A subclass with a forward of its own, as timm's BatchNormAct2d."""
+    """A subclass with its own forward, as timm's BatchNormAct2d."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(super().forward(x))
@@ -49,18 +49,18 @@ def with_activation() -> nn.Module:
     return model
 
 
-def freeze(model: nn.Module, but: str) -> nn.Module:
+def freeze_except(model: nn.Module, part: str) -> nn.Module:
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(but in name)
+        parameter.requires_grad_(part in name)
     return model
 
 
 MODELS = {
-    "a linear probe": lambda: freeze(Residual(), "fc"),
-    "all but BatchNorm": lambda: freeze(Residual(affine=False), ""),
-    "affine parameters too": Residual,
-    "affine parameters alone": lambda: freeze(Residual(), "bn"),
-    "one affine parameter": lambda: freeze(Residual(), "bn2.bias"),
+    "a linear probe": lambda: freeze_except(Residual(), "fc"),
+    "all but BatchNorm": lambda: freeze_except(Residual(affine=False), ""),
+    "all": Residual,
+    "affine parameters only": lambda: freeze_except(Residual(), "bn"),
+    "one affine parameter": lambda: freeze_except(Residual(), "bn2.bias"),
     "SyncBatchNorm": lambda: Residual(sync=True),
     "a subclass with an activation": with_activation,
 }
@@ -68,7 +68,7 @@ MODELS = {
 
 @pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_eval_mode_it_is_exact(double, name, mode):
+def test_eval_mode_is_clipped_exactly(double, name, mode):
     model, x = MODELS[name]().eval(), torch.randn(BATCH, 3, 5, 5)
     buffers, plain = copy.deepcopy(dict(model.named_buffers())), model(x)
     with attached(model, mode) as engine:
@@ -79,7 +79,7 @@ def test_in_eval_mode_it_is_exact(double, name, mode):
 
 
 class Queries(nn.Module):
-    """Learned rows that all examples share go through BatchNorm."""
+    """BatchNorm of learned rows that all examples share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ class Queries(nn.Module):
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_rows_that_all_examples_share_are_normalised_exactly(double, mode):
+def test_eval_mode_is_exact_for_rows_that_all_examples_share(double, mode):
     model, x = Queries().eval(), torch.randn(BATCH, 4)
     with attached(model, mode) as engine:
         assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum(1), range(BATCH))
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_in_training_mode_it_is_refused_with_what_to_do(affine):
-    model = freeze(Residual(affine), "fc")
+def test_training_mode_is_refused(affine):
+    model = freeze_except(Residual(affine), "fc")
     with pytest.raises(UserError, match=r"'bn1' \(BatchNorm2d\) mixes the examples .* call .eval\(\) on it before"):
         per_layer(model)
     model.eval().bn2.train()
@@ -106,7 +106,7 @@ def test_in_training_mode_it_is_refused_with_what_to_do(affine):
         attach(model, flat(model), 1.0)
 
 
-def test_without_running_statistics_it_is_always_refused():
+def test_missing_running_statistics_are_refused_even_in_eval_mode():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
     with pytest.raises(UserError, match=r"'1' \(BatchNorm1d\) mixes the examples .* bounded: replace it"):
         per_layer(model)
@@ -116,8 +116,8 @@ def test_without_running_statistics_it_is_always_refused():
     ("trained", "compiled", "mode"),
     [("fc", False, "flat"), ("bn", False, "flat"), ("fc", True, "flat"), ("fc", False, "direct")],
 )
-def test_training_mode_later_is_refused_in_that_step(trained, compiled, mode):
-    model, x = freeze(Residual(), trained).eval(), torch.randn(BATCH, 3, 5, 5)
+def test_switch_to_training_mode_is_refused_at_the_next_step(trained, compiled, mode):
+    model, x = freeze_except(Residual(), trained).eval(), torch.randn(BATCH, 3, 5, 5)
     with attached(model, mode) as engine:
         run = torch.compile(model, backend="eager") if compiled else model
         losses_of = rows_of(lambda x: run(x).sum(1), x)
@@ -130,5 +130,5 @@ def test_training_mode_later_is_refused_in_that_step(trained, compiled, mode):
                 refused(losses_of, range(BATCH))
         assert all(torch.equal(p.grad, b) for p, b in zip(trains, before, strict=True))
         model.bn1.eval(), model.bn2.eval()
-        engine.clip(losses_of, range(BATCH))  # dropout may train
-        model.train()(x).sum().backward()  # nothing refuses it outside of the engine's passes
+        engine.clip(losses_of, range(BATCH))  # dropout may stay in training mode
+        model.train()(x).sum().backward()  # outside the engine's passes it is allowed

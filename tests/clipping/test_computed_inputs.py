@@ -1,4 +1,4 @@
-"""Layers and parameters that are used in unusual ways, and inputs that no gradient marks as the batch's: exact."""
+"""Clipping is exact for layers whose inputs are computed from the batch without gradients, or in other layouts."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import shared_parameters
 from tests.clipping.alone import assert_exact
-from tests.clipping.conftest import Does
+from tests.clipping.conftest import Lambda
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import of_rows
 
@@ -28,7 +28,7 @@ def video(conv, x):
 
 
 def frames(conv, x):
-    """A convolution that runs twice on the frames of an example."""
+    """Two runs of one convolution over the frames of an example."""
     return conv(conv(x.flatten(0, 1)).tanh()).unflatten(0, x.shape[:2]).square()
 
 
@@ -47,7 +47,7 @@ def pair(layer, x):
 
 
 class FixedBias(nn.Linear):
-    """A bias that is no parameter but a property of the class."""
+    """A linear layer whose bias is a property of the class, not a parameter."""
 
     def __init__(self, p: int, d: int) -> None:
         nn.Module.__init__(self)
@@ -58,7 +58,7 @@ class FixedBias(nn.Linear):
         return torch.arange(1.0, 1 + len(self.weight))
 
 
-def by_buffer(layer: nn.Module, name: str) -> nn.Module:
+def with_buffer(layer: nn.Module, name: str) -> nn.Module:
     values = torch.randn_like(getattr(layer, name))
     delattr(layer, name)
     layer.register_buffer(name, values)
@@ -66,7 +66,7 @@ def by_buffer(layer: nn.Module, name: str) -> nn.Module:
 
 
 class Pairs(nn.Module):
-    """Two rows of each example, one after the other, through a norm; sequences first with heads through another."""
+    """One norm gets two rows per example (tiled), another one heads with the sequence axis first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Pairs(nn.Module):
 
 
 class LearnedMask(nn.Module):
-    """Numbers added to the scores of every head."""
+    """Attention with a learned mask, which is added to the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LearnedMask(nn.Module):
 
 
 class FixedQueries(nn.Module):
-    """Queries that all examples share, through a layer, look at positions, as many as two batches have examples."""
+    """Attention with queries that all examples share; there are as many positions as examples in two batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ class FixedQueries(nn.Module):
         return self.attention(queries, x, x)[0].square()
 
 
-def turned(x: Tensor) -> Tensor:
-    """Channels become tokens, or tokens channels, whose strides in one example are those of another layout."""
+def swap_axes(x: Tensor) -> Tensor:
+    """Swap channels and tokens; for one example the strides fit another layout too."""
     return x.transpose(1, 2)
 
 
 class Squeezed(nn.Module):
-    """Without its batch axis where there is one example."""
+    """A batch of one example loses its batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Squeezed(nn.Module):
         return self.layer(self.conv(x.squeeze(0)).tanh().flatten(-2)).view(len(x), 4)
 
 
-def under(layer: nn.Module) -> nn.Module:
+def before_a_head(layer: nn.Module) -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3))
 
 
@@ -130,22 +130,22 @@ MODELS = {
     "patches": (lambda: Model(nn.Linear(4, 4), patches), (4, 4)),
     "two views": (lambda: Model(nn.Linear(4, 4), pair), (4,)),
     "a column as an index": (lambda: Model(nn.Embedding(9, 4), lambda e, x: e((x[:, 0].abs() * 3).long() % 9)), (4,)),
-    "a bias that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "bias")), (5, 4)),
-    "a weight that is a buffer": (lambda: under(by_buffer(nn.Linear(4, 4), "weight")), (5, 4)),
-    "a norm's weight that is a buffer": (lambda: under(by_buffer(nn.LayerNorm(4), "weight")), (5, 4)),
-    "a bias that is a property": (lambda: under(FixedBias(4, 4)), (5, 4)),
-    "norms of rows in any order": (Pairs, (6, 4)),
-    "a mask that is learned": (LearnedMask, (6, 4)),
-    "queries that all share": (FixedQueries, (10, 8)),
-    "frames, twice": (lambda: Model(nn.Conv2d(3, 3, 3, padding=1), frames), (2, 3, 4, 4)),
-    "channels that become tokens": (
+    "a bias that is a buffer": (lambda: before_a_head(with_buffer(nn.Linear(4, 4), "bias")), (5, 4)),
+    "a weight that is a buffer": (lambda: before_a_head(with_buffer(nn.Linear(4, 4), "weight")), (5, 4)),
+    "a norm's weight that is a buffer": (lambda: before_a_head(with_buffer(nn.LayerNorm(4), "weight")), (5, 4)),
+    "a bias that is a property": (lambda: before_a_head(FixedBias(4, 4)), (5, 4)),
+    "norms in two layouts": (Pairs, (6, 4)),
+    "a learned mask": (LearnedMask, (6, 4)),
+    "shared queries": (FixedQueries, (10, 8)),
+    "frames, used twice": (lambda: Model(nn.Conv2d(3, 3, 3, padding=1), frames), (2, 3, 4, 4)),
+    "channels become tokens": (
         lambda: nn.Sequential(
-            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Does(turned), nn.Tanh(), nn.Linear(4, 3)
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Lambda(swap_axes), nn.Tanh(), nn.Linear(4, 3)
         ),
         (4, 5, 5),
     ),
-    "tokens that become an image": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Does(turned), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
+    "tokens become an image": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Lambda(swap_axes), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
         (9, 4),
     ),
     "a batch axis that is squeezed away": (Squeezed, (2, 5)),
@@ -154,7 +154,7 @@ MODELS = {
 
 @pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_sums_and_norms_are_those_of_single_examples(monkeypatch, name, mode):
+def test_outputs_sums_and_norms_match_a_loop_over_examples(monkeypatch, name, mode):
     monkeypatch.setattr(shared_parameters, "CHUNK_FLOATS", 200)  # a few examples at a time
     make, shape = MODELS[name]
     model = make()

@@ -1,4 +1,4 @@
-"""Convolutions: sums and norms are those of single examples, whatever the shape and the device."""
+"""Convolutions: sums and norms match a loop over examples, for every shape, layout and weight-gradient method."""
 
 from itertools import product
 
@@ -11,7 +11,7 @@ from groupwise.clipping.rules import conv
 from tests.clipping.alone import assert_exact
 from tests.clipping.conftest import BATCH, CASES, make_case
 
-WAYS = {
+METHODS = {
     "by groups of channels": {},
     "by windows, as on a GPU": {
         "_by_groups": lambda rule, x, g: (g.flatten(2) @ rule.geometry.windows(x, g.shape[2:]).mT).view(
@@ -20,22 +20,22 @@ WAYS = {
     },
     "many weights at few positions": {"FEW_ROWS": 1000, "MANY_WEIGHTS": 1},
 }
-"""How a weight's gradients are made, and what is replaced for that, in the file or in the rule."""
+"""How the gradients of a weight are computed, and what is patched for it in the module or the rule."""
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "memory", "formula"),
+    ("name", "method", "memory", "formula"),
     [
         cell
         for name in CASES
         if name.startswith("conv")
-        for cell in product([name], WAYS, [torch.contiguous_format, torch.channels_last], ["gram", "materialize"])
+        for cell in product([name], METHODS, [torch.contiguous_format, torch.channels_last], ["gram", "materialize"])
         if cell[1] == "by groups of channels" or not ("grouped" in name or "depthwise" in name)
     ],
 )
-def test_sums_and_norms_are_those_of_single_examples(name, way, memory, formula, monkeypatch, double):
-    for what, value in WAYS[way].items():
-        monkeypatch.setattr(conv if what.isupper() else conv.ConvRule, what, value)
+def test_sums_and_norms_match_a_loop_over_examples(name, method, memory, formula, monkeypatch, double):
+    for attribute, value in METHODS[method].items():
+        monkeypatch.setattr(conv if attribute.isupper() else conv.ConvRule, attribute, value)
     case = make_case(name)
     if case.inputs.dim() == 4:
         case.inputs = case.inputs.to(memory_format=memory)
@@ -45,7 +45,7 @@ def test_sums_and_norms_are_those_of_single_examples(name, way, memory, formula,
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize(("few", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (100, [5])])
-def test_norms_are_found_for_a_few_examples_at_a_time(monkeypatch, few, sizes, formula, double):
+def test_norms_are_computed_in_chunks_of_examples(monkeypatch, few, sizes, formula, double):
     seen = []
     if formula == "gram":
         held = 30**2 + (1 + 6) * (6 * 5) ** 2 * 2 + 3 * 30**2

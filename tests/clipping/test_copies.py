@@ -1,4 +1,4 @@
-"""A copy of a model in private training is a plain model."""
+"""Copies and averages of a model in private training are ordinary models."""
 
 import copy
 import pickle
@@ -9,15 +9,15 @@ from torch.optim.swa_utils import AveragedModel
 from tests.private_use import Use, X
 
 
-def test_copies_and_averages_of_a_model_in_private_training_are_plain_models():
+def test_copies_and_averages_are_plain_models():
     use, plain = Use(), Use().train()
     average = AveragedModel(use.model)
     for _ in use.private.steps():
         average.update_parameters(use.model)
-        for twin in (copy.deepcopy(use.model), pickle.loads(pickle.dumps(use.model))):
-            twin(X).sum().backward()
-            assert torch.equal(twin(X), use.model(X))
-    Use(copy.deepcopy(average.module)).train()  # it may train privately itself
+        for copied in (copy.deepcopy(use.model), pickle.loads(pickle.dumps(use.model))):
+            copied(X).sum().backward()
+            assert torch.equal(copied(X), use.model(X))
+    Use(copy.deepcopy(average.module)).train()  # the average can be trained privately too
     assert not torch.equal(average(X), use.model(X))
     average.module.load_state_dict(use.model.state_dict())
     assert torch.equal(average(X), use.model(X))

@@ -1,4 +1,4 @@
-"""direct=True: layers return clipped gradients themselves. The same sums as through a gate, and what it cannot do."""
+"""direct=True, where layers return clipped gradients themselves: sums match the reference, other models are refused."""
 
 from functools import partial
 
@@ -27,14 +27,14 @@ MODES = {
 @pytest.mark.parametrize(
     ("case", "mode"),
     [
-        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if rule_again else [])
+        pytest.param(name, mode, id=f"{name}-{mode}", marks=[pytest.mark.slow] if rarely else [])
         for number, name in enumerate(SIMPLE)
         for mode in MODES
-        for rule_again in [mode == "layer_automatic" and number % 9]  # a clip rule sees norms, no layer
+        for rarely in [mode == "layer_automatic" and number % 9]  # a clip rule sees norms only
     ],
     indirect=["case"],
 )
-def test_clipped_sums_norms_and_counts(case, mode):
+def test_clipped_sums_norms_and_counts_match_the_reference(case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     assert_equal_to_reference(case, make_partition(case.model), thresholds, truth, direct=True, **options)
@@ -46,7 +46,7 @@ def mlp() -> nn.Sequential:
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize(
-    ("make", "make_partition", "norms", "says"),
+    ("make", "make_partition", "norms", "message"),
     [
         *(
             (lambda: nn.Sequential(mlp(), mlp()), of, "bookkeeping", r"Layer '0.0' shares group .* one group a layer")
@@ -60,9 +60,9 @@ def mlp() -> nn.Sequential:
         ),
     ],
 )
-def test_what_cannot_be_direct_is_refused_by_name(double, make, make_partition, norms, says):
+def test_unsupported_partitions_and_layers_are_refused_by_name(double, make, make_partition, norms, message):
     model = make()
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         attach(model, make_partition(model), 1.0, norms=norms, direct=True)
 
 
@@ -73,7 +73,7 @@ def test_a_layer_that_runs_twice_is_refused(double, mode):
         clip(engine, case.losses, range(6))
 
 
-def test_half_precision_that_a_shard_turns_into_is_refused():
+def test_a_parameter_cast_to_half_precision_is_refused():
     model = nn.Sequential(nn.Linear(5, 3))
     with attached(model, "direct") as engine:
         model[0].weight = nn.Parameter(model[0].weight.detach().bfloat16())
@@ -81,8 +81,8 @@ def test_half_precision_that_a_shard_turns_into_is_refused():
             clip_batch(engine, lambda x: model(x).square().sum(1), torch.randn(4, 5))
 
 
-def pairs(layer: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Two rows of the layer for each example."""
+def differences(layer: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The layer gets two rows of each example."""
     first, second = layer(torch.cat([a, b])).chunk(2)
     return (first - second).square().sum(1)
 
@@ -91,13 +91,13 @@ def pairs(layer: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("losses", "shapes"),
     [
-        (pairs, [(1, 3)] * 2),
-        (pairs, [(4, 3)] * 2),
+        (differences, [(1, 3)] * 2),
+        (differences, [(4, 3)] * 2),
         (lambda layer, x: layer(x.transpose(0, 1)).sum((0, 2)), [(4, 5, 3)]),
     ],
-    ids=["two rows of one", "two rows of each", "sequences first"],
+    ids=["two rows of one example", "two rows of each example", "sequences first"],
 )
-def test_other_layouts_are_refused(mode, losses, shapes):
+def test_layouts_without_one_row_per_example_are_refused(mode, losses, shapes):
     model = nn.Sequential(nn.Linear(3, 2))
     with (
         attached(model, mode, 0.3) as engine,

@@ -1,4 +1,4 @@
-"""EmbeddingBag in plain operations: what it takes, what it refuses, and whom it leaves out."""
+"""EmbeddingBag in plain operations: non-finite weights, memory, and options that are refused."""
 
 from functools import partial
 
@@ -15,8 +15,8 @@ from tests.clipping.traced import clip_batch, trace_batch
 VOCABULARY, SIZE = 7, 4
 
 
-def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
-    """Its factor is 0, and 0 times infinity is none."""
+def test_an_example_with_a_non_finite_weight_is_left_out():
+    """Its clip factor is 0, but 0 · inf would be NaN."""
     model = nn.EmbeddingBag(VOCABULARY, SIZE, mode="sum")
     ids, counts = torch.randint(0, VOCABULARY, (3, 5)), torch.ones(3, 5)
 
@@ -33,19 +33,19 @@ def test_an_example_with_a_count_that_is_no_number_is_left_out_of_the_sum():
     torch.testing.assert_close(model.weight.grad, alone)
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that an operation made."""
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that an operation returns."""
 
     numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.numbers = max(self.numbers, made.numel())
-        return made
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.numbers = max(self.numbers, result.numel())
+        return result
 
 
-def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
+def test_several_bags_per_example_form_no_per_example_gradients_of_the_table():
     model, ids = nn.EmbeddingBag(10_000, SIZE, mode="sum"), torch.randint(0, 10_000, (6, 3, 5))
 
     def losses_of(ids: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
 
     with attach(model, flat(model), 1.0) as engine:
         trace_batch(engine, losses_of, ids)
-        with Largest() as largest:
+        with LargestTensor() as largest:
             clip_batch(engine, losses_of, ids)
     assert largest.numbers == 10_000 * SIZE
 
@@ -67,14 +67,14 @@ def test_several_bags_of_an_example_need_no_gradient_of_the_whole_table():
         ((2, 2), {"mode": "sum", "per_sample_weights": torch.ones(3)}, "the input.s shape"),
     ],
 )
-def test_refusals(shape, options, message):
+def test_unsupported_arguments_are_refused(shape, options, message):
     with pytest.raises(UserError, match=message):
         embedding_bag(torch.ones(shape).long(), torch.ones(VOCABULARY, SIZE), **options)
 
 
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
 @pytest.mark.parametrize("kind", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
-def test_options_that_cannot_be_clipped(kind, option):
+def test_options_that_cannot_be_clipped_are_refused(kind, option):
     model = kind(VOCABULARY, SIZE, **option)
     with (
         attach(model, flat(model), 1.0) as engine,

@@ -1,5 +1,5 @@
-"""What the engine promises around the clipping: refusals that name the culprit, no trace after detaching, dropout,
-checkpointing, autocast, examples that are not finite."""
+"""The engine around the clipping: refusals that name the layer, the model unchanged after detaching, checkpointing,
+autocast, non-finite examples."""
 
 import copy
 from functools import partial
@@ -13,7 +13,7 @@ from torch import nn
 from groupwise.clipping import attach, flat, per_layer
 from groupwise.errors import UserError
 from tests.clipping.alone import assert_sums, gradients
-from tests.clipping.conftest import Remade, Scale
+from tests.clipping.conftest import Checkpointed, Scale
 from tests.clipping.modes import DIRECT, FEW, attached
 from tests.clipping.traced import clip, clip_batch
 
@@ -55,7 +55,7 @@ def test_plain_backward_is_refused(batch, direct):
 
 
 @pytest.mark.parametrize("change", [True, False])
-def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
+def test_freezing_or_unfreezing_after_attaching_is_refused(batch, change):
     model = small_net()
     model[0].bias.requires_grad_(change)
     with attach(model, per_layer(model), 1.0) as engine:
@@ -64,8 +64,8 @@ def test_freezing_or_thawing_after_attaching_is_refused(batch, change):
             clipped(engine, batch)
 
 
-class Sneaky(nn.Module):
-    """A layer's weight behind the engine's back."""
+class UsesWeightOutsideItsLayer(nn.Module):
+    """Uses a layer's weight outside that layer."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Sneaky(nn.Module):
 
 @pytest.mark.parametrize("mode", ["flat", "layer", *DIRECT])
 def test_a_parameter_used_outside_its_layer_is_refused(double, mode):
-    model, x = Sneaky(), torch.randn(4, 3, 5)
+    model, x = UsesWeightOutsideItsLayer(), torch.randn(4, 3, 5)
     losses = lambda x: model(x).square().sum((1, 2))  # noqa: E731
     with attached(model, mode) as engine:
         with pytest.raises(UserError, match=r"'net.weight' is used outside"):
@@ -88,7 +88,7 @@ def test_a_parameter_used_outside_its_layer_is_refused(double, mode):
             engine.check_output(output)
         assert all(p.grad is None for p in model.parameters())
         if mode in DIRECT:
-            model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # nobody knows this one by its name
+            model.net.weight = nn.Parameter(model.net.weight.detach().clone())  # unknown to the engine
             with pytest.raises(UserError, match=r"of shape \(5, 5\).*used outside"):
                 clip_batch(engine, losses, x)
             return
@@ -107,35 +107,35 @@ def test_a_layer_that_the_loss_never_reaches_is_named(batch, mode):
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), [1.0, 2.0]])
-def test_bad_thresholds_are_refused(bad):
+def test_invalid_thresholds_are_refused(bad):
     model = small_net()
     with pytest.raises(UserError, match="threshold"):
         attach(model, per_layer(model), bad)
 
 
-def test_ghost_needs_one_group():
+def test_ghost_clipping_of_several_groups_is_refused():
     model = small_net()
     with pytest.raises(UserError, match="one group"):
         attach(model, per_layer(model), 1.0, norms="ghost")
 
 
-def test_two_engines_clip_one_model_in_turn_and_attaching_inside_of_a_pass_is_refused(batch):
+def test_two_engines_can_alternate_but_not_attach_during_a_pass(batch):
     model = small_net()
     with attach(model, per_layer(model), 1.0) as engine, attach(model, flat(model), 0.5) as second:
-        found = []
+        sums = []
         for each in (engine, second, engine):
             model.zero_grad()
             clipped(each, batch)
-            found.append(gradients(model))
-        assert all(torch.equal(found[0][name], found[2][name]) for name in found[0])
-        assert not torch.equal(found[0]["0.weight"], found[1]["0.weight"])
+            sums.append(gradients(model))
+        assert all(torch.equal(sums[0][name], sums[2][name]) for name in sums[0])
+        assert not torch.equal(sums[0]["0.weight"], sums[1]["0.weight"])
         assert (engine.examples, second.examples) == (12, 6)
         with engine.forward(6), pytest.raises(UserError, match="replaced already"):
             attach(model, flat(model), 1.0)
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
-def test_the_model_is_plain_before_between_and_after_passes(batch):
+def test_the_model_is_unchanged_outside_of_passes(batch):
     model = small_net()
     model[3] = nn.Sequential(nn.Flatten(), Scale(128))
     untouched, before = copy.deepcopy(model), set(model.state_dict())
@@ -175,7 +175,7 @@ def test_forward_without_backward_does_not_disturb_the_next_step(batch, mode):
         engine.reset()
         for rows in (range(6), range(2)):
             with engine.forward(len(rows)):
-                losses_of(model, batch, rows)  # discarded, gradients on
+                losses_of(model, batch, rows)  # discarded, with gradients enabled
         with torch.no_grad(), engine.forward(6):
             losses_of(model, batch)
         clipped(engine, batch)
@@ -183,7 +183,7 @@ def test_forward_without_backward_does_not_disturb_the_next_step(batch, mode):
         assert torch.equal(engine.counts, counts)
 
 
-def test_counts_can_use_other_thresholds(batch):
+def test_counts_can_use_other_thresholds_than_clipping(batch):
     model = small_net()
     with attach(model, flat(model), 0.5) as engine:
         clipped(engine, batch)
@@ -197,30 +197,30 @@ def test_counts_can_use_other_thresholds(batch):
         assert_sums(model, expected, 0, 0)
 
 
-def test_a_norm_that_equals_the_threshold_is_within_it():
+def test_a_norm_equal_to_the_threshold_counts_as_below_it():
     model = nn.Linear(1, 1, bias=False)
     with attach(model, flat(model), 3.0) as engine:
         clip_batch(engine, lambda x: model(x).sum(1), torch.tensor([[2.0], [3.0], [3.5]]))
         assert engine.counts.tolist() == [2]
 
 
-def exchanging() -> list[nn.Module]:
-    """Layers without a rule and with a rule that form gradients and normalise."""
+def layers_that_form_gradients() -> list[nn.Module]:
+    """Layers with and without a rule, normalisations among them, that form per-example gradients."""
     layers = nn.ConvTranspose2d(3, 4, 3, 2), nn.InstanceNorm2d(4, affine=True), nn.RMSNorm(13)
     return [*layers, nn.ConvTranspose2d(4, 2, 2), nn.Flatten()]
 
 
 NETS = {
     "small": small_net,
-    "exchanging": lambda: nn.Sequential(*exchanging()),
-    "remade": lambda: Remade(*exchanging()),
+    "gradients formed": lambda: nn.Sequential(*layers_that_form_gradients()),
+    "checkpointed": lambda: Checkpointed(*layers_that_form_gradients()),
 }
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize(("net", "mode"), [*product(NETS, FEW), *product(["small"], DIRECT)])
-@pytest.mark.parametrize("poison", ["input", "loss"])
-def test_an_example_that_is_not_finite_contributes_zero(batch, net, mode, poison):
+@pytest.mark.parametrize("non_finite", ["input", "loss"])
+def test_a_non_finite_example_contributes_zero(batch, net, mode, non_finite):
     model = NETS[net]()
     x, y = batch[0].clone(), batch[1]
     with attached(model, mode, 0.5) as engine:
@@ -228,11 +228,11 @@ def test_an_example_that_is_not_finite_contributes_zero(batch, net, mode, poison
         expected = gradients(model)
         model.zero_grad()
         engine.reset()
-        if poison == "input":
+        if non_finite == "input":
             x[0, 0, 0, 0] = float("nan")
         with engine.forward(6):
             losses = losses_of(model, (x, y))
-        if poison == "loss":
+        if non_finite == "loss":
             losses = losses * torch.tensor([float("inf"), 1, 1, 1, 1, 1])
         engine.backward(losses)
         assert engine.nonfinite == 1
@@ -251,7 +251,7 @@ def test_compiled_model_gives_the_same_sums(batch):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_losses_of_a_forward_that_is_over_are_refused(batch, direct):
+def test_losses_of_a_finished_forward_pass_are_refused(batch, direct):
     model = small_net()
     with attach(model, per_layer(model), 0.5, direct=direct) as engine:
         engine.trace(partial(losses_of, model, batch), range(6))
@@ -274,8 +274,8 @@ def test_losses_of_a_forward_that_is_over_are_refused(batch, direct):
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_partition):
-    """Nearly equal inputs and output gradients that sum to zero: Gram matrices cancel almost wholly."""
+def test_cancellation_in_float32_never_exceeds_the_threshold(make_partition):
+    """Nearly equal inputs and output gradients that sum to zero: sums over Gram matrices cancel almost completely."""
     torch.manual_seed(0)
     layer = nn.Linear(512, 512)
     x = torch.randn(1, 1, 512) * 10 + 1e-3 * torch.randn(20, 64, 512)
@@ -292,9 +292,9 @@ def test_cancellation_in_float32_never_lets_a_gradient_pass_its_threshold(make_p
 
 
 @pytest.mark.parametrize("mode", [*FEW, *DIRECT])
-@pytest.mark.parametrize("lowered_losses", [True, False])
-def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold(mode, lowered_losses):
-    """Ghost clipping runs backward twice: the second pass rounds as the first has, or the norm is another's."""
+@pytest.mark.parametrize("bfloat16_losses", [True, False])
+def test_one_example_under_autocast_stays_within_its_threshold(mode, bfloat16_losses):
+    """Ghost clipping runs backward twice: both passes must round alike, or the norm belongs to other gradients."""
     threshold = 0.037
     for seed in range(8):
         torch.manual_seed(seed)
@@ -303,9 +303,9 @@ def test_one_example_moves_a_sum_of_half_precision_by_no_more_than_its_threshold
         with attached(model, mode, threshold) as engine:
             with torch.autocast("cpu", dtype=torch.bfloat16), engine.forward(1):
                 outputs = model(torch.randn(1, 8, 32))
-            losses = 100 * ((outputs if lowered_losses else outputs.float()) - 1).abs().mean((1, 2))
+            losses = 100 * ((outputs if bfloat16_losses else outputs.float()) - 1).abs().mean((1, 2))
             engine.backward(losses)
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
         for group in engine.groups:
-            moved = sum(p.grad.double().square().sum() for p in group.parameters).sqrt()
-            assert 0.99 * threshold < moved <= threshold * (1 + 1e-6)
+            norm = sum(p.grad.double().square().sum() for p in group.parameters).sqrt()
+            assert 0.99 * threshold < norm <= threshold * (1 + 1e-6)

@@ -1,4 +1,4 @@
-"""Clip rules: pure functions that never let factor · norm exceed the threshold."""
+"""Clip rules: factor · norm never exceeds the threshold."""
 
 import math
 
@@ -23,15 +23,15 @@ def test_the_clipped_norm_is_at_most_the_threshold(name, norms, threshold, gamma
     assert bool((clipped <= threshold * (1 + 1e-12)).all())
 
 
-def test_every_rule_of_the_configuration_is_known_and_no_other():
+def test_the_configuration_offers_exactly_the_known_rules():
     assert tuple(CLIP_RULES) == CHOICES["clip.rule"]
 
 
-def test_short_gradients_are_kept_as_they_are():
+def test_norms_within_the_bound_get_factor_one():
     assert clip_factors(torch.tensor([0.0, 0.5, 1.0, 2.0]), torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0, 0.5]
 
 
-def test_a_square_that_overflowed_either_way_is_left_out():
+def test_infinite_and_nan_squared_norms_are_left_out():
     squares = torch.tensor([-math.inf, math.inf, math.nan, -1e-3, 0.0, 2.0], dtype=torch.float64)
     assert keep_finite(torch.ones(6), squares).tolist() == [0, 0, 0, 1, 1, 1]
     layer = nn.Linear(1, 1)
@@ -40,12 +40,12 @@ def test_a_square_that_overflowed_either_way_is_left_out():
     assert engine.nonfinite == 3
 
 
-def test_values_are_looked_at_on_a_cpu_only():
+def test_only_devices_other_than_the_cpu_are_async():
     assert not is_async_device(torch.zeros(1)) and is_async_device(torch.zeros(1, device="meta"))
 
 
 def test_automatic_factors_by_hand():
     assert automatic_factors(0.5)(torch.tensor([0.0, 1.5]), torch.tensor(3.0)).tolist() == [6.0, 1.5]
-    for bad in (0.0, float("nan")):
+    for gamma in (0.0, float("nan")):
         with pytest.raises(ValueError, match="gamma > 0"):
-            automatic_factors(bad)
+            automatic_factors(gamma)

@@ -1,4 +1,4 @@
-"""How clipped sums reach .grad, and that no other gradient does."""
+"""Clipped sums are added to .grad, and no other gradient is."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from tests.clipping.conftest import LastOutput
 from tests.clipping.traced import clip, clip_batch, trace_batch
 
 
-def filters_last() -> nn.Conv2d:
+def channels_last_convolution() -> nn.Conv2d:
     return nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
 
 
-def turned_weight() -> nn.Linear:
+def transposed_weight() -> nn.Linear:
     layer = nn.Linear(4, 6)
     layer.weight = nn.Parameter(torch.randn(4, 6).t())
     return layer
@@ -24,11 +24,11 @@ def turned_weight() -> nn.Linear:
 
 LAYERS = {
     "linear": (lambda: nn.Linear(4, 6), (5, 3, 4)),
-    "turned weight": (turned_weight, (5, 3, 4)),
-    "thin linear": (lambda: nn.Linear(2, 600), (5, 3, 2)),
+    "transposed weight": (transposed_weight, (5, 3, 4)),
+    "narrow linear": (lambda: nn.Linear(2, 600), (5, 3, 2)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3), (5, 4, 6, 6)),
-    "channels last": (filters_last, (5, 4, 6, 6)),
-    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3), (5, 4, 3, 3)),
+    "channels last": (channels_last_convolution, (5, 4, 6, 6)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3), (5, 4, 3, 3)),
     "norm": (lambda: nn.LayerNorm(4), (5, 3, 4)),
 }
 
@@ -37,7 +37,7 @@ LAYERS = {
 @pytest.mark.parametrize("method", ["gram", "materialize"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_have_their_parameters_strides(name, method, make_partition):
-    """As autograd's have: optimisers with foreach=True are slower otherwise."""
+    """As autograd's gradients do; otherwise optimisers with foreach=True are slower."""
     make, shape = LAYERS[name]
     layer = make()
     with attach(layer, make_partition(layer), 1.0, formula=method) as engine:
@@ -47,7 +47,7 @@ def test_gradients_have_their_parameters_strides(name, method, make_partition):
         assert parameter.grad.stride() == parameter.stride()
 
 
-def test_a_wider_sum_becomes_a_gradient_of_the_parameters_own_precision():
+def test_a_float64_sum_becomes_a_gradient_of_the_parameters_dtype():
     parameter, total = nn.Parameter(torch.zeros(4, 3)), torch.randn(4, 3).double()
     gradients = ClippedGradients({"weight": parameter})
     with gradients.collected():
@@ -57,8 +57,8 @@ def test_a_wider_sum_becomes_a_gradient_of_the_parameters_own_precision():
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("passes", range(4))
-def test_a_bypass_is_refused_in_any_backward_pass_and_is_not_in_grad(passes, norms):
-    """The graph is walked in the first one only; later the microbatch is clipped and counted, without its bypass."""
+def test_use_of_a_parameter_outside_its_layer_is_refused_and_not_in_grad(passes, norms):
+    """Only the first pass walks the graph; later the microbatch is clipped and counted, without the bypass."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(4, 3)
 
@@ -70,7 +70,7 @@ def test_a_bypass_is_refused_in_any_backward_pass_and_is_not_in_grad(passes, nor
         for _ in range(passes):
             clip(engine, losses_of, range(4))
         before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        penalty = model[0].weight.square().sum()  # inside of the losses it would be clipped
+        penalty = model[0].weight.square().sum()  # computed outside of the losses it is not clipped
         with pytest.raises(UserError, match=r"'0.weight' is used outside .* weight_decay"):
             clip(engine, lambda rows: penalty + losses_of(rows) if passes % 2 else losses_of(rows) + penalty, range(4))
         assert engine.examples == 4 * (passes + (passes >= 1))
@@ -80,13 +80,13 @@ def test_a_bypass_is_refused_in_any_backward_pass_and_is_not_in_grad(passes, nor
             else:
                 torch.testing.assert_close(parameter.grad, earlier * (passes + 1) / passes)
         model.zero_grad()
-        clip(engine, losses_of, range(4))  # it goes on
+        clip(engine, losses_of, range(4))  # the engine still works
         for parameter, earlier in zip(model.parameters(), before, strict=True):
             if earlier is not None:
                 torch.testing.assert_close(parameter.grad, earlier / passes)
 
 
-def test_a_backward_pass_that_fails_leaves_grad_as_it_was():
+def test_a_failed_backward_pass_leaves_grad_unchanged():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     x = torch.randn(4, 3)
 
@@ -109,7 +109,7 @@ def test_a_backward_pass_that_fails_leaves_grad_as_it_was():
 
 @pytest.mark.parametrize("make_model", [lambda: nn.Linear(3, 2), LastOutput, lambda: nn.LayerNorm(3)])
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_partition):
+def test_create_graph_is_refused(make_model, make_partition):
     model, x = make_model(), torch.randn(4, 5, 3)
     with attach(model, make_partition(model), 1.0) as engine:
         trace_batch(engine, lambda x: model(x).flatten(1).sum(1), x)
@@ -120,7 +120,7 @@ def test_clipped_gradients_have_no_gradients_of_their_own(make_model, make_parti
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_losses_of_derivatives_by_the_input_are_refused_and_finite_differences_are_exact(make_partition, double):
+def test_input_derivatives_are_refused_and_finite_differences_are_exact(make_partition, double):
     model, x, step = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 2), 1e-3
 
     def differences(examples):

@@ -1,4 +1,4 @@
-"""Inner products and chunks: what saves memory must change no number."""
+"""Gram matrices in chunks of examples give the same numbers, and slack covers the longest sum."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CHUNKED = {
 
 @pytest.mark.parametrize("name", CHUNKED)
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
+def test_chunks_do_not_change_norms_and_sums(double, monkeypatch, name, make_partition):
     module, case_name, options, floats = CHUNKED[name]
     case = make_case(case_name)
     found = []
@@ -33,7 +33,7 @@ def test_chunks_change_nothing(double, monkeypatch, name, make_partition):
 
 
 @pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
-def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, floats, sizes):
+def test_gram_matrices_are_computed_in_chunks_of_examples(monkeypatch, floats, sizes):
     monkeypatch.setattr(gram, "CHUNK_FLOATS", floats)
     seen, real = [], gram.GramTerms
     monkeypatch.setattr(gram, "GramTerms", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
@@ -47,7 +47,7 @@ def test_inner_products_are_held_for_as_many_examples_as_the_chunk(monkeypatch, 
 
 
 @pytest.mark.parametrize(("terms", "longest"), [((4, 5, 6), 6), ((7, 5, 6), 7), ((4, 8, 6), 8)])
-def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
+def test_slack_uses_the_number_of_terms_of_the_longest_sum(monkeypatch, terms, longest):
     rows, d, p = terms
     seen = []
     real = norm_terms.slack_of
@@ -57,8 +57,8 @@ def test_slack_is_for_the_longest_sum(monkeypatch, terms, longest):
     assert seen == [longest]
 
 
-def test_slack_is_of_the_sizes_before_anything_cancels():
-    """x and g of two positions that cancel exactly: ‖GᵀX‖ = 0, and its terms are not."""
+def test_slack_uses_magnitudes_before_cancellation():
+    """Two positions cancel exactly: ‖GᵀX‖ = 0, but its terms are not 0."""
     x, g = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]), torch.tensor([[[2.0], [-2.0]]])
     for bias, size in ((False, 2 * 5 * 2), (True, 2 * 26**0.5 * 2)):
         squares = gram.gram_norms(x, g, bias)

@@ -1,4 +1,4 @@
-"""GroupNorm in both memory layouts: the same numbers as a loop over single examples."""
+"""GroupNorm in both memory layouts matches a loop over single examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.clipping.alone import assert_exact, looped
 
 @pytest.fixture(params=[None, 6])
 def grid(monkeypatch, request) -> None:
-    """A GPU's grid takes six groups, fewer than those of the batch."""
+    """Also with a GPU grid of only six groups, fewer than in the batch."""
     if request.param is not None:
         monkeypatch.setattr(normalization, "LARGEST_GRID", request.param)
 
@@ -33,16 +33,16 @@ MODELS = {
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("groups", [flat, per_layer])
-def test_equal_to_single_examples(double, grid, name, layout, groups) -> None:
+def test_sums_and_norms_match_a_loop_over_examples(double, grid, name, layout, groups) -> None:
     model = MODELS[name]()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     if name == "frozen bias":
         model.bias.requires_grad_(False)
     x = (torch.randn(5, 3, 7, 7) + 3).to(memory_format=layout)
-    alone = looped(model, lambda i: loss(model, x[[i]].contiguous())[0], range(5))  # torch's own wants it so
+    alone = looped(model, lambda i: loss(model, x[[i]].contiguous())[0], range(5))  # torch's own needs it contiguous
     with attach(model, groups(model), 1.0) as engine:
         assert_exact(engine, lambda rows: loss(model, x[list(rows)]), range(5), loop=alone)
-        if name == "frozen bias":  # no other layer is there
+        if name == "frozen bias":  # no other layer changes the layout
             with engine.forward(5):
                 assert model(x).is_contiguous(memory_format=layout)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows as a GPU has them, on this CPU: what is summed is what was measured."""
+"""Products of bfloat16 rows as on a GPU, simulated on a CPU: clipped sums stay within the bound of their norms."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from groupwise.clipping.rules.base import Gradients, Saved, clipped_sum, find_ru
 
 C = 0.5
 BOUND = 1e-6
-"""What docs/privacy.md says that rounding may add to a clipped norm, relative to C."""
+"""Rounding may increase a clipped norm by this much relative to C (docs/privacy.md)."""
 
 
 @pytest.fixture
-def half(monkeypatch) -> None:
-    """bfloat16 numbers stay as they are, as on a GPU."""
+def bfloat16_products(monkeypatch) -> None:
+    """bfloat16 tensors stay bfloat16, as on a GPU."""
     for module in (precision, gram, linear):
         monkeypatch.setattr(module, "keeps_half", lambda *tensors: all(t.dtype == torch.bfloat16 for t in tensors))
 
@@ -45,14 +45,14 @@ LAYERS = {
     "standardised": (lambda: WSConv2d(5, 6, 3, padding=1), (5, 9, 9)),
     "standardised_gain": (lambda: WSConv2d(5, 6, 3, padding=1, gain=True), (5, 9, 9)),
 }
-"""A layer, and the shape of an example."""
+"""Name -> a layer, and the shape of an example."""
 
 
 @pytest.mark.parametrize("own_group", [True, False])
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_no_example_adds_more_than_its_threshold(half, kind, formula, own_group):
-    """Norms and sums from bfloat16 inputs and output gradients, beside the same numbers in float64."""
+def test_no_example_exceeds_its_threshold(bfloat16_products, kind, formula, own_group):
+    """Norms and sums from bfloat16 inputs and output gradients, compared with float64."""
     torch.manual_seed(0)
     make, shape = LAYERS[kind]
     linear = kind.startswith("linear")

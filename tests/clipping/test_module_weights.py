@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from groupwise.clipping import attach, flat
 from tests.clipping.alone import assert_bounded, assert_exact, looped
+from tests.clipping.covering import covering_pairs
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import losses_of
 from tests.clipping.traced import clip
-from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -232,7 +232,7 @@ def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False
         assert_exact(engine, lambda rows: losses_of(model, x, list(rows)), examples, [0.3] * len(engine.groups), loop)
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(MODELS, MODES, list(BATCHES)))
+@pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(MODELS, MODES, list(BATCHES)))
 def test_equals_a_loop_over_single_examples(name, mode, batches):
     for batch in batches:
         assert_equal(name, mode, BATCHES[batch])

@@ -13,9 +13,9 @@ from groupwise.clipping.calls import ParameterUse
 from groupwise.errors import UserError
 from tests.clipping import alone
 from tests.clipping.alone import looped, middle_thresholds
+from tests.clipping.covering import covering_pairs
 from tests.clipping.modes import FEW, MODES, attached
 from tests.clipping.traced import clip
-from tests.clipping.turns import in_turn
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
@@ -198,7 +198,7 @@ def use_of(name):
     return model, x, loop_over(model, x)
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(EXACT, FEW, list(BATCHES)))
+@pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(EXACT, FEW, list(BATCHES)))
 def test_any_use_is_exact_for_any_batch(name, mode, batches):
     model, x, loop = use_of(name)
     for batch in batches:
@@ -210,7 +210,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize(("cell", "mode", "batches"), in_turn(CELLS, FEW, list(BATCHES)))
+@pytest.mark.parametrize(("cell", "mode", "batches"), covering_pairs(CELLS, FEW, list(BATCHES)))
 def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(cell, mode, batches):
     kind, rows = CELLS[cell]
 

@@ -13,8 +13,8 @@ from groupwise.clipping.rules.conv import ConvRule
 from groupwise.clipping.rules.embedding import EmbeddingRule
 from tests.clipping.alone import assert_exact
 from tests.clipping.conftest import BATCH, CASES, make_case
+from tests.clipping.covering import covering_pairs
 from tests.clipping.traced import clip_batch, trace_batch
-from tests.clipping.turns import in_turn
 
 COPIED = ("fallback", "parametrized", "reused_rms_norm", "conv_transpose", "reused_conv_transpose", "std_conv")
 FALLBACKS = [name for name in CASES if name.startswith((*COPIED, "frozen_transposed"))]
@@ -197,7 +197,7 @@ def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wa
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize(
-    ("name", "formula", "sizes"), in_turn(CASES, ["gram", "materialize"], [1e17, 1e19, 3e19, 1e37])
+    ("name", "formula", "sizes"), covering_pairs(CASES, ["gram", "materialize"], [1e17, 1e19, 3e19, 1e37])
 )
 def test_however_large_one_example_is_it_is_clipped_or_left_out(name, formula, sizes):
     """In float32, whose numbers end at 3e38: what a norm is made of must not overflow where the norm does not."""

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine
 from tests.clipping.alone import assert_exact
+from tests.clipping.covering import covering_pairs
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import of_rows
 from tests.clipping.traced import clip
-from tests.clipping.turns import in_turn
 from tests.combinations import pairs_fast
 
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
@@ -64,7 +64,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "batches"), in_turn(LAYOUTS, FEW, [1, 2, 3, 5, 6]))
+@pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(LAYOUTS, FEW, [1, 2, 3, 5, 6]))
 def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batches):
     for batch in batches:
         model = Two(LAYOUTS[name])

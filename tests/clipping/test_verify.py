@@ -14,7 +14,7 @@ from groupwise.clipping import attach, automatic_factors, flat, per_layer, verif
 from groupwise.clipping.norm_terms import squares_together
 from groupwise.clipping.rules.linear import LinearRule
 from groupwise.errors import UserError
-from tests.clipping.conftest import Does
+from tests.clipping.conftest import Lambda
 from tests.clipping.test_trace import Two
 from tests.clipping.traced import clip
 
@@ -120,41 +120,41 @@ def kept_short(x: Tensor) -> Tensor:
 
 
 FAULTS = {
-    "batch statistics": (lambda: Does(batch_statistics), r"mixes the examples.*the output of layer '1' \(Does\)"),
-    "the batch's mean": (lambda: Does(lambda x: x - x.mean(0)), "mixes the examples.*the output of layer '1'"),
-    "divided by the batch": (lambda: Does(lambda x: x / len(x)), "alone but.*mixes the examples.*layer '1'"),
+    "batch statistics": (lambda: Lambda(batch_statistics), r"mixes the examples.*the output of layer '1' \(Lambda\)"),
+    "the batch's mean": (lambda: Lambda(lambda x: x - x.mean(0)), "mixes the examples.*the output of layer '1'"),
+    "divided by the batch": (lambda: Lambda(lambda x: x / len(x)), "alone but.*mixes the examples.*layer '1'"),
     "random numbers of a given generator": (
-        lambda: Does(lambda x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(5))),
-        r"torch.rand draws in layer '1' \(Does\) from a generator that is passed to it",
+        lambda: Lambda(lambda x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(5))),
+        r"torch.rand draws in layer '1' \(Lambda\) from a generator that is passed to it",
     ),
     "the eight largest of many": (
-        lambda: Does(
+        lambda: Lambda(
             lambda x: torch.where(x >= x.flatten().topk(min(40, x.numel())).values.min(), x, x.detach() * 0.5)
         ),
         "in one batch and|alone but",
     ),
     "rolled, of more than ten": (
-        lambda: Does(lambda x: x if len(x) <= 10 else 0.9 * x + 0.1 * x.roll(5, 0)),
+        lambda: Lambda(lambda x: x if len(x) <= 10 else 0.9 * x + 0.1 * x.roll(5, 0)),
         "alone but .* in a batch: a layer or the loss mixes the examples",
     ),
-    "attention over the batch": (lambda: Does(across_the_batch), r"mixes the examples.*layer '1' \(Does\)"),
-    "mixup": (lambda: Does(mixup), r"torch.randperm draws .*in layer '1' \(Does\)"),
-    "mixup by sorting": (lambda: Does(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
+    "attention over the batch": (lambda: Lambda(across_the_batch), r"mixes the examples.*layer '1' \(Lambda\)"),
+    "mixup": (lambda: Lambda(mixup), r"torch.randperm draws .*in layer '1' \(Lambda\)"),
+    "mixup by sorting": (lambda: Lambda(mixup_by_sorting), "mixes the examples.*the output of layer '1'"),
     "reordered rows": (
         lambda: Two(reordered),
         r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'",
     ),
     "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
     "gradients cut off": (
-        lambda: Does(sometimes_cut_off),
-        r"torch.rand draws numbers of shape \(\) in layer '1' \(Does\) for all",
+        lambda: Lambda(sometimes_cut_off),
+        r"torch.rand draws numbers of shape \(\) in layer '1' \(Lambda\) for all",
     ),
-    "one mask for all": (lambda: Does(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
+    "one mask for all": (lambda: Lambda(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
     "python": (lambda: Scaled(random.random), r"Numbers from random are drawn in layer '1' \(Scaled\)"),
     "numpy": (lambda: Scaled(np.random.rand), r"Numbers from numpy.random are drawn in layer '1' \(Scaled\)"),
-    "python, no parameters": (lambda: Does(lambda x: x * random.random()), r"from random .* layer '1' \(Does\)"),
+    "python, no parameters": (lambda: Lambda(lambda x: x * random.random()), r"from random .* layer '1' \(Lambda\)"),
     "python, by row": (
-        lambda: Does(lambda x: x * torch.tensor([[random.random()] for _ in x])),
+        lambda: Lambda(lambda x: x * torch.tensor([[random.random()] for _ in x])),
         "Numbers from random are drawn in layer '1'",
     ),
     "numpy, own generator": (
@@ -244,10 +244,10 @@ def states():
     return torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist(), numpy[2:]
 
 
-@pytest.mark.parametrize("fault", [None, Does(mixup), Codebook(), Scaled(random.random), Scaled(np.random.rand)])
+@pytest.mark.parametrize("fault", [None, Lambda(mixup), Codebook(), Scaled(random.random), Scaled(np.random.rand)])
 @no_rule
 def test_everything_is_put_back_whatever_happens(fault):
-    noise = Does(lambda x: x + torch.rand(x.shape))
+    noise = Lambda(lambda x: x + torch.rand(x.shape))
     frozen = nn.Sequential(Codebook().eval())  # for good
     engine, losses_of = attached(nn.Dropout(0.5), frozen, noise, *([] if fault is None else [fault]))
     model = engine.model
@@ -303,8 +303,8 @@ def test_a_model_in_eval_mode_is_checked_in_that_mode():
 @pytest.mark.parametrize("partition", [flat, per_layer])
 def test_what_the_backward_pass_mixes_shows_beside_a_large_gradient(what, partition):
     with pytest.raises(UserError, match="by a loop over single examples"):
-        verify(*attached(Does(what), partition=partition), EXAMPLES)
-    verify(*attached(Does(lambda x: Leaks.apply(x, 0.0)), partition=partition), EXAMPLES)
+        verify(*attached(Lambda(what), partition=partition), EXAMPLES)
+    verify(*attached(Lambda(lambda x: Leaks.apply(x, 0.0)), partition=partition), EXAMPLES)
 
 
 def test_a_layer_drop_at_rate_0_draws_but_does_nothing():

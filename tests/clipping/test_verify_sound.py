@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import LoraConfig
 from groupwise.models import WideResNet
-from tests.clipping.conftest import Does, Remade
+from tests.clipping.conftest import Checkpointed, Lambda
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, Case, make_case
 
@@ -80,17 +80,17 @@ def convolutional() -> nn.Module:
 def transformer() -> nn.Module:
     feed = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
     attend = nn.Sequential(nn.LayerNorm(6), Attention(6, 2), nn.Dropout(0.1))
-    return nn.Sequential(Residual(attend, 0.9), Residual(feed, 0.8), nn.LayerNorm(6), Does(pooled), nn.Linear(6, 3))
+    return nn.Sequential(Residual(attend, 0.9), Residual(feed, 0.8), nn.LayerNorm(6), Lambda(pooled), nn.Linear(6, 3))
 
 
 def fallback() -> nn.Module:
     scale = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-    return nn.Sequential(scale, nn.Tanh(), Does(pooled), Does(noised), nn.Linear(6, 3))
+    return nn.Sequential(scale, nn.Tanh(), Lambda(pooled), Lambda(noised), nn.Linear(6, 3))
 
 
 def frozen_backbone() -> nn.Module:
     body = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).requires_grad_(False).eval()
-    return nn.Sequential(body, nn.Tanh(), Does(pooled), nn.Dropout(0.1), nn.Linear(6, 3))
+    return nn.Sequential(body, nn.Tanh(), Lambda(pooled), nn.Dropout(0.1), nn.Linear(6, 3))
 
 
 def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
@@ -119,7 +119,7 @@ def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
 ADAPTERS = LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=LORA.targets)
 MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
     "mlp": lambda: on_rows(mlp),
-    "remade": lambda: on_rows(lambda: Remade(*mlp())),
+    "remade": lambda: on_rows(lambda: Checkpointed(*mlp())),
     "convolutional": lambda: on_rows(convolutional),
     "transformer": lambda: on_rows(transformer),
     "recurrent": lambda: on_rows(Recurrent),

@@ -1,12 +1,12 @@
-"""Fewer triples of what is tried, in which every two of their values still meet."""
+"""Parameters of tests in which every pair of values occurs, without all triples."""
 
 from collections.abc import Iterable, Sequence
 
 import pytest
 
 
-def in_turn(names: Iterable[str], modes: Sequence[str], sizes: Sequence[float]) -> list[object]:
-    """Parameters (name, mode, some of `sizes`) with every pair of values of the three; all other triples are slow."""
+def covering_pairs(names: Iterable[str], modes: Sequence[str], sizes: Sequence[float]) -> list[object]:
+    """Parameters (name, mode, some of `sizes`) that cover every pair of values; all other triples are slow tests."""
     modulus = min(len(modes), len(sizes))
     parameters = []
     for n, name in enumerate(names):
