@@ -104,7 +104,7 @@ class FixedQueries(nn.Module):
         return self.attention(queries, x, x)[0].square()
 
 
-def swap_axes(x: Tensor) -> Tensor:
+def swapped(x: Tensor) -> Tensor:
     """Swap channels and tokens; for one example the strides fit another layout too."""
     return x.transpose(1, 2)
 
@@ -140,12 +140,12 @@ MODELS = {
     "frames, used twice": (lambda: Model(nn.Conv2d(3, 3, 3, padding=1), frames), (2, 3, 4, 4)),
     "channels become tokens": (
         lambda: nn.Sequential(
-            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Lambda(swap_axes), nn.Tanh(), nn.Linear(4, 3)
+            nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.Flatten(2), Lambda(swapped), nn.Tanh(), nn.Linear(4, 3)
         ),
         (4, 5, 5),
     ),
     "tokens become an image": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Lambda(swap_axes), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
+        lambda: nn.Sequential(nn.Linear(4, 4), Lambda(swapped), nn.Unflatten(2, (3, 3)), nn.GroupNorm(2, 4), nn.Tanh()),
         (9, 4),
     ),
     "a batch axis that is squeezed away": (Squeezed, (2, 5)),

@@ -1,4 +1,4 @@
-"""Several microbatches between their forward and backward passes (pipelines): each clips as if it were alone."""
+"""Several microbatches between their forward and backward passes (pipelines): each is clipped as if it were alone."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SIZES = (4, 3, 5)
 
 
 class Block(nn.Module):
-    """A residual block with a normalisation; its middle layer is run twice where asked for."""
+    """A residual block with a normalisation; with `twice` its middle layer runs twice."""
 
     def __init__(self, width: int, twice: bool) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids (B, T) to logits (B, T, 11): embedding, three blocks, a head, all of them or a middle stage's part."""
+    """Token ids (B, T) to logits (B, T, 11): embedding, three blocks and a head."""
 
     def __init__(self, *, tied: bool = False, twice: bool = False) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Model(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         if tied:
             self.head.weight = self.wte.weight
-        self.remakes = False
+        self.checkpoints = False
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.wte(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.remakes else block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(x)
 
 
@@ -71,11 +71,11 @@ class Run:
         return self.weights[m][rows] * F.cross_entropy(output[:, :-1].mT, labels, reduction="none").sum(1)
 
     def losses(self, rows: list[int]) -> Tensor:
-        """Of some examples of the first microbatch."""
+        """The losses of some examples of the first microbatch."""
         return self.losses_of(self.model(self.ids[0][rows]), 0, rows)
 
     def loss_of(self, example: int) -> Tensor:
-        """Alone, through the whole batch in order, fillers left out."""
+        """The loss of one example alone; examples of all microbatches are numbered in order, without fillers."""
         rows = [(m, i) for m in range(3) for i in range(len(self.ids[m])) if self.weights[m][i] > 0]
         m, i = rows[example]
         ids = self.ids[m][i : i + 1]
@@ -114,14 +114,14 @@ def run_forward(engine: ClippingEngine, run: Run, m: int) -> Tensor:
 
 
 def run_alone(engine: ClippingEngine, run: Run, m: int) -> None:
-    """Forward and backward without another microbatch in between."""
+    """Run forward and backward without another microbatch in between."""
     with engine.forward(SIZES[m]):
         losses = run.losses_of(run.output(m), m)
     engine.backward(losses)
 
 
 def run_backward(run: Run, output: Tensor, m: int) -> None:
-    """As a stage in the middle does it: output gradients that come from elsewhere."""
+    """Run backward as a middle stage of a pipeline does: from output gradients that it receives."""
     received = output.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(run.losses_of(received, m).sum(), received)
     torch.autograd.backward(output, gradient)
@@ -130,7 +130,7 @@ def run_backward(run: Run, output: Tensor, m: int) -> None:
 ORDERS = {
     "gpipe": ["f0", "f1", "f2", "b0", "b1", "b2"],
     "1f1b": ["f0", "f1", "b0", "f2", "b1", "b2"],
-    "backwards": ["f0", "f1", "f2", "b2", "b0", "b1"],
+    "last first": ["f0", "f1", "f2", "b2", "b0", "b1"],
 }
 KINDS = {"plain": {}, "tied": {"tied": True}, "twice": {"twice": True}}
 
@@ -140,7 +140,7 @@ PARTITIONS = {"flat": flat, "layer": per_layer, "block": per_block}
 
 @cache
 def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
-    """Thresholds and the loop at them, once for all orders."""
+    """Thresholds and the reference at them, cached for all orders."""
     torch.manual_seed(0)  # as the fixture
     run = make_run(fillers=2, **KINDS[kind])
     partition = PARTITIONS[grouping](run.model)
@@ -150,18 +150,18 @@ def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
 
 
 @pytest.mark.parametrize(
-    ("grouping", "kind", "remakes", "order", "direct"),
+    ("grouping", "kind", "activations", "order", "direct"),
     [
-        *pairs_fast(product(PARTITIONS, KINDS, ["kept", "remade"], ORDERS, [False])),
-        *product(["layer"], ["plain"], ["kept"], ORDERS, [True]),
+        *pairs_fast(product(PARTITIONS, KINDS, ["stored", "checkpointed"], ORDERS, [False])),
+        *product(["layer"], ["plain"], ["stored"], ORDERS, [True]),
     ],
 )
-def test_any_order_equals_the_reference(make, grouping, kind, remakes, order, direct):
+def test_any_order_of_passes_matches_the_reference(make, grouping, kind, activations, order, direct):
     thresholds, truth = truth_of(grouping, kind)
     torch.manual_seed(0)
     run = make(fillers=2, **KINDS[kind])
     partition = PARTITIONS[grouping](run.model)
-    run.model.remakes = remakes == "remade"
+    run.model.checkpoints = activations == "checkpointed"
     outputs: dict[int, Tensor] = {}
     norms: dict[int, Tensor] = {}
     with attach_traced(run, partition, thresholds, direct=direct) as engine:
@@ -184,7 +184,7 @@ def test_any_order_equals_the_reference(make, grouping, kind, remakes, order, di
     ("norms", "kind", "direct"), [*product(["bookkeeping", "ghost"], KINDS, [False]), ("ghost", "plain", True)]
 )
 def test_norms_then_sums_are_flat_clipping(make, norms, kind, direct):
-    """Two pipeline passes: norms of all microbatches, factors, then sums."""
+    """Two pipeline passes: first the norms of all microbatches, then the sums with the factors."""
     run = make(fillers=1, **KINDS[kind])
     partition = flat(run.model)
     (threshold,) = thresholds = middle_thresholds(run.model, run.loss_of, partition, range(run.examples))
@@ -217,7 +217,7 @@ def test_norms_then_sums_are_flat_clipping(make, norms, kind, direct):
 @pytest.mark.parametrize(
     ("make_partition", "begin"), [(flat, "sums_of"), (flat, "backward_of"), (per_layer, "backward_of")]
 )
-def test_sums_that_reach_not_all_parameters_are_refused(make, make_partition, begin):
+def test_a_backward_pass_that_misses_parameters_is_refused(make, make_partition, begin):
     run = make()
     run.model.add_module("spare", nn.Linear(3, 3))
     with attach_traced(run, make_partition(run.model), 1.0) as engine:
@@ -226,7 +226,7 @@ def test_sums_that_reach_not_all_parameters_are_refused(make, make_partition, be
             run_backward(run, output, 0)
 
 
-def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
+def test_microbatch_names_can_be_reused_and_reset_forgets_them(make):
     run = make()
     with attach_traced(run, flat(run.model), 0.5) as engine:
         for _ in range(2):
@@ -240,7 +240,7 @@ def test_a_name_may_be_used_again_and_reset_forgets_who_waits(make):
             pass
 
 
-def test_a_second_forward_pass_of_a_name_takes_the_place_of_the_first(make):
+def test_a_second_forward_pass_of_a_microbatch_replaces_the_first(make):
     run = make()
     with attach_traced(run, flat(run.model), 0.5) as engine:
         first, _ = run_forward(engine, run, 0), run_forward(engine, run, 0)
@@ -253,7 +253,7 @@ def test_a_second_forward_pass_of_a_name_takes_the_place_of_the_first(make):
         assert engine.examples == 4
 
 
-def test_ordinary_passes_in_between_do_not_disturb(make):
+def test_other_passes_in_between_do_not_change_the_sums(make):
     run = make()
     with attach_traced(run, flat(run.model), 0.5) as engine:
         run_alone(engine, run, 0)
@@ -274,13 +274,13 @@ def test_ordinary_passes_in_between_do_not_disturb(make):
 
 
 def back(engine: ClippingEngine, run: Run, m: int, output: Tensor | None = None) -> None:
-    """The backward pass of a microbatch, of an output if there is one."""
+    """The backward pass of a microbatch, without any gradient if `output` is None."""
     with engine.backward_of(m):
         if output is not None:
             run_backward(run, output, m)
 
 
-def over(engine: ClippingEngine, run: Run) -> None:
+def finished(engine: ClippingEngine, run: Run) -> None:
     output = run_forward(engine, run, 0)
     back(engine, run, 0, output)
     back(engine, run, 0)
@@ -293,7 +293,7 @@ def without_gradients(engine: ClippingEngine, run: Run) -> None:
 
 
 def nested(outer: str, inner: str) -> Callable[[ClippingEngine, Run], None]:
-    """One pass inside of another, each a method's name."""
+    """A misuse: the method `inner` inside the method `outer`."""
 
     def begin(engine: ClippingEngine, run: Run) -> None:
         run_forward(engine, run, 0), run_forward(engine, run, 1)
@@ -307,7 +307,7 @@ def nested(outer: str, inner: str) -> Callable[[ClippingEngine, Run], None]:
     return begin
 
 
-def of_another(engine: ClippingEngine, run: Run) -> None:
+def another_microbatch(engine: ClippingEngine, run: Run) -> None:
     first = run_forward(engine, run, 0)
     run.ids[1] = run.ids[0]
     run_forward(engine, run, 1)
@@ -315,43 +315,43 @@ def of_another(engine: ClippingEngine, run: Run) -> None:
         run_backward(run, first, 0)
 
 
-def of_another_size(engine: ClippingEngine, run: Run) -> None:
+def another_batch_size(engine: ClippingEngine, run: Run) -> None:
     with engine.forward(3, "a"):
         run.output(0)
 
 
 MISUSES: dict[str, tuple[Callable[[ClippingEngine, Run], Any], str]] = {
     "unknown": (lambda engine, run: back(engine, run, 5), "No forward pass of microbatch 5 waits"),
-    "over": (over, "No forward pass of microbatch 0 waits"),
+    "finished": (finished, "No forward pass of microbatch 0 waits"),
     "without gradients": (without_gradients, "with gradients enabled"),
     "backward in backward": (nested("backward_of", "backward_of"), "begun inside another one"),
-    "a plain one in norms": (nested("norms_of", "backward"), "begun inside another one"),
+    "plain backward in norms": (nested("norms_of", "backward"), "begun inside another one"),
     "forward in forward": (nested("forward", "forward"), "begun inside another pass"),
     "forward in backward": (nested("backward_of", "forward"), "begun inside another pass"),
-    "another number": (of_another_size, r"\(4, 7\) in its call 1 of a batch of 3 examples"),
-    "another microbatch's output": (of_another, "forward in another microbatch"),
-    "a plain backward pass": (
+    "another batch size": (another_batch_size, r"\(4, 7\) in its call 1 of a batch of 3 examples"),
+    "another microbatch's output": (another_microbatch, "forward in another microbatch"),
+    "plain backward": (
         lambda engine, run: run_backward(run, run_forward(engine, run, 0), 0),
         r"loss\.backward\(\) inside of them",
     ),
-    "nothing": (lambda engine, run: (run_forward(engine, run, 0), back(engine, run, 0)), "reach no layer of group"),
+    "no output": (lambda engine, run: (run_forward(engine, run, 0), back(engine, run, 0)), "reach no layer of group"),
     "other groups' norms": (lambda engine, _: engine.count_norms(torch.ones(99, 4)), "one row per group"),
 }
 
 
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_one_sentence_and_leaves_the_engine_usable(make, name, make_partition):
+def test_misuse_is_refused_and_leaves_the_engine_usable(make, name, make_partition):
     run, (misuse, sentence) = make(), MISUSES[name]
     with attach_traced(run, make_partition(run.model), 0.5) as engine:
         with pytest.raises(UserError, match=sentence):
             misuse(engine, run)
-        assert name == "over" or all(p.grad is None for p in run.model.parameters())
+        assert name == "finished" or all(p.grad is None for p in run.model.parameters())
         back(engine, run, 0, run_forward(engine, run, 0))
-        assert engine.examples == (8 if name == "over" else 4)
+        assert engine.examples == (8 if name == "finished" else 4)
 
 
-def test_ghost_norms_are_sent_to_two_passes_and_several_groups_to_one(make):
+def test_two_passes_need_one_group_and_ghost_clipping_needs_two_passes(make):
     run = make()
     with attach_traced(run, per_layer(run.model), 1.0) as engine:
         run_forward(engine, run, 1)

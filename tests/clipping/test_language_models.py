@@ -1,7 +1,7 @@
-"""Models of the transformers library on rows of unequal length: the engine equals a loop over single, unpadded rows.
+"""transformers models on rows of unequal length: the engine matches a loop over single, unpadded rows.
 
-In the batch rows are padded on the right, with an attention mask and explicit positions; alone a row is handed over
-as it is, and the model makes its own positions. The loss of an example is the mean over its own predicted tokens.
+In a batch, rows are padded on the right, with an attention mask and explicit positions; a single row has no padding,
+and the model computes its positions. The loss of an example is the mean over its predicted tokens.
 """
 
 import warnings
@@ -71,7 +71,7 @@ CLASSIFIERS = {
 
 
 class Tokenizer:
-    """As much of a tokeniser as loading a model asks for."""
+    """The attributes of a tokeniser that loading a model needs."""
 
     pad_token_id, bos_token_id, eos_token_id = PADDING, 0, 2
 
@@ -88,10 +88,10 @@ class Case:
     prompts: list[int]
     classes: Tensor | None
     first: int
-    """The first position."""
+    """The number of the first position."""
 
     def losses(self, examples: Sequence[int] = range(6), explicit: bool = True) -> Tensor:
-        """(n,), from one padded batch."""
+        """The losses (n,) of one padded batch."""
         rows, prompts = [self.rows[i] for i in examples], [self.prompts[i] for i in examples]
         ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -122,7 +122,7 @@ def make_case(name: str, **changes: object) -> Case:
     causal = name in CAUSAL
     model = load_causal(settings, Tokenizer()) if causal else load_classifier(settings, CLASSES, Tokenizer())
     model = choose_trainable(model, settings).double()
-    with torch.no_grad():  # gradients of all layers alike in size, and adapters B that are not 0
+    with torch.no_grad():  # gradients of similar size in all layers, and LoRA's B not 0
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     rows = [torch.randint(5, VOCABULARY, (length,)) for length in LENGTHS]
@@ -132,15 +132,15 @@ def make_case(name: str, **changes: object) -> Case:
 
 @cache
 def loop_over(name: str) -> tuple[Case, Callable[[int], Tensor]]:
-    """A case, and the loop over its examples: once for all modes."""
-    torch.manual_seed(0)  # as the fixture
+    """A case and the loop over its examples, cached for all modes."""
+    torch.manual_seed(0)  # as in the fixture
     case = make_case("gpt2_tied", architecture="opt", shape=OPT) if name == "opt" else make_case(name)
     return case, looped(case.model, case.loss_of, range(6))
 
 
 @cache
 def truth_of(name: str, make_partition) -> tuple[list[float], Reference]:
-    """Thresholds and the loop at them, once for all modes that share them."""
+    """Thresholds and the reference at them, cached for all modes that share them."""
     case, loss_of = loop_over(name)
     partition = make_partition(case.model)
     thresholds = middle_thresholds(case.model, loss_of, partition, range(6))
@@ -148,8 +148,8 @@ def truth_of(name: str, make_partition) -> tuple[list[float], Reference]:
 
 
 OTHER_FORMULA = ("materialized", "gram")
-"""That of models with even and odd numbers, which the next model tries: their layers are of the same kinds, adapters
-and tied weights among them."""
+"""The formula that is a slow test for models of even and of odd index; the next model, with layers of the same kinds,
+runs it in the fast tests."""
 
 
 @pytest.mark.parametrize(
@@ -164,15 +164,15 @@ and tied weights among them."""
         *product(["opt"], FEW, [True]),
     ],
 )
-def test_clipped_sums_norms_and_counts(double, name, mode, explicit):
-    """Models that make positions for all rows at once, too: RoBERTa makes them from the padding of each row.
+def test_clipped_sums_norms_and_counts_match_the_reference(double, name, mode, explicit):
+    """Without explicit positions the model makes one row for all examples; RoBERTa makes them from each row's padding.
 
-    OPT's feed-forward layers see (B·T, d), rows end to end.
+    OPT's feed-forward layers get inputs (B·T, d).
     """
     thresholds, truth = truth_of(name, MODES[mode][0])
     case, _ = loop_over(name)
     case.model.zero_grad()
-    assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # clipped, and not
+    assert bool(((truth.norms > torch.tensor(thresholds)[:, None]).sum(1) == 3).any())  # some are clipped, some not
     with attached(case.model, mode, thresholds) as engine:
         clip(engine, partial(case.losses, explicit=explicit), range(6))
         torch.testing.assert_close(engine.per_example_norms, truth.norms, rtol=RTOL, atol=1e-12)
@@ -180,7 +180,7 @@ def test_clipped_sums_norms_and_counts(double, name, mode, explicit):
     assert_sums(case.model, truth.sums, atol=1e-15)
 
 
-def test_norms_of_transformers_have_a_rule_and_nothing_warns():
+def test_rms_norms_of_transformers_have_a_rule():
     import_torchvision()  # before transformers
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -191,9 +191,7 @@ def test_norms_of_transformers_have_a_rule_and_nothing_warns():
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_experts_are_exact_where_every_example_has_all_of_them_and_refused_elsewhere_with_that_cure(
-    make_partition, experts
-):
+def test_experts_are_exact_with_batched_mm_and_refused_otherwise(make_partition, experts):
     import_torchvision()  # before transformers
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -201,7 +199,7 @@ def test_experts_are_exact_where_every_example_has_all_of_them_and_refused_elsew
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**shape, **heads, experts_implementation=experts))
-    model = model.float() if experts == "grouped_mm" else model.double()  # which takes no float64
+    model = model.float() if experts == "grouped_mm" else model.double()  # grouped_mm has no float64
     ids = torch.randint(20, (4, 6))
 
     def losses(examples) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products by oneDNN: right, taken where they may be, and the same again after a training is resumed."""
+"""Matrix products by oneDNN: correct, used only without gradients in float32, and the same after resuming."""
 
 from collections.abc import Iterator
 
@@ -24,14 +24,14 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    made, plain = [], matmul._onednn
+    recorded, plain = [], matmul._onednn
 
-    def noted(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        made.append((*a.shape, len(b)))
+    def record(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        recorded.append((*a.shape, len(b)))
         return plain(a, b, bias)
 
-    monkeypatch.setattr(matmul, "_onednn", noted)
-    return made
+    monkeypatch.setattr(matmul, "_onednn", record)
+    return recorded
 
 
 def close(found: Tensor, truth: Tensor) -> None:
@@ -39,14 +39,14 @@ def close(found: Tensor, truth: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", [(1, 1, 1), (3, 50, 7), (64, 33, 17)])
-def test_products_are_right_of_any_strides(calls, size, turned: bool) -> None:
+def test_products_are_correct_for_any_strides(calls, size, transposed: bool) -> None:
     n, k, m = size
     torch.manual_seed(0)
     a, w, bias = torch.randn(4, n, k), torch.randn(m, k), torch.randn(m)
     gaps = torch.randn(4, n, 2 * k)[:, :, :k]
-    if turned:
+    if transposed:
         a, w = a.mT.contiguous().mT, w.t().contiguous().t()
     for x in (a, gaps):
         close(matmul.linear(x, w, bias), F.linear(x.double(), w.double(), bias.double()))
@@ -57,9 +57,9 @@ def test_products_are_right_of_any_strides(calls, size, turned: bool) -> None:
     assert len(calls) == 2 * (2 + 4) + 4
 
 
-def test_others_are_torchs(calls) -> None:
+def test_products_with_gradients_or_other_dtypes_use_torch(calls) -> None:
     w = torch.randn(3, 5, requires_grad=True)
-    matmul.linear(torch.randn(2, 5), w).sum().backward()  # it has a derivative
+    matmul.linear(torch.randn(2, 5), w).sum().backward()  # autograd needs torch's product
     assert w.grad is not None
     with torch.no_grad():
         for dtype in (torch.float64, torch.bfloat16):
@@ -71,7 +71,7 @@ def test_others_are_torchs(calls) -> None:
 
 @pytest.mark.parametrize("norms", ["flat", "ghost", "layer"])
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
-def test_clipped_sums_are_those_of_the_loop(calls, norms: str, formula: str) -> None:
+def test_clipped_sums_match_a_loop_over_examples(calls, norms: str, formula: str) -> None:
     torch.manual_seed(1)
     twice, frozen = nn.Linear(12, 12), nn.Linear(12, 12).requires_grad_(False)
     model = nn.Sequential(twice, nn.ReLU(), twice, frozen, nn.Tanh(), nn.Linear(12, 3, bias=False))
@@ -94,7 +94,7 @@ def test_clipped_sums_are_those_of_the_loop(calls, norms: str, formula: str) -> 
             close(parameter.grad, truth[name])
 
 
-def test_names_are_checked_and_the_choice_is_made_once() -> None:
+def test_unknown_libraries_are_refused_and_auto_chooses_once() -> None:
     with pytest.raises(UserError, match="matmul is 'mkl'"):
         matmul.use("mkl")
     matmul.use("auto")

@@ -1,4 +1,4 @@
-"""Gradient norms for a look: equal to a loop over examples, and the model is as it was."""
+"""`gradient_norms` matches a loop over examples and leaves the model unchanged."""
 
 from contextlib import nullcontext
 
@@ -26,24 +26,24 @@ class Transformer(nn.Module):
         return self.head(self.block(self.embed(x) + self.places).mean(1))
 
 
-def problem():
+def model_and_losses():
     torch.manual_seed(0)
     model, x, y = Transformer().double(), torch.randn(EXAMPLES, 5, 4).double(), torch.arange(EXAMPLES) % 3
     return model, lambda rows: F.cross_entropy(model(x[rows]), y[rows], reduction="none")
 
 
 def norms_by_hand(model, losses, partition):
-    """Name of a group -> its gradient's norm for each example, by a loop."""
+    """Group name -> the gradient norm of each example, by a loop."""
     norms = clipped_sums(model, lambda i: losses([i])[0], range(EXAMPLES), partition, [1.0] * len(partition)).norms
     return {group.name: row for group, row in zip(partition, norms, strict=True)}
 
 
 @pytest.mark.parametrize(
-    "of", [per_layer, flat, lambda model: by_mapping(model, {"block*": "block", "*": "rest"}), None]
+    "make_partition", [per_layer, flat, lambda model: by_mapping(model, {"block*": "block", "*": "rest"}), None]
 )
-def test_norms_equal_a_loop_over_examples(of):
-    model, losses = problem()
-    partition = None if of is None else of(model)
+def test_norms_match_a_loop_over_examples(make_partition):
+    model, losses = model_and_losses()
+    partition = None if make_partition is None else make_partition(model)
     expected = norms_by_hand(model, losses, partition or per_layer(model))
     found = gradient_norms(model, losses, range(EXAMPLES), partition, microbatch=4)
     assert list(found) == list(expected)
@@ -52,8 +52,8 @@ def test_norms_equal_a_loop_over_examples(of):
 
 
 @pytest.mark.parametrize(("examples", "microbatch"), [([], 4), ([3], 4), ([3, 1, 3], 1), ([5, 0, 5, 2], 3)])
-def test_no_examples_one_alone_and_some_twice(examples, microbatch):
-    model, losses = problem()
+def test_any_list_of_examples_is_measured(examples, microbatch):
+    model, losses = model_and_losses()
     expected = norms_by_hand(model, losses, flat(model))["all"][examples]
     found = gradient_norms(model, losses, examples, flat(model), microbatch=microbatch)["all"]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
@@ -81,15 +81,15 @@ class Stateful(nn.Module):
         return self.layer(self.drop(x + torch.rand(x.shape, generator=self.own)))
 
 
-def traces(model, losses):
+def trace_only(model, losses):
     with attach(model, flat(model), 1.0) as engine:
         engine.trace(losses, range(6))
         assert engine.examples == 0
 
 
-@pytest.mark.parametrize("looks", [traces, lambda model, losses: gradient_norms(model, losses, range(6))])
+@pytest.mark.parametrize("measure", [trace_only, lambda model, losses: gradient_norms(model, losses, range(6))])
 @pytest.mark.parametrize("fails", [False, True])
-def test_gradients_buffers_and_generators_are_left_alone(looks, fails):
+def test_gradients_buffers_and_generators_are_left_unchanged(measure, fails):
     model, x = Stateful(), torch.randn(6, 5)
     gradient = model.layer.weight.grad = torch.ones_like(model.layer.weight)
     before, own = torch.get_rng_state(), model.own.get_state()
@@ -100,15 +100,15 @@ def test_gradients_buffers_and_generators_are_left_alone(looks, fails):
         return model(x[list(rows)]).square().sum(1)
 
     with pytest.raises(LookupError) if fails else nullcontext():
-        looks(model, losses)
+        measure(model, losses)
     assert model.layer.weight.grad is gradient and bool((gradient == 1).all()) and model.layer.bias.grad is None
     assert float(model.calls) == 0
     assert torch.equal(torch.get_rng_state(), before)
-    assert looks is not traces or torch.equal(model.own.get_state(), own)
+    assert measure is not trace_only or torch.equal(model.own.get_state(), own)
 
 
-def test_a_mistake_is_a_sentence_and_leaves_the_model_free():
-    model, losses = problem()
+def test_misuse_is_refused_and_leaves_the_model_usable():
+    model, losses = model_and_losses()
     with pytest.raises(UserError, match="one value per example"):
         gradient_norms(model, lambda rows: losses(rows).mean(), range(9))
     with pytest.raises(UserError, match="one value per example"):
@@ -117,4 +117,4 @@ def test_a_mistake_is_a_sentence_and_leaves_the_model_free():
         engine.trace(losses, range(9))
         with pytest.raises(UserError, match="replaced already"), engine.forward(2):
             gradient_norms(model, losses, [0])
-        assert len(gradient_norms(model, losses, range(9))["head"]) == 9, "between the passes of another engine"
+        assert len(gradient_norms(model, losses, range(9))["head"]) == 9, "allowed between the passes of another engine"

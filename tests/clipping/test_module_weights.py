@@ -1,4 +1,4 @@
-"""Modules that are re-expressed as linear layers and embeddings, through the engine, in every mode."""
+"""Modules that are re-expressed as linear layers and embeddings match a loop over examples in every mode."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ MODES = (*FEW, "block", "gram", "materialized")
 
 
 class Recurrence(nn.Module):
-    """Outputs and last states, of sequences of one length or packed ones, from zeros or from given states."""
+    """Outputs and last states of equally long or packed sequences, from zero or given initial states."""
 
     def __init__(self, kind, first: bool = True, packed: bool = False, given: bool = False, **options):
         super().__init__()
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Causal and padding masks, and learned queries."""
+    """A transformer with causal and padding masks, and learned queries."""
 
     def __init__(self, first: bool, dropout: float = 0.0, queries: int = 2):
         super().__init__()
@@ -92,7 +92,7 @@ class EncoderDecoder(nn.Module):
 
 
 class Bags(nn.Module):
-    """Bags of several lengths, filled up with padding, and some of nothing else."""
+    """Bags of several lengths, filled up with padding; some contain only padding."""
 
     def __init__(self, mode: str, padding_idx: int = 0):
         super().__init__()
@@ -106,12 +106,12 @@ class Bags(nn.Module):
 
 
 class ManyBags(nn.Module):
-    """Two bags an example, one, one for all, with counts, with weights that train; and the table's rows alone."""
+    """One table: two bags per example, one, one for all, with fixed and learned weights; and as an embedding."""
 
     def __init__(self, padding_idx: int | None = None):
         super().__init__()
         self.bags, self.words = nn.EmbeddingBag(7, 4, mode="sum", padding_idx=padding_idx), nn.Embedding(7, 4)
-        nn.init.normal_(self.bags.weight)  # as after a release: noise moves the row of the padding too
+        nn.init.normal_(self.bags.weight)  # as after a noisy step, which changes the padding row too
         self.words.weight, self.learned = self.bags.weight, nn.Parameter(torch.rand(4))
         self.register_buffer("same", torch.tensor([[1, 5, 1, 3, 6]]))
 
@@ -128,7 +128,7 @@ class ManyBags(nn.Module):
 
 
 class PooledByAttention(nn.Module):
-    """As CLIP pools images: attention as a function, with biases put together."""
+    """Attention as a function, with concatenated biases, as CLIP pools images."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ class PooledByAttention(nn.Module):
 
 
 class LearnedTokens(nn.Module):
-    """Tokens that all examples share go through a layer by themselves, and meet the examples only then."""
+    """A layer of tokens that all examples share; its outputs are then combined with the examples."""
 
     def __init__(self, body):
         super().__init__()
@@ -165,7 +165,7 @@ class LearnedTokens(nn.Module):
 
 
 class UsedTwice(nn.Module):
-    """A recurrent weight that the model also multiplies with by itself: one joint norm."""
+    """A recurrent weight that is also used in a linear product: one joint norm."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class UsedTwice(nn.Module):
 
 
 MODELS = {
-    "one weight in two kinds of use": UsedTwice,
+    "one weight used in two ways": UsedTwice,
     "attention of learned tokens": lambda: LearnedTokens(nn.MultiheadAttention(4, 2, batch_first=True)),
     "lstm of learned tokens": lambda: LearnedTokens(nn.LSTM(4, 4, batch_first=True)),
     "gru of learned tokens": lambda: LearnedTokens(nn.GRU(4, 4)),
@@ -207,20 +207,20 @@ MODELS = {
 }
 
 
-def made(name: str) -> nn.Module:
+def make_model(name: str) -> nn.Module:
     model = MODELS[name]()
     model(torch.randn(2, 4, 4))  # lazy layers
     return model
 
 
 BATCHES = {4: [0, 1, 2, 3], 3: [0, 1, 3], 1: [2]}
-"""Some of four examples; of as many as there are steps too."""
+"""Batch size -> some of four examples; one batch has as many examples as there are steps."""
 
 
 @cache
 def loop_over(name: str, frozen: bool = False):
-    """A model, four examples, and the loop over them: once for all modes and batches."""
-    model, x = made(name), torch.randn(4, 4, 4)
+    """A model, four examples and the loop over them, cached for all modes and batches."""
+    model, x = make_model(name), torch.randn(4, 4, 4)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and FROZEN[name](key)))
     return model, x, looped(model, lambda i: losses_of(model, x, [i])[0], range(4))
@@ -233,14 +233,14 @@ def assert_equal(name: str, mode: str, examples: list[int], frozen: bool = False
 
 
 @pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(MODELS, MODES, list(BATCHES)))
-def test_equals_a_loop_over_single_examples(name, mode, batches):
+def test_sums_and_norms_match_a_loop_over_examples(name, mode, batches):
     for batch in batches:
         assert_equal(name, mode, BATCHES[batch])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_trace_is_enough_for_all_batches(name, monkeypatch):
-    model = made(name)
+    model = make_model(name)
     with attach(model, flat(model), 1.0) as engine:
         for batch in (5, 5, 4, 7):
             x = torch.randn(batch, 4, 4)
@@ -259,7 +259,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FROZEN)
-def test_what_is_frozen_gets_no_gradient_and_counts_in_no_norm(name, mode):
+def test_frozen_parameters_get_no_gradient_and_add_to_no_norm(name, mode):
     assert_equal(name, mode, BATCHES[4], frozen=True)
 
 
@@ -282,7 +282,7 @@ def test_dropout_leaves_every_example_within_its_threshold(name, mode):
         assert_bounded(engine, lambda rows: losses_of(model, x, list(rows)), range(4))
 
 
-def test_as_many_queries_as_examples_after_a_batch_of_another_size():
+def test_as_many_queries_as_examples_are_not_taken_for_the_batch():
     model = EncoderDecoder(False, queries=3)
     with attach(model, flat(model), 0.3) as engine:
         for x in (torch.randn(4, 4, 4), torch.randn(3, 4, 4)):

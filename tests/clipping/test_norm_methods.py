@@ -1,4 +1,4 @@
-"""How a layer finds its norms: by which method, why, and that each method gives the same sums."""
+"""The method by which a layer computes its norms: how it is chosen, forced and explained."""
 
 import dataclasses
 
@@ -16,26 +16,26 @@ EVEN = Rates(product=1e10, gram=1e10, outer=1e10, bytes=1e10, starts=1e300)
 
 
 def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
-    """The method of each layer, in order, "one" where there is no choice."""
+    """The method of each layer, in order, "one" if there is no choice."""
     with attach(model, per_layer(model), 0.1, **options) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
-        every = [member.rule.methods for group in engine.groups for member in group.members]
-        return [methods[methods.last] if methods.last else "one" for methods in every]
+        methods_of_layers = [member.rule.methods for group in engine.groups for member in group.members]
+        return [methods[methods.last] if methods.last else "one" for methods in methods_of_layers]
 
 
 @pytest.mark.parametrize(("length", "method"), [(4, "gram"), (500, "materialize"), (1, "one")])
-def test_short_sequences_go_by_inner_products_and_long_ones_by_gradients(length, method):
+def test_short_sequences_use_gram_and_long_ones_materialize(length, method):
     assert chosen(nn.Linear(64, 64), torch.randn(16, length, 64)) == [method]
 
 
-def test_bytes_count_as_much_as_operations():
-    sizes = (nn.Linear(300, 300), torch.randn(2, 100, 300))  # where gradients win by operations alone
+def test_memory_traffic_counts_in_the_choice():
+    sizes = (nn.Linear(300, 300), torch.randn(2, 100, 300))  # gradients win if only operations count
     assert chosen(*sizes, rates=dataclasses.replace(EVEN, bytes=1e13)) == ["materialize"]
     assert chosen(*sizes, rates=dataclasses.replace(EVEN, bytes=1e8)) == ["gram"]
 
 
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
-def test_a_forced_formula_holds_whatever_it_costs(formula):
+def test_a_forced_formula_is_always_used(formula):
     for x in (torch.randn(2, 4, 64), torch.randn(2, 500, 64)):
         assert chosen(nn.Linear(64, 64), x, formula=formula) == [formula]
 
@@ -45,8 +45,8 @@ def test_an_unknown_formula_is_refused():
         attach(nn.Linear(2, 2), flat(nn.Linear(2, 2)), 1.0, formula="fast")
 
 
-def test_explain_is_a_table_with_the_method_that_was_taken_first():
-    """With a layer that is the model itself."""
+def test_explain_lists_the_chosen_method_first():
+    """The layer is the model itself."""
     model = nn.Linear(4, 4)
     for formula in ("auto", "materialize"):
         with attach(model, per_layer(model), 1.0, formula=formula) as engine:
@@ -65,7 +65,7 @@ def test_explain_is_a_table_with_the_method_that_was_taken_first():
         assert not lines[2:]
 
 
-def test_explain_says_where_there_is_no_choice():
+def test_explain_marks_layers_without_a_choice():
     model = nn.Sequential(nn.LayerNorm(4))
     with attach(model, per_layer(model), 1.0) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
@@ -74,7 +74,7 @@ def test_explain_says_where_there_is_no_choice():
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_backward_asks_a_gpu_nothing(mode, monkeypatch):
+def test_backward_does_not_synchronise_on_a_gpu(mode, monkeypatch):
     monkeypatch.setattr("groupwise.clipping.factors.is_async_device", lambda t: True)
     model = nn.Sequential(
         nn.Embedding(7, 6, padding_idx=0), nn.LayerNorm(6), nn.Unflatten(2, (6, 1)), nn.Flatten(2), nn.Linear(6, 6),
@@ -83,7 +83,7 @@ def test_backward_asks_a_gpu_nothing(mode, monkeypatch):
     )  # fmt: skip
     with attached(model, mode, 0.1) as engine:
         ids = torch.randint(0, 7, (3, 4))
-        clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # paths are checked
+        clip_batch(engine, lambda ids: model(ids).square().sum(1), ids)  # only the first pass walks the graph
         with Tape():
             with engine.forward(3):
                 losses = model(ids).square().sum(1)

@@ -1,4 +1,4 @@
-"""On two processes the engine inside FSDP2 gives the clipped sums and counts of one process."""
+"""Clipped sums and counts under FSDP2 on two processes match those of one process."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +22,7 @@ RTOL = 1e-9
 
 
 class Logits(nn.Module):
-    """A causal language model that makes positions for each row, and returns nothing else."""
+    """A causal language model that returns only logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ def make_model(name: str) -> nn.Module:
     torch.manual_seed(1)
     if name.startswith("mlp"):
         model: nn.Module = Model().double()
-        model.remakes = name == "mlp_remakes"
+        model.checkpoints = name == "mlp_checkpointed"
         return model
     return Logits(make_case(name).model.train())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded on their own: blocks, or single linear layers."""
+    """The modules that are sharded separately: blocks, or single linear layers."""
     if isinstance(model, Model):
         return [module for module in model.modules() if isinstance(module, nn.Linear)]
     return [module for name, module in model.named_modules() if name.split(".")[-2:-1] == ["h"]]
@@ -64,7 +64,7 @@ def clip(engine: Any, model: nn.Module, rows: range, microbatch: int = 2) -> Non
 
 MODES = {"layer": (per_layer, "bookkeeping"), "ghost": (flat, "ghost")}
 SHARES = (range(4), range(4, 7))
-"""Uneven shares, of as many microbatches: a replica with fewer would make the others wait."""
+"""Shares of unequal size but with the same number of microbatches; otherwise a process would wait for the other."""
 
 
 def one_process(name: str, mode: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -76,7 +76,7 @@ def one_process(name: str, mode: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def sharded(name: str, mode: str, attach_first: bool, rank: int) -> tuple[dict[str, Tensor], list[float]]:
-    """FSDP2: blocks and the rest in shards, which averages too."""
+    """Sums and counts with FSDP2, which shards the blocks and the rest and averages gradients."""
     model = make_model(name)
     make_partition, norms = MODES[mode]
     partition = make_partition(model)
@@ -102,14 +102,14 @@ CASES = [
     ("mlp", "layer", False),
     ("mlp", "ghost", True),
     ("mlp", "ghost", False),
-    ("mlp_remakes", "layer", True),
-    ("mlp_remakes", "ghost", False),
+    ("mlp_checkpointed", "layer", True),
+    ("mlp_checkpointed", "ghost", False),
     ("gpt2_untied", "layer", False),
     ("gpt2_untied", "ghost", True),
     ("gpt2_lora", "layer", True),
     ("gpt2_lora", "ghost", False),
 ]
-"""Model, mode, and whether the engine is attached before the model is sharded."""
+"""Model, mode, and whether the engine attaches before the model is sharded."""
 
 
 def run_all(rank: int, world: int) -> dict[Any, tuple[dict[str, Tensor], list[float]]]:
@@ -123,7 +123,7 @@ def results() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_sums_and_counts_are_those_of_one_process(results, case):
+def test_sums_and_counts_match_one_process(results, case):
     expected, counts = one_process(*case[:2])
     assert 0 < float(counts.sum()) < EXAMPLES * len(counts)
     for gradients, found in (process[case] for process in results):
