@@ -1,4 +1,4 @@
-"""Backward passes that are not the same twice are exact where one is enough, and refused in ghost clipping."""
+"""Losses and recomputations whose second backward pass differs: exact in one pass, refused by ghost clipping."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
 
 class FusedLoss(torch.autograd.Function):
-    """Cross-entropy as fused kernels have it: its gradient is made in forward, and multiplied in place in backward."""
+    """Cross-entropy as in fused kernels: forward computes the gradient, and backward multiplies it in place."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:
@@ -29,14 +29,14 @@ class FusedLoss(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_a_loss_whose_backward_changes_what_it_keeps_is_exact(double, mode):
+def test_a_loss_whose_backward_changes_its_saved_tensors_is_exact(double, mode):
     model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(6, 5)
     with attached(model, mode) as engine:
         assert_exact(engine, lambda rows: FusedLoss.apply(model(x[list(rows)]), torch.tensor(list(rows)) % 3), range(6))
 
 
 class Masked(nn.Module):
-    """A mask that a recomputation draws anew, or a generator that nobody puts back."""
+    """Recomputation draws another mask: the state of the generator (its `own` or torch's) is not restored."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 6])
 @pytest.mark.parametrize("own", [False, True])
-def test_ghost_clipping_refuses_a_recomputation_that_differs_between_its_passes(own, batch):
+def test_ghost_clipping_refuses_recomputations_that_differ(own, batch):
     model, x = Masked(own), torch.randn(6, 20)
 
     def losses_of(rows):
@@ -60,12 +60,12 @@ def test_ghost_clipping_refuses_a_recomputation_that_differs_between_its_passes(
     rows = range(batch)
     with attached(model, "ghost") as engine, pytest.raises(UserError, match="second backward pass"):
         clip(engine, losses_of, rows)
-    with attached(model, "flat") as engine:  # one pass: what it measures is what it sums
+    with attached(model, "flat") as engine:  # one pass: norms and sums come from the same gradients
         clip(engine, losses_of, rows)
         assert engine.examples == batch
 
 
-def test_another_tensor_in_a_parameters_place_is_refused():
+def test_a_tensor_in_place_of_a_parameter_is_refused():
     model = nn.Linear(4, 3)
 
     def losses_of(x: Tensor) -> Tensor:

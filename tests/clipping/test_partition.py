@@ -1,4 +1,4 @@
-"""Partitions: every trainable parameter in exactly one group, or an error that names it."""
+"""Partitions hold every trainable parameter in exactly one group; others are refused by name."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from groupwise.errors import UserError
 from tests.clipping.conftest import Scale
 
 
-def residual_like() -> nn.Module:
+def residual_model() -> nn.Module:
     model = nn.Module()
     model.stem = nn.Conv2d(3, 4, 3)
     model.blocks = nn.Sequential(*(nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3)) for _ in range(3)))
@@ -21,15 +21,15 @@ def names(partition) -> list[str]:
     return [group.name for group in partition]
 
 
-def test_per_layer_has_a_group_a_layer_in_model_order_and_per_block_one_for_each_residual_block():
-    partition = per_layer(residual_like())
+def test_per_layer_and_per_block_groups_are_in_model_order():
+    partition = per_layer(residual_model())
     assert names(partition)[0] == "stem" and names(partition)[-1] == "head"
     assert all(len(group.layers) == 1 for group in partition) and len(partition) == 8
-    model = residual_like()
+    model = residual_model()
     partition = per_block(model)
     assert names(partition) == ["stem", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert partition[1].layers == ("blocks.0.0", "blocks.0.1")
-    model.blocks[2][1].weight = model.blocks[0][1].weight  # blocks that share become one
+    model.blocks[2][1].weight = model.blocks[0][1].weight  # blocks that share a parameter become one group
     partition = per_block(model)
     assert names(partition) == ["stem", "blocks.0", "blocks.1", "head"]
     assert partition[1].layers == ("blocks.0.0", "blocks.0.1", "blocks.2.0", "blocks.2.1")
@@ -39,11 +39,11 @@ def test_layers_that_share_a_parameter_become_one_group():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight, model[3].bias = model[0].weight, model[1].bias
     assert [group.layers for group in per_layer(model)] == [("0", "2"), ("1", "3")]
-    model[3].weight = model[0].weight  # now 3 ties both groups together
+    model[3].weight = model[0].weight  # layer 3 connects both groups
     assert [group.layers for group in per_layer(model)] == [("0", "1", "2", "3")]
 
 
-def test_a_mapping_may_hold_a_shared_parameter_in_one_group_and_not_in_two():
+def test_a_mapping_that_splits_a_shared_parameter_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     attach(model, by_mapping(model, {"*": "both"}), 1.0)
@@ -61,7 +61,7 @@ def without_stem(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("made", "words"),
+    ("make", "message"),
     [
         (lambda m: by_mapping(m, {"stem": "a", "blocks.*": "b"}), "'head' belongs to no clipping group"),
         (lambda m: attach(m, per_layer(m)[:-1], 1.0), "Parameter 'head.weight' belongs to no clipping group"),
@@ -81,9 +81,9 @@ def without_stem(model: nn.Module) -> nn.Module:
         (lambda m: per_layer(nn.Sequential(scripted(), m)), "^Module '0' is TorchScript"),
     ],
 )
-def test_what_is_no_partition_is_refused_by_name(made, words):
-    with pytest.raises(UserError, match=words):
-        made(residual_like())
+def test_invalid_partitions_are_refused_by_name(make, message):
+    with pytest.raises(UserError, match=message):
+        make(residual_model())
 
 
 def block(*more: nn.Module) -> nn.Sequential:
@@ -94,7 +94,7 @@ def block(*more: nn.Module) -> nn.Sequential:
     ("model", "groups"),
     [
         (lambda: nn.Sequential(block(), block()), ["0", "1"]),  # the model itself holds the blocks
-        (lambda: nn.Sequential(block(), nn.Linear(2, 2)), ["0.0", "0.1", "1"]),  # one rich member is no row of blocks
+        (lambda: nn.Sequential(block(), nn.Linear(2, 2)), ["0.0", "0.1", "1"]),  # one block is no sequence
         (lambda: nn.ModuleDict({"a": nn.ModuleList([block(), nn.Linear(2, 2), block()])}), ["a.0", "a.1", "a.2"]),
         (lambda: nn.Sequential(nn.Sequential(block(), block()), block()), ["0", "1"]),  # the outermost
         (lambda: nn.ModuleDict({"b": block(), "c": block()}), ["b.0", "b.1", "c.0", "c.1"]),
@@ -107,23 +107,23 @@ def block(*more: nn.Module) -> nn.Sequential:
         (lambda: nn.Linear(2, 2), [""]),
     ],
 )
-def test_what_counts_as_a_block(model, groups):
+def test_blocks_are_found_in_nested_containers(model, groups):
     assert names(per_block(model())) == groups
 
 
-def test_the_first_pattern_that_fits_wins_and_case_counts():
+def test_the_first_matching_pattern_wins_and_case_matters():
     model = nn.ModuleDict({"A": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
     assert names(by_mapping(model, {"A": "first", "*": "rest"})) == ["first", "rest"]
     assert names(by_mapping(model, {"*": "rest", "A": "first"})) == ["rest"]
 
 
-def test_statistics_that_examples_leave_behind_are_refused():
+def test_running_statistics_of_instance_norm_are_refused():
     with pytest.raises(UserError, match=r"'1' .* mixes"):
         per_layer(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)))
     assert names(per_layer(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(2, affine=True)))) == ["0", "1"]
 
 
-def test_half_precision_is_refused_where_it_trains_only():
+def test_half_precision_is_refused_for_trainable_parameters_only():
     model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).double(), nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"Parameter '0\.weight' trains in torch\.float16"):
         per_layer(model)
@@ -138,7 +138,7 @@ def test_a_parameter_of_the_model_itself_is_named_without_a_dot():
         attach(model, (), 1.0)
 
 
-def test_modules_with_parameters_of_their_own_are_layers_beside_those_inside_them():
+def test_modules_with_own_parameters_are_layers_next_to_their_children():
     model = nn.Sequential(Scale(2), nn.Linear(2, 2), Scale(2), nn.Linear(2, 2))
     model[2].inner = Scale(2)
     assert names(per_layer(model)) == ["0", "0.inner", "1", "2", "2.inner", "2.inner.inner", "3"]

@@ -1,4 +1,4 @@
-"""Parameters that modules use by themselves: exact for any operation, or refused in one sentence."""
+"""Parameters that modules use outside of layers: clipped exactly for any operation, or refused."""
 
 from functools import cache
 from itertools import product
@@ -20,11 +20,11 @@ from tests.clipping.traced import clip
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
 BATCHES = {1: [5], 2: [0, 5], 3: [0, 2, 5], 5: [0, 1, 2, 4, 5], 6: [0, 1, 2, 3, 4, 5]}
-"""Some of six examples; every axis of an input (B, 3, 5) has the size of some batch."""
+"""Batch size -> some of six examples; every axis of an input (B, 3, 5) is as long as some batch."""
 
 
 class Uses(nn.Module):
-    """A parameter of its own beside a layer, and what is done with them."""
+    """A layer and a parameter `p`, and a function of both and the input."""
 
     def __init__(self, shape, use):
         super().__init__()
@@ -40,7 +40,7 @@ def losses_of(model: nn.Module, x: Tensor, examples) -> Tensor:
 
 
 def of_rows(model, x):
-    """Numbers of rows -> a loss for each, another function of the output for each of them."""
+    """Indices of rows -> their losses; the function of the output differs between examples."""
     return lambda rows: losses_of(model, x, list(rows))
 
 
@@ -49,12 +49,12 @@ def loop_over(model, x):
 
 
 def assert_exact(model, x, mode, loop=None, examples=None):
-    """For all examples or some, at thresholds in the middle of all examples' norms."""
-    partition, everybody = MODES[mode][0](model), list(range(len(x)))
+    """Assert exactness for all examples or some, at `middle_thresholds` of all of them."""
+    partition, everything = MODES[mode][0](model), list(range(len(x)))
     loop = loop_over(model, x) if loop is None else loop
-    thresholds = middle_thresholds(model, loop, partition, everybody)
+    thresholds = middle_thresholds(model, loop, partition, everything)
     with attached(model, mode, thresholds) as engine:
-        alone.assert_exact(engine, of_rows(model, x), examples or everybody, thresholds, loop)
+        alone.assert_exact(engine, of_rows(model, x), examples or everything, thresholds, loop)
 
 
 def set_item(p, layer, x):
@@ -85,16 +85,16 @@ EXACT = {
     "matmul from the left": ((4, 3), lambda p, layer, x: p @ layer(x)),
     "bmm": ((5, 4), lambda p, layer, x: torch.bmm(layer(x), p.expand(len(x), 5, 4))),
     "repeat": ((5,), lambda p, layer, x: layer(x) + p.repeat(len(x), 3, 1)),
-    "repeated, then seen as one": (
+    "repeated, then viewed as one row": (
         (3, 5),
         lambda p, layer, x: layer(x) + p.repeat(len(x), 1, 1).view(len(x), 1, 15)[..., :5],
     ),
-    "turned, repeated, then rows of the batch": (
+    "transposed, repeated, then rows of the batch": (
         (5, 3),
         lambda p, layer, x: layer(x) + p.T.unsqueeze(0).repeat(len(x), 1, 1).view(len(x) * 3, 5).view(len(x), 3, 5),
     ),
-    "repeated as it is": ((1, 5), lambda p, layer, x: layer(x) + p.repeat([2 * 3, 1])[:3]),
-    "repeated with others": ((3, 5), lambda p, layer, x: layer(x) + p.repeat(2, 1)[1:4]),
+    "repeated, then sliced": ((1, 5), lambda p, layer, x: layer(x) + p.repeat([2 * 3, 1])[:3]),
+    "repeated, then sliced across copies": ((3, 5), lambda p, layer, x: layer(x) + p.repeat(2, 1)[1:4]),
     "positions": ((3, 5), lambda p, layer, x: layer(x + p)),
     "times three": ((5,), lambda p, layer, x: layer(x) * (3 * p)),
     "among zeros": ((5,), lambda p, layer, x: layer(x) * torch.zeros(2, 5).index_put((torch.tensor([0]),), p).sum(0)),
@@ -115,18 +115,18 @@ PRODUCTS = {
     "transposed twice": ((5, 4), lambda p, layer, x: layer(x) @ p.t().transpose(-1, 0)),
     "linear, transposed": ((5, 4), lambda p, layer, x: F.linear(layer(x), p.mT)),
     "tied": ((4, 5), lambda p, layer, x: F.linear(F.linear(layer(x), p).relu(), p.t())),
-    "one number for all": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
+    "one output": ((1, 5), lambda p, layer, x: F.linear(layer(x), p)),
     "of the input": ((4, 3), lambda p, layer, x: layer(p @ x)),
 }
 BIASED = {
     "a bias that is computed": lambda p, layer, x: F.linear(layer(x), p, torch.cat([p[0, :2], p.new_zeros(2)])),
     "a bias of a frozen weight": lambda p, layer, x: F.linear(layer(x), torch.ones(4, 5), p[:, 0]),
-    "rows of both": lambda p, layer, x: F.linear(layer(x), p[:2], layer.bias[1:3]),
-    "pieces": lambda p, layer, x: torch.cat([F.linear(layer(x), w) for w in p.chunk(3)], 2),
+    "rows of weight and bias": lambda p, layer, x: F.linear(layer(x), p[:2], layer.bias[1:3]),
+    "chunks": lambda p, layer, x: torch.cat([F.linear(layer(x), w) for w in p.chunk(3)], 2),
 }
 EXACT |= {name: ((4, 5), use) for name, use in BIASED.items()}
 EXACT |= PRODUCTS | {
-    "transpose that is none": ((5, 4), lambda p, layer, x: layer(x) @ p.transpose(0, -2)),
+    "transpose of equal axes": ((5, 4), lambda p, layer, x: layer(x) @ p.transpose(0, -2)),
     "addmm, folded rows": (
         (5, 5),
         lambda p, layer, x: torch.addmm(layer.bias, layer(x).flatten(0, 1), p).unflatten(0, (-1, 3)),
@@ -137,7 +137,7 @@ EXACT |= PRODUCTS | {
     "addmm": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p)),
     "addmm, scaled": ((5, 5), lambda p, layer, x: torch.addmm(layer.bias, layer(x[:, 0]), p, alpha=2)),
     "addmm, rows": ((5, 5), lambda p, layer, x: torch.addmm(x[:, 1], layer(x[:, 0]), p)),
-    "addmm, one number": ((1,), lambda p, layer, x: torch.addmm(p, layer(x[:, 0]), layer.weight)),
+    "addmm, scalar bias": ((1,), lambda p, layer, x: torch.addmm(p, layer(x[:, 0]), layer.weight)),
     "twice, and in part": ((5, 5), lambda p, layer, x: layer(x @ p) @ p.T + p[0]),
     "of itself": ((5, 5), lambda p, layer, x: layer(x) @ (p @ p.T)),
     "one vector": ((5,), lambda p, layer, x: layer(x) @ p),
@@ -178,13 +178,13 @@ EXACT |= {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_vectors_and_parameters_make_no_copies(monkeypatch, name):
+def test_matrix_products_do_not_copy_the_parameter_per_example(monkeypatch, name):
     monkeypatch.setattr(ParameterUse, "copies", None)
     shape, use = PRODUCTS[name]
-    assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: no axis but the first can hold the batch
+    assert_exact(Uses(shape, use), torch.randn(7, 3, 5), "flat")  # 7: only the first axis is as long as the batch
 
 
-def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
+def test_per_example_copies_of_large_weights_give_a_warning():
     model = Uses((5,), lambda p, layer, x: layer(x)[..., :5] * p + layer.weight[x[..., 0].long().abs() % 5])
     model.layer = nn.Linear(5, 1000)
     with attach(model, flat(model), 1.0) as engine, pytest.warns(UserWarning, match=r"weight of Linear"):
@@ -193,13 +193,13 @@ def test_a_use_beside_the_layer_that_copies_large_weights_is_told():
 
 @cache
 def use_of(name):
-    """A model of that use, six examples, and the loop over them: once for all modes and batches."""
+    """A model of that use, six examples and the loop over them, cached for all modes and batches."""
     model, x = Uses(*EXACT[name]), torch.randn(6, 3, 5)
     return model, x, loop_over(model, x)
 
 
 @pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(EXACT, FEW, list(BATCHES)))
-def test_any_use_is_exact_for_any_batch(name, mode, batches):
+def test_any_use_is_exact_for_any_batch_size(name, mode, batches):
     model, x, loop = use_of(name)
     for batch in batches:
         assert_exact(model, x, mode, loop, BATCHES[batch])
@@ -211,13 +211,13 @@ CELLS = {
 
 
 @pytest.mark.parametrize(("cell", "mode", "batches"), covering_pairs(CELLS, FEW, list(BATCHES)))
-def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(cell, mode, batches):
+def test_learned_states_of_cells_are_exact_with_several_rows_per_example(cell, mode, batches):
     kind, rows = CELLS[cell]
 
     def use(p, layer, x):
         state = p.expand(len(x), 3, 5).reshape(-1, 5)
-        made = layer(x.reshape(-1, 5), (state, state.sin()) if kind is nn.LSTMCell else state)
-        return (made[0] if kind is nn.LSTMCell else made).view(len(x), 3, 5)
+        output = layer(x.reshape(-1, 5), (state, state.sin()) if kind is nn.LSTMCell else state)
+        return (output[0] if kind is nn.LSTMCell else output).view(len(x), 3, 5)
 
     model, x = Uses((rows, 5), use), torch.randn(6, 3, 5)
     model.layer = kind(5, 5)
@@ -227,15 +227,15 @@ def test_a_learned_state_of_a_cell_whose_examples_have_several_rows_each(cell, m
 
 
 CONSTANT = torch.randn(3, 5, dtype=torch.float64)
-"""With as many rows as some batch has examples."""
+"""A constant with as many rows as some batch has examples."""
 
 
 EXACT_OR_REFUSED = {
     "batch last": ((5, 1), lambda p, layer, x: (layer(x).permute(1, 2, 0) * p).permute(2, 0, 1)),
-    "batch last, turned": ((3, 1), lambda p, layer, x: (layer(x).permute(2, 1, 0) * p).permute(2, 1, 0)),
+    "batch last, axes reversed": ((3, 1), lambda p, layer, x: (layer(x).permute(2, 1, 0) * p).permute(2, 1, 0)),
     "sequences first": ((3, 5), lambda p, layer, x: layer(x.transpose(0, 1) + p.unsqueeze(1)).transpose(0, 1)),
     "sorted": ((5,), lambda p, layer, x: (layer(x)[x[:, 0, 0].argsort()] * p)[x[:, 0, 0].argsort().argsort()]),
-    "turned round": ((5,), lambda p, layer, x: (layer(x).flip(0) * p).flip(0)),
+    "reversed": ((5,), lambda p, layer, x: (layer(x).flip(0) * p).flip(0)),
     "product from the left of rows": ((4, 5), lambda p, layer, x: (p @ layer(x[:, 0]).T).T),
     "product, sequences first": ((5, 5), lambda p, layer, x: layer((x.transpose(0, 1) @ p).transpose(0, 1))),
     "a constant, multiplied too": ((5, 4), lambda p, layer, x: (layer(x[:, 0]) @ p) @ (CONSTANT @ p).T),
@@ -245,7 +245,7 @@ EXACT_OR_REFUSED = {
 
 @pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("name", EXACT_OR_REFUSED)
-def test_what_shapes_do_not_tell_is_exact_or_refused(name, mode):
+def test_uses_with_ambiguous_shapes_are_exact_or_refused(name, mode):
     model, x = Uses(*EXACT_OR_REFUSED[name]), torch.randn(6, 3, 5)
     loop, refused = loop_over(model, x), 0
     for examples in BATCHES.values():
@@ -253,4 +253,4 @@ def test_what_shapes_do_not_tell_is_exact_or_refused(name, mode):
             assert_exact(model, x, mode, loop, examples)
         except UserError:
             refused += 1
-    assert refused == (len(BATCHES) - 1 if name in ("sorted", "turned round") else 0)
+    assert refused == (len(BATCHES) - 1 if name in ("sorted", "reversed") else 0)

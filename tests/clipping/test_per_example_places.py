@@ -1,4 +1,4 @@
-"""Parameters that modules use by themselves: in checkpoints, in the place of images, released with noise."""
+"""Parameters that modules use outside of layers: under activation checkpointing, and as the input of a layer."""
 
 from itertools import product
 
@@ -17,8 +17,8 @@ from tests.combinations import pairs_fast
 pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ignore:groupwise has no rule")]
 
 
-class Again(nn.Module):
-    """A part with a parameter of its own runs once more in the backward pass."""
+class CheckpointedPart(nn.Module):
+    """A checkpointed part with parameters of its own."""
 
     def __init__(self, reentrant: bool = False):
         super().__init__()
@@ -33,21 +33,21 @@ class Again(nn.Module):
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_a_checkpointed_module_with_parameters_of_its_own(mode):
-    model, x = Again(), torch.randn(3, 3, 5)
+def test_checkpointed_parameters_are_clipped_exactly(mode):
+    model, x = CheckpointedPart(), torch.randn(3, 3, 5)
     loop = loop_over(model, x)
-    for examples in ([1], [0, 2], [0, 1, 2]):  # 3: as long as the sequences, which gradients tell apart
+    for examples in ([1], [0, 2], [0, 1, 2]):  # 3: as many as positions
         assert_exact(model, x, mode, loop, examples)
 
 
 @pytest.mark.parametrize("mode", FEW)
 def test_reentrant_checkpointing_is_refused(mode):
-    model, x = Again(reentrant=True), torch.randn(4, 3, 5)
+    model, x = CheckpointedPart(reentrant=True), torch.randn(4, 3, 5)
     with attached(model, mode) as engine, pytest.raises(UserError, match="use_reentrant=False"):
         clip(engine, of_rows(model, x), range(4))
 
 
-BATCHED = {
+LAYERS = {
     "conv": lambda: nn.Conv2d(3, 4, 3, padding=1),
     "circular": lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"),
     "transposed": lambda: nn.ConvTranspose2d(3, 4, 2),
@@ -55,8 +55,8 @@ BATCHED = {
     "standardised_gain": lambda: WSConv2d(3, 4, 3, gain=True),
     "group_norm": lambda: nn.Sequential(nn.GroupNorm(3, 3), nn.Conv2d(3, 4, 3)),
 }
-"""Layers that tell the batch from an image's channels by the number of axes."""
-AS_BATCH = {
+"""Layers that also take inputs without a batch axis, except for group_norm."""
+INPUTS = {
     "one": lambda p, b: p[:1],
     "three": lambda p, b: p,
     "expanded": lambda p, b: p[:1].expand(b, -1, -1, -1),
@@ -66,26 +66,26 @@ AS_BATCH = {
 
 
 class LearnedImage(nn.Module):
-    """A parameter goes through a layer as if it were the batch, and meets the examples only then."""
+    """A parameter is the input of a layer; the output is then combined with the examples."""
 
     def __init__(self, make, how):
         super().__init__()
-        self.image, self.layer, self.given = nn.Parameter(torch.randn(3, 3, 5, 5)), BATCHED[make](), nn.Linear(5, 4)
+        self.image, self.layer, self.given = nn.Parameter(torch.randn(3, 3, 5, 5)), LAYERS[make](), nn.Linear(5, 4)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        features = self.layer(AS_BATCH[self.how](self.image, len(x))).mean((-2, -1))
+        features = self.layer(INPUTS[self.how](self.image, len(x))).mean((-2, -1))
         given = self.given(x)
         return (features.unsqueeze(0) * given.unsqueeze(1)).sum(1) if self.how == "three" else features * given
 
 
 IMAGES = [
     cell
-    for cell in product(BATCHED, AS_BATCH, FEW)
-    if cell[:2] != ("group_norm", "unbatched")  # GroupNorm takes no image without a batch
+    for cell in product(LAYERS, INPUTS, FEW)
+    if cell[:2] != ("group_norm", "unbatched")  # GroupNorm needs a batch axis
 ]
 
 
 @pytest.mark.parametrize(("make", "how", "mode"), pairs_fast(IMAGES))
-def test_a_parameter_in_the_place_of_a_batch_of_images(make, how, mode):
+def test_a_parameter_as_the_input_of_a_layer_is_clipped_exactly(make, how, mode):
     assert_exact(LearnedImage(make, how), torch.randn(6, 5), mode)

@@ -1,4 +1,4 @@
-"""At every step: parameters that are no longer those that were attached, and groups that were left out, are refused."""
+"""Every step refuses parameters that changed after attaching, and layers that the loss does not reach."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MODES = (*FEW, "block")
 
 
 class Branches(nn.Module):
-    """Two blocks; the second one is left out, or adds 0, when told so."""
+    """Two blocks; `use` leaves the second one out (no) or multiplies it by 0 (zero)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class Branches(nn.Module):
 
 
 @pytest.fixture(params=MODES)
-def stepped(request):
-    """An engine after its first step, and what makes another one."""
+def engine_and_step(request):
+    """An engine after its first step, and a function that runs another step."""
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(3, 4)
     engine = attached(model, request.param, 0.1)
@@ -43,15 +43,15 @@ def stepped(request):
 
 
 @pytest.mark.parametrize(("name", "other"), [("weight", nn.Parameter(torch.ones(2, 4))), ("bias", None)])
-def test_another_parameter_in_its_place_or_none_is_refused(stepped, name, other):
-    engine, step = stepped
+def test_a_replaced_or_removed_parameter_is_refused(engine_and_step, name, other):
+    engine, step = engine_and_step
     setattr(engine.model.head, name, other)
     with pytest.raises(UserError, match=rf"'head\.{name}' was added, removed, replaced"):
         step()
 
 
-def test_data_of_another_shape_or_precision_is_refused(stepped):
-    engine, step = stepped
+def test_data_of_another_shape_or_dtype_is_refused(engine_and_step):
+    engine, step = engine_and_step
     engine.model.head.weight.data = torch.ones(3, 4)
     with pytest.raises(UserError, match=r"'head\.weight' was .* cast"):
         engine.check_output(torch.zeros(3, requires_grad=True))
@@ -62,18 +62,18 @@ def test_data_of_another_shape_or_precision_is_refused(stepped):
         engine.check_output(torch.zeros(3, requires_grad=True))
 
 
-def test_other_values_in_the_same_parameter_are_fine(stepped):
-    engine, step = stepped
+def test_new_values_of_a_parameter_are_allowed(engine_and_step):
+    engine, step = engine_and_step
     engine.model.load_state_dict({name: torch.ones_like(p) for name, p in engine.model.state_dict().items()})
     engine.model.head.weight.data = torch.zeros(2, 4)
     step()
 
 
-def test_a_group_or_layer_that_a_later_step_leaves_out_is_refused_by_name(stepped):
-    engine, step = stepped
+def test_a_layer_that_a_later_step_leaves_out_is_refused_by_name(engine_and_step):
+    engine, step = engine_and_step
     engine.model.use = "no"
     with pytest.raises(UserError, match=r"'blocks\.1\.0\.weight'"):
         step()
-    engine.model.use = "zero"  # the remedy
+    engine.model.use = "zero"  # works, with gradients of 0
     step()
     assert engine.examples == 3 and all(float(p.grad.norm()) == 0 for p in engine.model.blocks[1].parameters())

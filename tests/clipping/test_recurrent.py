@@ -1,6 +1,6 @@
-"""Recurrent layers in plain operations: dropout, precision, and what is refused.
+"""Recurrent layers in plain operations: dropout, precision, and refused inputs.
 
-That they compute what torch's own do is held by `test_module_weights.py`.
+`test_module_weights.py` tests that they compute the same as torch's own.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.rules import recurrent as recurrent_file
+from groupwise.clipping.rules import recurrent as recurrent_module
 from groupwise.clipping.rules.recurrent import is_rewritten, recurrent
 from groupwise.errors import UserError
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_training(double, monkeypatch, packed):
+def test_dropout_follows_every_layer_except_the_last_in_training_only(double, monkeypatch, packed):
     calls, mask = [], (torch.rand(B, T, 2 * H) > 0.4) / 0.6
 
     def dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -35,7 +35,7 @@ def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_traini
     x, lengths = torch.randn(B, T, D), torch.tensor([5, 5, 3, 1])
     given = pack_padded_sequence(x, lengths, batch_first=True) if packed else x
     with monkeypatch.context() as patch:
-        patch.setattr(recurrent_file.F, "dropout", dropout)
+        patch.setattr(recurrent_module.F, "dropout", dropout)
         y, last = recurrent(module, given)
         assert calls == [(0.4, True)] * 2
         module.eval()
@@ -54,7 +54,7 @@ def test_dropout_is_on_the_outputs_of_all_layers_but_the_last_and_only_in_traini
     torch.testing.assert_close(y.data, out.data, rtol=1e-12, atol=1e-12)
 
 
-def test_what_has_no_batch_or_no_step_is_refused_and_another_size_is_the_modules_own_mistake():
+def test_inputs_without_batch_or_steps_and_of_wrong_sizes_are_refused():
     for module, shape in ((nn.LSTM(D, H), (T, D)), (nn.GRUCell(D, H), (D,)), (nn.LSTMCell(D, H), (D,))):
         with pytest.raises(UserError, match=rf"{type(module).__name__} got an input of shape .* the batch"):
             recurrent(module, torch.ones(shape))
@@ -84,7 +84,7 @@ def test_autocast_keeps_states_in_float32(kind):
         assert float((p.grad - exact[name]).norm()) <= 0.05 * float(exact[name].norm()) + 0.02
 
 
-def test_only_torchs_own_forward_on_weights_as_they_are_is_re_expressed():
+def test_only_torchs_own_forward_without_parametrizations_is_rewritten():
     class Same(nn.LSTM):
         pass
 
@@ -92,6 +92,6 @@ def test_only_torchs_own_forward_on_weights_as_they_are_is_re_expressed():
         def forward(self, *args):
             return super().forward(*args)
 
-    normed = nn.utils.parametrizations.weight_norm(nn.GRU(D, H), "weight_ih_l0")
-    for module in (nn.LSTM(D, H), Same(D, H), Other(D, H), normed):
-        assert is_rewritten(module) is not (module is normed or isinstance(module, Other))
+    parametrized = nn.utils.parametrizations.weight_norm(nn.GRU(D, H), "weight_ih_l0")
+    for module in (nn.LSTM(D, H), Same(D, H), Other(D, H), parametrized):
+        assert is_rewritten(module) is not (module is parametrized or isinstance(module, Other))

@@ -1,4 +1,4 @@
-"""Inputs and surroundings of a forward pass that no layer is clipped in are refused in one sentence."""
+"""Unsupported inputs and contexts are refused: float16 autocast, nested and sparse tensors, torch.func transforms."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.clipping.traced import clip, clip_batch
 
 
 class Shift(nn.Module):
-    """A parameter alone."""
+    """A module with one parameter and no layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,15 +33,15 @@ LAYERS = {
     "LSTM": (LastOutput, (6, 2, 3)),
     "GRUCell": (Recurrent, (6, 2, 5)),
     "MultiheadAttention": (Attention, (6, 3, 8)),
-    "a module of its own": (lambda: Scale(4), (6, 4)),
+    "a module without a rule": (lambda: Scale(4), (6, 4)),
     "a parameter": (Shift, (6, 4)),
 }
 
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("name", [*LAYERS, "Embedding"])
-def test_no_layer_runs_under_autocast_to_float16(name, direct):
-    if direct and name in ("LSTM", "GRUCell", "MultiheadAttention", "a module of its own", "a parameter"):
+def test_autocast_to_float16_is_refused(name, direct):
+    if direct and name in ("LSTM", "GRUCell", "MultiheadAttention", "a module without a rule", "a parameter"):
         pytest.skip("not for direct=True")
     make, shape = LAYERS.get(name, (lambda: nn.Embedding(5, 4), None))
     model, x = make(), torch.randn(shape) if shape else torch.randint(0, 5, (6, 2))
@@ -54,7 +54,7 @@ def test_no_layer_runs_under_autocast_to_float16(name, direct):
             clip_batch(engine, lambda x: model(x).float().square().flatten(1).sum(1), x)
 
 
-def test_what_is_frozen_may_run_in_float16_and_an_evaluation():
+def test_frozen_layers_and_evaluation_may_run_in_float16():
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
 
     def losses_of(x: Tensor) -> Tensor:
@@ -84,31 +84,31 @@ def test_a_nested_tensor_is_refused(layout):
 
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5)])
-def test_a_norm_over_all_of_its_input_is_refused(shape):
+def test_a_norm_over_the_batch_axis_is_refused(shape):
     module = nn.RMSNorm(shape)
     with attach(module, flat(module), 1.0) as engine, pytest.raises(UserError, match="first axis must be the batch"):
         clip_batch(engine, lambda x: module(x).flatten(1).sum(1), torch.ones(shape))
 
 
-@pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_attention_without_a_batch_axis_is_refused(lacking):
+@pytest.mark.parametrize("unbatched", [0, 1, 2])
+def test_attention_without_a_batch_axis_is_refused(unbatched):
     inputs = [torch.ones(4, 3, 6)] * 3
-    inputs[lacking] = torch.ones(4, 6)
+    inputs[unbatched] = torch.ones(4, 6)
     with pytest.raises(UserError, match=r"MultiheadAttention got an input of shape .* the batch"):
         attention(*inputs)
 
 
 class Transforms(nn.Module):
-    """A layer and a parameter, and what `torch.func` does with them inside of forward."""
+    """A layer and parameters, and a function that applies a `torch.func` transform to them in forward."""
 
-    def __init__(self, done):
+    def __init__(self, transform):
         super().__init__()
-        self.layer, self.done = nn.Linear(4, 4), done
+        self.layer, self.transform = nn.Linear(4, 4), transform
         self.w, self.scale = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         used = self.layer(x) * self.scale + (x @ self.w.T).sum(1, keepdim=True)
-        return used + self.done(self, x)
+        return used + self.transform(self, x)
 
 
 def tangent(model: nn.Module, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "done",
+    "transform",
     [
         lambda model, x: torch.vmap(model.layer)(x),
         lambda model, x: torch.vmap(lambda row: model.scale * row)(x),
@@ -129,13 +129,13 @@ def tangent(model: nn.Module, x: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_transforms_inside_of_forward_are_refused_where_they_meet_what_trains(done, make_partition):
-    model, x = Transforms(done), torch.randn(6, 4)
+def test_transforms_of_trainable_parameters_in_forward_are_refused(transform, make_partition):
+    model, x = Transforms(transform), torch.randn(6, 4)
     with attach(model, make_partition(model), 1.0) as engine, pytest.raises((UserError, RuntimeError)):
         clip_batch(engine, lambda x: model(x).sum(1), x)
-    free = Transforms(lambda model, x: torch.vmap(torch.sin)(model.layer(x)))
-    with attach(free, make_partition(free), 1.0) as engine:
-        clip_batch(engine, lambda x: free(x).sum(1), x)
+    allowed = Transforms(lambda model, x: torch.vmap(torch.sin)(model.layer(x)))
+    with attach(allowed, make_partition(allowed), 1.0) as engine:
+        clip_batch(engine, lambda x: allowed(x).sum(1), x)
 
 
 @pytest.mark.parametrize("examples", [1, 5])

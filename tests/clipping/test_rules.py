@@ -1,4 +1,4 @@
-"""What every rule promises beyond exact sums: precision under autocast, and norms raised by their own rounding."""
+"""Precision of every rule: under autocast, and norms that are increased by a bound of their rounding error."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from tests.clipping.conftest import BATCH, CASES, make_case
 from tests.clipping.covering import covering_pairs
 from tests.clipping.traced import clip_batch, trace_batch
 
-COPIED = ("fallback", "parametrized", "reused_rms_norm", "conv_transpose", "reused_conv_transpose", "std_conv")
-FALLBACKS = [name for name in CASES if name.startswith((*COPIED, "frozen_transposed"))]
+WITHOUT_RULE = ("fallback", "parametrized", "reused_rms_norm", "conv_transpose", "reused_conv_transpose", "std_conv")
+FALLBACKS = [name for name in CASES if name.startswith((*WITHOUT_RULE, "frozen_transposed"))]
 
 
 @pytest.mark.parametrize("make_partition", [pytest.param(flat, marks=pytest.mark.slow), per_layer])
@@ -32,7 +32,7 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
             trace_batch(engine, lambda x: case.model(x).float().flatten(1).sum(1), case.inputs)
             with engine.forward(BATCH):
                 output = case.model(case.inputs)
-        if "norm" not in name and "hf" not in name:  # norms are float32 here as on a GPU, which torch's CPU keeps lower
+        if "norm" not in name and "hf" not in name:  # norms give float32 as on a GPU; torch's CPU kernels do not
             assert output.dtype == plain.dtype
         torch.testing.assert_close(output.float(), plain.float(), rtol=0.05, atol=0.05)
         engine.backward(output.float().flatten(1).square().sum(1))
@@ -49,7 +49,7 @@ def test_autocast_gives_the_models_own_output_and_float32_sums(name, make_partit
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize("mode", ["layer", pytest.param("flat", marks=pytest.mark.slow), "ghost"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_backward_pass_inside_autocast_keeps_to_float32_as_well(name, mode):
+def test_a_backward_pass_inside_autocast_gives_the_same_gradients(name, mode):
     torch.manual_seed(0)
     case = make_case(name)
     norms = "ghost" if mode == "ghost" else "bookkeeping"
@@ -69,7 +69,7 @@ def test_a_backward_pass_inside_autocast_keeps_to_float32_as_well(name, mode):
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
 @pytest.mark.parametrize("name", FALLBACKS)
-def test_the_fallback_runs_in_float32_whatever_autocast_says(name):
+def test_the_fallback_runs_in_float32_under_autocast(name):
     torch.manual_seed(0)
     case = make_case(name)
     expected = case.model(case.inputs)
@@ -89,7 +89,7 @@ def test_every_layer_of_a_case_has_a_rule(name):
     assert all(layer.rule for layer in find_layers(make_case(name).model))
 
 
-def test_gradients_of_an_embedding_have_a_row_an_example():
+def test_per_example_gradients_of_an_embedding_are_exact():
     ids, g = torch.tensor([[1, 1, 0], [4, 2, 4]]), torch.randn(2, 3, 3)
     (rows,) = EmbeddingRule(nn.Embedding(5, 3)).per_example_gradients((ids,), g, (True,))
     torch.testing.assert_close(rows, torch.einsum("btv,btd->bvd", nn.functional.one_hot(ids, 5).float(), g))
@@ -103,7 +103,7 @@ def test_gradients_of_an_embedding_have_a_row_an_example():
         (nn.Conv2d(3, 40, 3, padding=1), 4, 40),
     ],
 )
-def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space, longest):
+def test_slack_of_a_convolution_uses_its_longest_sum(monkeypatch, layer, space, longest):
     seen = []
     monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
     rule = ConvRule(layer, NormMethods("gram"))
@@ -113,8 +113,8 @@ def test_slack_of_a_convolution_is_for_its_longest_sum(monkeypatch, layer, space
 
 
 @pytest.mark.parametrize("kinds", ["rows, rows", "indices, indices", "indices, rows", "rows, indices"])
-def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
-    """⟨Σ l rᵀ, Σ l' r'ᵀ⟩, and what it is made of: Σ‖l‖‖r‖ · Σ‖l'‖‖r'‖ in sums of n terms."""
+def test_inner_products_of_two_uses_get_slack_for_rounding(double, kinds):
+    """⟨Σ l rᵀ, Σ l' r'ᵀ⟩, with slack for terms of size Σ‖l‖‖r‖ · Σ‖l'‖‖r'‖ in sums of n terms."""
     sides, dense = [], []
     for kind, t in zip(kinds.split(", "), (3, 5), strict=True):
         indices = torch.randint(0, 7, (2, t))
@@ -142,7 +142,7 @@ def test_inner_products_of_two_uses_are_raised_by_their_rounding(double, kinds):
     assert seen[-1][1] == 9
 
 
-def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypatch):
+def test_three_uses_of_a_layer_are_exact_and_get_slack_if_materialised(double, monkeypatch):
     seen, real = [], joint.rounding_slack
 
     def slack(sizes: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -159,19 +159,19 @@ def test_three_uses_are_one_sequence_or_materialised_and_raised(double, monkeypa
             with attach(model, make_partition(model), 1.0, norms=norms) as engine:
                 clip_batch(engine, lambda x, run=model: run(x).flatten(1).square().sum(1), x)
                 torch.testing.assert_close(engine.per_example_norms[0], torch.stack(exact), rtol=1e-9, atol=0)
-        if isinstance(layer, nn.Linear):  # nothing that could cancel is added to its norm
+        if isinstance(layer, nn.Linear):  # its uses are one sequence: no cross terms that could cancel
             continue
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(joint, "rounding_slack", slack)
             with attach(model, per_layer(model), 1.0) as engine:
                 clip_batch(engine, lambda x, run=model: run(x).flatten(1).square().sum(1), x)
-                raised = engine.per_example_norms[0].square() - torch.stack(exact).square()
-        assert bool((raised > 0.99).all()), "never lowered"
+                slack_added = engine.per_example_norms[0].square() - torch.stack(exact).square()
+        assert bool((slack_added > 0.99).all()), "never lowered"
         assert layer.weight.numel() in seen
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
-def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wanted(double):
+def test_a_fallback_takes_nested_inputs_and_outputs(double):
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,8 +199,8 @@ def test_a_fallback_takes_nests_of_tensors_and_gives_gradients_where_they_are_wa
 @pytest.mark.parametrize(
     ("name", "formula", "sizes"), covering_pairs(CASES, ["gram", "materialize"], [1e17, 1e19, 3e19, 1e37])
 )
-def test_however_large_one_example_is_it_is_clipped_or_left_out(name, formula, sizes):
-    """In float32, whose numbers end at 3e38: what a norm is made of must not overflow where the norm does not."""
+def test_an_example_of_any_size_is_clipped_or_left_out(name, formula, sizes):
+    """float32 ends at 3e38: intermediate results must not overflow if the norm itself does not."""
     torch.manual_seed(0)
     case = make_case(name)
     with attach(case.model, per_layer(case.model), 1.0, formula=formula) as engine:

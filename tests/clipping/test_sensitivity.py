@@ -1,4 +1,4 @@
-"""The engine says how far one example moves its sums, and noise can be scaled by nothing else."""
+"""`engine.sensitivity` bounds how much one example changes the sums, and noise can be scaled by nothing else."""
 
 from dataclasses import FrozenInstanceError
 
@@ -25,7 +25,7 @@ def backward(engine: ClippingEngine, x: torch.Tensor) -> None:
 
 
 def sums(engine: ClippingEngine, x: torch.Tensor, microbatch: int) -> list[torch.Tensor]:
-    """Clipped sums of a batch, a vector a group; and its centred counts."""
+    """Clipped sums of a batch, one vector per group, and the centred counts."""
     engine.model.zero_grad()
     engine.reset()
     for start in range(0, len(x), microbatch):
@@ -39,43 +39,43 @@ def sums(engine: ClippingEngine, x: torch.Tensor, microbatch: int) -> list[torch
     ("make_partition", "thresholds", "norms"),
     [(flat, [0.7], "bookkeeping"), (flat, [0.7], "ghost"), (per_layer, [0.3, 2.0], "bookkeeping")],
 )
-def test_no_example_moves_a_group_by_more(double, make_partition, thresholds, norms, clip_rule):
+def test_no_example_changes_a_group_by_more_than_its_threshold(double, make_partition, thresholds, norms, clip_rule):
     model, x = make_model(), 5 * torch.randn(6, 4)
     options = {} if clip_rule is None else {"clip_rule": clip_rule}
     with attach(model, make_partition(model), thresholds, norms=norms, **options) as engine:
-        whole = sums(engine, x, 4)
+        total = sums(engine, x, 4)
         bound = engine.sensitivity("add_remove")
-        most = torch.zeros(len(thresholds) + 1)
+        largest = torch.zeros(len(thresholds) + 1)
         for out in range(6):
-            rest = sums(engine, x[[i for i in range(6) if i != out]], 4)
-            most = torch.maximum(most, torch.stack([(a - b).norm() for a, b in zip(whole, rest, strict=True)]))
+            others = sums(engine, x[[i for i in range(6) if i != out]], 4)
+            largest = torch.maximum(largest, torch.stack([(a - b).norm() for a, b in zip(total, others, strict=True)]))
     assert bound.relation == "add_remove" and bound.thresholds.tolist() == thresholds
-    *most, counted = most.tolist()
-    for moved, threshold in zip(most, thresholds, strict=True):
+    *largest, counted = largest.tolist()
+    for moved, threshold in zip(largest, thresholds, strict=True):
         assert 0.9 * threshold < moved <= threshold * (1 + 1e-9)
     assert counted == pytest.approx(0.5 * len(thresholds) ** 0.5)
     assert [p for group in bound.groups for p in group] == list(model.parameters())
 
 
-def test_it_tells_the_thresholds_that_clipped_whatever_was_set_since():
+def test_sensitivity_has_the_thresholds_of_the_counted_passes():
     model = make_model()
     with attach(model, per_layer(model), [0.1, 5.0]) as engine:
-        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1, 5.0], "nothing clipped: those in force"
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1, 5.0], "current thresholds"
         backward(engine, torch.randn(3, 4))
         engine.set_thresholds([0.2, 0.5])
         assert engine.sensitivity("add_remove").thresholds.tolist() == [0.1, 5.0]
         backward(engine, torch.randn(3, 4))
-        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.2, 5.0], "the larger of each"
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.2, 5.0], "the maximum of both"
         engine.reset()
         assert engine.sensitivity("add_remove").thresholds.tolist() == [0.2, 0.5]
         with engine.uncounted():
             backward(engine, torch.randn(3, 4))
         engine.set_thresholds([0.3, 0.4])
-        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.3, 0.4], "it left no mark"
+        assert engine.sensitivity("add_remove").thresholds.tolist() == [0.3, 0.4], "an uncounted pass does not count"
 
 
-def test_thresholds_are_those_given_to_the_last_digit():
-    """Tensors of the engine may be float32; the noise follows from the number that was given."""
+def test_thresholds_are_not_rounded_to_float32():
+    """Tensors of the engine can be float32, but noise is scaled by the threshold as given."""
     model = make_model()
     with attach(model, flat(model), 0.1) as engine:
         backward(engine, torch.randn(3, 4))
@@ -85,7 +85,7 @@ def test_thresholds_are_those_given_to_the_last_digit():
     assert torch.equal(stds, noise_stds([0.1], sizes, 1.5, "global"))
 
 
-def test_thresholds_of_a_pipelines_two_passes_count_as_well():
+def test_thresholds_of_a_pipelines_two_passes_are_included():
     model, x = make_model(), torch.randn(3, 4)
     with attach(model, flat(model), 0.25) as engine:
         trace_batch(engine, lambda x: model(x).square().sum(1), x)
@@ -99,13 +99,13 @@ def test_thresholds_of_a_pipelines_two_passes_count_as_well():
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "", "add-remove"])
-def test_a_relation_without_a_proof_is_refused(relation):
+def test_an_unknown_relation_is_refused(relation):
     model = make_model()
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=f"relation='{relation}' is unknown"):
         engine.sensitivity(relation)
 
 
-def test_noise_takes_no_other_thresholds():
+def test_noise_refuses_anything_but_a_sensitivity():
     model = make_model()
     with attach(model, flat(model), 1.0) as engine:
         backward(engine, torch.randn(3, 4))
@@ -121,7 +121,7 @@ def test_noise_takes_no_other_thresholds():
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_noise_is_for_the_relation_that_plans_account_for():
+def test_noise_refuses_a_relation_without_accounting():
     class Replaced:
         relation, groups, thresholds = "replace_one", [[nn.Parameter(torch.zeros(2))]], torch.ones(1)
 
