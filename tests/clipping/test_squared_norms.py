@@ -1,4 +1,4 @@
-"""No norm is under-stated by more than 1e-6, and no clipped example exceeds its threshold by more, in float32."""
+"""In float32 no norm is understated by more than 1e-6, and no clipped example exceeds its threshold by more."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_the_worst_block_is_within_its_bound():
 
 @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_every_number_of_a_row_counts_once(size, kind):
+def test_squared_row_norms_include_every_entry_once(size, kind):
     rows = torch.randn(4, size, dtype=kind)
     squares = squared_row_norms(rows)
     assert squares.dtype == torch.float64 and squares.shape == (4,)
@@ -33,19 +33,19 @@ def test_every_number_of_a_row_counts_once(size, kind):
     assert squared_row_norms(rows[:0]).shape == (0,)
 
 
-def test_what_is_no_number_or_too_large_has_no_finite_norm():
+def test_nan_inf_and_overflow_give_no_finite_norm():
     rows = torch.ones(3, 200)
     rows[0, 3], rows[1, 4], rows[2, 5] = float("nan"), float("inf"), 1e20
     assert not bool((squared_row_norms(rows) < float("inf")).any())
 
 
-def test_the_floor_is_above_what_underflows():
+def test_the_floor_covers_squares_that_underflow():
     rows = torch.full((2, 3, 100), 1e-19)
     assert float(rows.double().square().sum((1, 2))[0]) < floor(300, rows.dtype) < 1e-35
 
 
 def clipped(layer: nn.Module, x: Tensor, g: Tensor, threshold: float, **options: object) -> tuple[float, float]:
-    """The norm that is stated for one example, and the length of what it adds."""
+    """The norm that the engine states for one example, and the true norm of its clipped gradient."""
     with attach(layer, flat(layer), threshold, **options) as engine:  # type: ignore[arg-type]
         clip_batch(engine, lambda x, g: (layer(x) * g).flatten(1).sum(1), x, g)
         stated = float(engine.per_example_norms[0, 0])
@@ -53,25 +53,25 @@ def clipped(layer: nn.Module, x: Tensor, g: Tensor, threshold: float, **options:
 
 
 @pytest.mark.parametrize("positions", [1, 4])
-def test_squares_too_small_for_float32_do_not_hide_a_long_gradient(positions):
-    """Output gradients of 1e-23 have no squares, and with inputs of 1e18 make entries of 1e-5."""
+def test_squares_that_underflow_do_not_hide_a_large_gradient(positions):
+    """Squares of output gradients of 1e-23 underflow, but with inputs of 1e18 the gradient has entries of 1e-5."""
     layer = nn.Linear(50, 30, bias=False)
     nn.init.zeros_(layer.weight)
     x, g = torch.full((1, positions, 50), 1e18), torch.full((1, positions, 30), 1e-23)
-    stated, added = clipped(layer, x, g, 1e-5, formula="gram")
+    stated, norm = clipped(layer, x, g, 1e-5, formula="gram")
     true = positions * 1e-5 * 1500**0.5
-    assert stated >= true * (1 - ALLOWED) and added <= 1e-5 * (1 + ALLOWED)
+    assert stated >= true * (1 - ALLOWED) and norm <= 1e-5 * (1 + ALLOWED)
 
 
 @pytest.mark.parametrize("rule", [None, automatic_factors(1e-20)])
-def test_thresholds_below_what_float32_can_square_still_hold(rule):
+def test_thresholds_whose_squares_underflow_still_hold(rule):
     layer = nn.Linear(3, 2, bias=False)
     x, g = torch.ones(1, 2, 3), torch.full((1, 2, 2), 1e-24)
     options = {} if rule is None else {"clip_rule": rule}
     assert clipped(layer, x, g, 1e-26, formula="materialize", **options)[1] <= 1e-26
 
 
-def test_an_example_that_is_too_long_for_float32_is_left_out():
+def test_an_example_whose_norm_overflows_is_left_out():
     layer = nn.Linear(3, 2, bias=False)
     nn.init.zeros_(layer.weight)
     x = torch.full((1, 3), 1e15)
@@ -83,7 +83,7 @@ def test_an_example_that_is_too_long_for_float32_is_left_out():
 
 @pytest.mark.parametrize("positions", [2, 4, 8, 31])
 def test_slack_covers_long_sums_of_equal_products(positions):
-    """Where every rounding goes the same way, which numbers do that is found by trying."""
+    """The worst case is that all roundings have the same sign; the loop searches for such numbers."""
     for number in torch.linspace(1, 2, 60):
         x, g = torch.full((1, positions, 16384), float(number)), torch.full((1, positions, 8192), float(number))
         true = number.double() ** 4 * positions**2 * 16384 * 8192
@@ -92,8 +92,8 @@ def test_slack_covers_long_sums_of_equal_products(positions):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("terms", [500, 1024, 2304, 3072, 4096, 50257])
-def test_slack_covers_equal_terms_that_are_added_up_one_after_the_other(terms, device):
-    """As a library may do with a part of a sum on a device; the parts themselves are alike, and few."""
+def test_slack_covers_sequential_sums_of_equal_terms(terms, device):
+    """A library may sum every part of a long sum sequentially; there are only few parts."""
     part = min(terms, longest_sum(torch.device(device)))
     products = np.linspace(0.25, 1, 3000) ** 2
     total = np.zeros(len(products), np.float32)
@@ -104,8 +104,8 @@ def test_slack_covers_equal_terms_that_are_added_up_one_after_the_other(terms, d
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_sums_that_cancel_are_clipped_though_they_are_made_by_another_product_than_the_norm(seed):
-    """Output gradients that add up to zero: what is left is rounding, and another product leaves something else."""
+def test_cancelling_sums_by_another_product_than_the_norm_are_clipped(seed):
+    """Output gradients that sum to zero leave rounding errors only, which differ between products."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     model.forward = lambda x: torch.cat([model[0](x), model[1](x)])  # type: ignore[method-assign]
@@ -113,12 +113,12 @@ def test_sums_that_cancel_are_clipped_though_they_are_made_by_another_product_th
     g[:, -1] -= g.sum(1)
     with attach(model, flat(model), 1e-7, formula="materialize") as engine:
         clip_batch(engine, lambda x, g: ((model[0](x) + model[1](x)) * g).sum((1, 2)), x, g)
-    added = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
-    assert 0 < added <= 1e-7 * (1 + ALLOWED)
+    norm = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
+    assert 0 < norm <= 1e-7 * (1 + ALLOWED)
 
 
-def own_sum(model: nn.Module, examples: tuple[Tensor, ...], norms: str) -> float:
-    """How much longer than its threshold the clipped sum of one example is, relative, the other's loss being zero."""
+def relative_excess(model: nn.Module, examples: tuple[Tensor, ...], norms: str) -> float:
+    """By how much, relatively, one example's clipped sum exceeds its threshold; the other example's loss is zero."""
     with attach(model, flat(model), 1.0, norms=norms) as engine:
         for threshold in (None, 1 / 3):
             model.zero_grad()
@@ -131,7 +131,7 @@ def own_sum(model: nn.Module, examples: tuple[Tensor, ...], norms: str) -> float
 
 
 class BlankImages(nn.Module):
-    """All positions alike: their outer products are, and so are the roundings of their sum."""
+    """All positions are equal, and so are their outer products and the roundings of their sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class BlankImages(nn.Module):
         return nn.functional.cross_entropy(logits, torch.arange(1, 1 + len(x)), reduction="none")
 
 
-class OneToken(nn.Module):
-    """The sum over a text of one token."""
+class RepeatedToken(nn.Module):
+    """The sum of the embeddings of a text that repeats one token."""
 
     def __init__(self, bag: bool) -> None:
         super().__init__()
@@ -156,26 +156,26 @@ class OneToken(nn.Module):
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("kind", ["image", "text", "bag"])
-def test_equal_terms_do_not_make_a_sum_longer_than_its_threshold(kind, norms):
-    """By 1e-6, what the documents allow; without slack for them it was 1e-4."""
+def test_sums_of_equal_terms_do_not_exceed_the_threshold(kind, norms):
+    """By at most 1e-6, the documented bound; without slack it was 1e-4."""
     for seed, value in enumerate((0.3, 0.7371, 1.0)):
         torch.manual_seed(seed)
         if kind == "image":
             model, x = BlankImages(), torch.full((2, 3, 224, 224), value)
         else:
-            model, x = OneToken(kind == "bag"), torch.full((2, 10_000), 3)
+            model, x = RepeatedToken(kind == "bag"), torch.full((2, 10_000), 3)
             nn.init.constant_(model.words.weight, value * 1e-4)
-        assert own_sum(model, (x,), norms) < 1e-6
+        assert relative_excess(model, (x,), norms) < 1e-6
 
 
-def test_slack_is_of_the_precision_that_was_computed_in():
+def test_slack_uses_the_precision_of_the_computation():
     double = torch.ones(1, dtype=torch.float64)
     assert float(rounding_slack(double, 4, torch.float32)) == 8 * torch.finfo(torch.float32).eps
     assert float(rounding_slack(double, 4)) == 8 * torch.finfo(torch.float64).eps
 
 
-def test_a_bias_adds_up_positions_before_examples():
-    """65536 equal numbers, one after the other, would be off by up to 7e-4."""
+def test_a_bias_gradient_sums_positions_before_examples():
+    """A sequential sum of 65536 equal numbers would be off by up to 7e-4."""
     layer = nn.Linear(1, 3)
     layer.weight.requires_grad_(False)
     with attach(layer, per_layer(layer), 1.0) as engine:

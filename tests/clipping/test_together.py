@@ -1,4 +1,4 @@
-"""Groups that close together, as on a GPU, where small operations are done for all of them at once: the same sums."""
+"""Several groups are clipped together, as on a GPU, to save small operations: sums match the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import attach, clip_factors, per_layer
-from groupwise.clipping import groups as groups_file
+from groupwise.clipping import groups as groups_module
 from groupwise.clipping.factors import keep_finite
 from tests.clipping.alone import assert_sums, gradients
 from tests.clipping.conftest import BATCH
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:groupwise has no rule")
 
 @pytest.fixture
 def together(as_on_a_gpu, monkeypatch):
-    """Three groups at a time, with all that is done on a GPU alone."""
-    monkeypatch.setattr(groups_file, "MOST_TOGETHER", 3)
+    """Three groups at a time, and everything else as on a GPU."""
+    monkeypatch.setattr(groups_module, "MOST_TOGETHER", 3)
 
 
 @each_case_in("layer", "layer_gram", "layer_automatic", "block", "flat", "ghost")
-def test_equal_to_single_examples(together, case, mode):
+def test_sums_and_norms_match_the_reference(together, case, mode):
     make_partition, options = MODES[mode]
     thresholds, truth = truth_of(case.name, make_partition, options.get("clip_rule", clip_factors))
     with attach(case.model, make_partition(case.model), thresholds, **options) as engine:
@@ -48,7 +48,7 @@ def clipped(model: nn.Module, x: Tensor, weights: Tensor, **options) -> tuple[di
         return sums, engine.counts
 
 
-def test_a_rule_of_ones_own_gets_several_groups_at_a_time(together):
+def test_a_custom_clip_rule_gets_several_groups_at_once(together):
     shapes = []
 
     def rule(norms: Tensor, threshold: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ def test_a_rule_of_ones_own_gets_several_groups_at_a_time(together):
         return (threshold / norms).clamp_max(1.0)
 
     model, x = network(), torch.randn(4, 3, 4)
-    mine, _ = clipped(model, x, torch.ones(4), clip_rule=rule)
-    usual, _ = clipped(model, x, torch.ones(4))
+    custom, _ = clipped(model, x, torch.ones(4), clip_rule=rule)
+    standard, _ = clipped(model, x, torch.ones(4))
     assert shapes and all(norms[1:] == (4,) and at == (norms[0], 1) for norms, at in shapes)
-    torch.testing.assert_close(mine, usual)
+    torch.testing.assert_close(custom, standard)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_not_finite_once_rounded_is_left_out(dtype):
+def test_norms_that_overflow_when_rounded_are_left_out(dtype):
     largest = torch.finfo(dtype).max
     steps = [largest * (1 + k * torch.finfo(dtype).eps / 8) for k in range(1, 9)]
     squares = torch.tensor([largest, *steps, math.inf], dtype=torch.float64)

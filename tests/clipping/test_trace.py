@@ -1,4 +1,4 @@
-"""Where a layer's input holds the examples, as the trace finds it: sums are exact whatever the layout."""
+"""The trace finds the batch axis of every layer's input: clipping is exact for every layout."""
 
 from itertools import product
 
@@ -28,8 +28,8 @@ class Two(nn.Module):
         return self.use(self.a, self.b, x)
 
 
-def grid_of(length: int) -> Tensor:
-    """Numbers of no example, (length, WIDE)."""
+def constants(length: int) -> Tensor:
+    """Constants (length, WIDE), which depend on no example."""
     return torch.arange(1.0, 1 + length).outer(torch.arange(1.0, 1 + WIDE)).sin()
 
 
@@ -38,14 +38,14 @@ def pairs(a, b, x):
     return left * right
 
 
-def kinds(a, b, rows):
-    """As token types of one kind: rows that are all alike."""
+def plus_ones(a, b, rows):
+    """Add constant rows, like token-type embeddings of a single type."""
     return (a(rows) + b(torch.ones_like(rows))).tanh()
 
 
 def chain(a, b, x):
-    """Layers of what all examples share follow each other."""
-    return (x + b(a(a(grid_of(x.shape[1])).tanh()).tanh())).tanh()
+    """A chain of layers on inputs that all examples share."""
+    return (x + b(a(a(constants(x.shape[1])).tanh()).tanh())).tanh()
 
 
 LAYOUTS = {
@@ -58,14 +58,14 @@ LAYOUTS = {
     ).permute(2, 0, 1, 3),
     "grouped": lambda a, b, x: b(a(x.flatten(0, 1)).tanh()).unflatten(0, (-1, x.shape[1])),
     "tiled": pairs,
-    "grouped, with a type for all": lambda a, b, x: kinds(a, b, x.flatten(0, 1)).unflatten(0, (-1, x.shape[1])),
-    "tiled, with a type for all": lambda a, b, x: kinds(a, b, torch.cat([x, x.sin()])).unflatten(0, (2, -1)).prod(0),
+    "grouped, with constant rows": lambda a, b, x: plus_ones(a, b, x.flatten(0, 1)).unflatten(0, (-1, x.shape[1])),
+    "tiled, with constant rows": lambda a, b, x: plus_ones(a, b, torch.cat([x, x.sin()])).unflatten(0, (2, -1)).prod(0),
     "a chain of shared inputs": chain,
 }
 
 
 @pytest.mark.parametrize(("name", "mode", "batches"), covering_pairs(LAYOUTS, FEW, [1, 2, 3, 5, 6]))
-def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batches):
+def test_layouts_are_exact_even_if_other_axes_are_as_long_as_the_batch(name, mode, batches):
     for batch in batches:
         model = Two(LAYOUTS[name])
         with attached(model, mode) as engine:
@@ -73,7 +73,7 @@ def test_layouts_are_exact_whatever_axes_have_the_same_length(name, mode, batche
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_trace_is_enough_for_batches_of_other_sizes_and_three_for_lengths(name, monkeypatch):
+def test_one_trace_covers_other_batch_sizes_and_three_cover_lengths(name, monkeypatch):
     traced, real = [], ClippingEngine._trace
     monkeypatch.setattr(ClippingEngine, "_trace", lambda *given: traced.append(1) or real(*given))
     model = Two(LAYOUTS[name])
@@ -87,39 +87,39 @@ def test_one_trace_is_enough_for_batches_of_other_sizes_and_three_for_lengths(na
         assert len(traced) <= 3
 
 
-class MetTwice(nn.Module):
-    """What one layer or parameter does to a number of every example, and to rows that all examples share."""
+class UsedOnBoth(nn.Module):
+    """One layer or parameter is used on the examples and on rows that all examples share."""
 
-    def __init__(self, of_examples, of_all):
+    def __init__(self, on_examples, on_shared):
         super().__init__()
         self.embed, self.layer, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2)
         self.scale = nn.Parameter(torch.randn(WIDE))
         self.frozen = nn.Parameter(torch.randn(ROWS, WIDE), requires_grad=False)
-        self.of_examples, self.of_all = of_examples, of_all
+        self.on_examples, self.on_shared = on_examples, on_shared
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
-        first = self.of_examples(self, x, h)
-        return self.head((h.tanh() * self.of_all(self, grid_of(x.shape[1]))).mean(1) + first)
+        first = self.on_examples(self, x, h)
+        return self.head((h.tanh() * self.on_shared(self, constants(x.shape[1]))).mean(1) + first)
 
 
-MET_TWICE = {
+USED_ON_BOTH = {
     "a parameter": (lambda m, x, h: h.mean(1) * m.scale, lambda m, grid: grid * m.scale),
-    "a parameter that meets numbers": (lambda m, x, h: x.sin().mean(1) * m.scale, lambda m, grid: grid * m.scale),
-    "a parameter that meets a frozen one": (lambda m, x, h: h.mean(1) * m.scale, lambda m, grid: m.frozen * m.scale),
+    "a parameter with inputs": (lambda m, x, h: x.sin().mean(1) * m.scale, lambda m, grid: grid * m.scale),
+    "a parameter with a frozen one": (lambda m, x, h: h.mean(1) * m.scale, lambda m, grid: m.frozen * m.scale),
     "a layer": (lambda m, x, h: m.layer(h.mean(1)), lambda m, grid: m.layer(grid)),
-    "a layer of numbers": (lambda m, x, h: m.layer(x.sin().mean(1)), lambda m, grid: m.layer(grid)),
+    "a layer of inputs": (lambda m, x, h: m.layer(x.sin().mean(1)), lambda m, grid: m.layer(grid)),
     "a layer of a frozen parameter": (lambda m, x, h: m.layer(h.mean(1)), lambda m, grid: m.layer(m.frozen)),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "mode", "batches"),
-    pairs_fast(product(MET_TWICE, FEW, [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])),
+    pairs_fast(product(USED_ON_BOTH, FEW, [(4, 6, 3, 6), (6, 6, 4, 6), (3, 6, 12), (2, 3, 6)])),
 )
-def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(name, mode, batches):
-    model = MetTwice(*MET_TWICE[name])
-    (model.layer if "parameter that" in name or name == "a parameter" else model.scale).requires_grad_(False)  # unused
+def test_shared_rows_as_long_as_the_batch_are_not_taken_for_it(name, mode, batches):
+    model = UsedOnBoth(*USED_ON_BOTH[name])
+    (model.layer if "parameter with" in name or name == "a parameter" else model.scale).requires_grad_(False)  # unused
     with attached(model, mode) as engine:
         for batch in batches:
             assert_exact(
@@ -128,7 +128,7 @@ def test_what_all_examples_share_is_not_taken_for_the_batch_where_it_is_as_long(
 
 
 class SequencesFirst(nn.Module):
-    """A head that is zero at first, so that no gradient tells anything then."""
+    """The sequence axis is first, and the head is zero at first, so that gradients below it are zero."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class SequencesFirst(nn.Module):
 
 
 class Attends(nn.Module):
-    """Examples attend to a table that is computed; the head is zero at first."""
+    """Examples attend to keys that a layer computes from constants; the head is zero at first."""
 
     def __init__(self):
         super().__init__()
@@ -149,13 +149,13 @@ class Attends(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        keys = self.a(grid_of(ROWS)).tanh()
+        keys = self.a(constants(ROWS)).tanh()
         return self.head((x[:, 0] @ keys.mT).softmax(-1) @ keys)
 
 
 @pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("make", [SequencesFirst, Attends])
-def test_tables_as_long_as_a_batch_are_told_from_it_though_gradients_are_zero_at_first(make, mode):
+def test_shared_rows_are_recognised_even_if_gradients_are_zero_at_first(make, mode):
     for batches in ((ROWS, ROWS, 4, ROWS), (4, ROWS, 1, ROWS)):
         model = make()
         with attached(model, mode) as engine:
@@ -165,18 +165,18 @@ def test_tables_as_long_as_a_batch_are_told_from_it_though_gradients_are_zero_at
                 nn.init.normal_(model.head.weight)
 
 
-def test_an_example_that_is_not_finite_is_left_out_whatever_the_layout():
-    for of_trace in (range(3), [0, 2]):
+def test_a_non_finite_example_is_left_out_in_every_layout():
+    for traced_on in (range(3), [0, 2]):
         model, x = Two(LAYOUTS["two layouts in one pass"]), torch.randn(3, 3, 5)
         x[1] = torch.inf
         with attached(model, "flat") as engine:
-            clip(engine, of_rows(model, x), range(3), traced_on=of_trace)
+            clip(engine, of_rows(model, x), range(3), traced_on=traced_on)
             assert engine.nonfinite == 1
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 @pytest.mark.parametrize("mode", FEW)
-def test_gradients_of_many_rows_are_formed_for_some_examples_at_a_time(monkeypatch, mode):
+def test_gradients_are_formed_in_chunks_of_examples(monkeypatch, mode):
     monkeypatch.setattr("groupwise.clipping.rules.base.chunk_floats", lambda g: 200)  # two examples of three rows each
     for name, batch in (("grouped", 5), ("tiled", 7)):
         model = Two(LAYOUTS[name])

@@ -1,4 +1,4 @@
-"""What a plan knows of batches that it was not traced on, how it is traced once more, and how it is kept."""
+"""A plan covers other batch sizes and lengths; calls that it does not cover are traced again or refused."""
 
 import pytest
 import torch
@@ -14,33 +14,33 @@ pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("ign
 
 
 class Positions(nn.Module):
-    """Positions that all examples share, as many as the longest of them is long, with a table and a parameter."""
+    """Positions up to the longest example, shared by all examples, in an embedding and a parameter."""
 
     def __init__(self):
         super().__init__()
         self.words, self.places, self.scale = nn.Embedding(9, 4), nn.Embedding(40, 4), nn.Parameter(torch.rand(4))
 
-    def forward(self, ids: Tensor, shown: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         rows = torch.arange(ids.shape[1])
         x = self.words(ids) + self.places(rows) + rows.sin()[:, None] * self.scale
-        return (x.tanh() * shown[..., None]).sum(1)
+        return (x.tanh() * mask[..., None]).sum(1)
 
 
 def texts(model, lengths, batches=None):
-    """Losses of texts of these lengths, padded to the longest of a batch; and the batches that they are asked for."""
+    """Losses of texts of these lengths, padded to the longest of a batch; `batches` records the requested rows."""
     rows = [torch.arange(length) * (i + 2) % 9 for i, length in enumerate(lengths)]
 
-    def losses_of(some):
-        if batches is not None and len(some) > 1:
-            batches.append(list(some))
-        ids = nn.utils.rnn.pad_sequence([rows[i] for i in some], batch_first=True, padding_value=-1)
+    def losses_of(requested):
+        if batches is not None and len(requested) > 1:
+            batches.append(list(requested))
+        ids = nn.utils.rnn.pad_sequence([rows[i] for i in requested], batch_first=True, padding_value=-1)
         return model(ids.clamp_min(0), ids >= 0).square().sum(1)
 
     return losses_of
 
 
 @pytest.mark.parametrize("longest", [0, 7])
-def test_lengths_that_were_not_traced_are_exact_wherever_the_longest_example_stands(longest):
+def test_lengths_that_were_not_traced_are_exact(longest):
     model = Positions()
     with attach(model, per_layer(model), 0.3) as engine:
         engine.trace(texts(model, [5, 3, 4, 2, 5, 1]), range(6))
@@ -50,7 +50,7 @@ def test_lengths_that_were_not_traced_are_exact_wherever_the_longest_example_sta
             assert_exact(engine, texts(model, lengths), range(8))
 
 
-def test_an_unknown_call_is_traced_once_more_on_all_examples_of_its_batch_and_then_known():
+def test_an_unknown_call_is_traced_once_on_all_examples_of_its_batch():
     model, batches = Positions(), []
     with attach(model, flat(model), 0.3) as engine:
         engine.trace(texts(model, [5, 3, 4, 2, 5, 1]), range(6))
@@ -76,7 +76,7 @@ def test_an_unknown_call_outside_of_clip_is_refused():
 
 
 class Steps(nn.Module):
-    """A cell that runs as often as the longest example is long."""
+    """A cell that runs once per position of the longest example."""
 
     def __init__(self, cell):
         super().__init__()
@@ -91,7 +91,7 @@ class Steps(nn.Module):
 
 @pytest.mark.parametrize("make", [lambda: nn.GRUCell(4, 4), lambda: nn.Linear(4, 4)])
 @pytest.mark.parametrize("make_partition", [flat, per_layer])
-def test_more_calls_than_traced_are_traced_once_more(make, make_partition):
+def test_more_calls_than_traced_are_traced_again(make, make_partition):
     model = Steps(make())
     with attach(model, make_partition(model), 0.5) as engine:
         engine.trace(of_rows(model, torch.randn(6, 3, 4)), range(6))
@@ -103,41 +103,41 @@ def test_more_calls_than_traced_are_traced_once_more(make, make_partition):
 
 
 class Masked(nn.Module):
-    """A mask that is only there when some example is padded meets a parameter, before the examples do."""
+    """If an example is padded, a parameter is first multiplied by the mask, then by the examples."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
 
-    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.layer(x)
-        if not bool(shown.all()):
-            h = h + (~shown).to(x.dtype).T[..., None].mul(self.scale).transpose(0, 1)
-        return (h.tanh() * self.scale * shown[..., None]).sum(1)
+        if not bool(mask.all()):
+            h = h + (~mask).to(x.dtype).T[..., None].mul(self.scale).transpose(0, 1)
+        return (h.tanh() * self.scale * mask[..., None]).sum(1)
 
 
 @pytest.mark.parametrize("first", ["padded", "whole"])
-def test_two_paths_are_both_exact_whichever_was_traced(first):
+def test_both_paths_of_a_model_are_exact_whichever_was_traced(first):
     model = Masked()
     x, whole = torch.randn(8, 8, 4), torch.ones(8, 8, dtype=torch.bool)
     padded = whole.clone()
     padded[6, 5:] = False
 
-    def losses_of(shown, length):
-        return lambda rows: model(x[list(rows), :length], shown[list(rows), :length]).square().sum(1)
+    def losses_of(mask, length):
+        return lambda rows: model(x[list(rows), :length], mask[list(rows), :length]).square().sum(1)
 
     with attach(model, flat(model), 1.0) as engine:
         engine.trace(losses_of({"padded": padded, "whole": whole}[first], 8), [6, *range(5)])
-        for length in (7, 8):  # of 8, sizes do not tell which path it is
-            for shown, rows in ((whole, 8), (padded, 8), (whole, 4), (padded, 7), (whole, 8), (padded, 8)):
-                assert_exact(engine, losses_of(shown, length), range(rows), [1.0])
+        for length in (7, 8):  # at 8 the batch and the sequence are equally long
+            for mask, rows in ((whole, 8), (padded, 8), (whole, 4), (padded, 7), (whole, 8), (padded, 8)):
+                assert_exact(engine, losses_of(mask, length), range(rows), [1.0])
 
 
 SOURCES, TARGETS = (9, 3, 5, 4, 6, 2, 7), (2, 8, 3, 5, 4, 6, 3)
 
 
 class Translator(nn.Module):
-    """Reads as many tokens as the longest source and the longest target of the batch have."""
+    """Reads tokens up to the longest source and the longest target of the batch."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def translations(model: Translator):
 
 
 @pytest.mark.parametrize("order", [range(7), (0, 2, 1, 3, 4, 5, 6), (3, 2, 4, 5, 0, 1)])
-def test_two_lengths_are_traced_wherever_the_longest_examples_stand(order):
+def test_two_lengths_are_traced_for_any_order_of_examples(order):
     torch.manual_seed(0)
     model = Translator()
     losses = translations(model)
@@ -182,7 +182,7 @@ def test_one_example_alone_needs_no_trace():
         assert not engine.plan.calls
 
 
-NUMBERS = {
+DRAWS = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "slopes": lambda x: F.rrelu(x, training=True),
     "poisson": lambda x: torch.poisson(x.abs()) + x,
@@ -193,7 +193,7 @@ NUMBERS = {
 
 
 class Random(nn.Module):
-    """Random numbers of which some follow what they meet, and others that are drawn after them."""
+    """Random numbers, some of which depend on the values, followed by dropout."""
 
     def __init__(self, draw):
         super().__init__()
@@ -203,9 +203,9 @@ class Random(nn.Module):
         return self.second(F.dropout(self.draw(self.first(x)), 0.2))
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_random_numbers_that_follow_values_are_not_taken_for_mixing(name):
-    model, x = Random(NUMBERS[name]), torch.randn(9, 4)
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_that_depend_on_values_are_not_taken_for_mixing(name):
+    model, x = Random(DRAWS[name]), torch.randn(9, 4)
     with attach(model, flat(model), 1.0) as engine:
         for rows in (range(9), [3, 1], [8, 2, 5, 7, 0]):
             engine.trace(of_rows(model, x), rows)

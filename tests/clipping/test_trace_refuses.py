@@ -1,4 +1,4 @@
-"""Models in which the rows of an example are not known are refused by the trace, or by the check before training."""
+"""Models that mix or reorder examples are refused by the trace, or by the check before training."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +21,8 @@ def sorted_rows(keys: Tensor) -> Tensor:
     return keys.argsort(stable=True)
 
 
-class OfCopies(nn.Module):
-    """No layer between the rows that indices move and the parameters that meet them."""
+class ReorderedBetweenParameters(nn.Module):
+    """Rows are reordered between two parameters, without a layer in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,23 +40,23 @@ def time_first(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
 
 
 def rolled(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
-    """Batches in one order are left as they are."""
+    """Roll the rows by one, unless the batch is sorted."""
     by = 0 if bool((x[1:, 0] >= x[:-1, 0]).all()) else 1
     return b(a(x).roll(by, 0)).roll(-by, 0)
 
 
-def reordered(there: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
-    """Examples are put in another order and back, by `there`."""
+def reordered(permute: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """Examples are put in another order by `permute`, and back."""
 
     def use(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
         order = x[:, 0, 0].argsort()
-        return b(there(a(x), order))[order.argsort()]
+        return b(permute(a(x), order))[order.argsort()]
 
     return Two(use)
 
 
 class Adapter(nn.Module):
-    """LoRA's second matrix is zero at first; rows before the first change places, and back, by `cat`."""
+    """LoRA with B = 0: `cat` rolls the rows before the first matrix, and back after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ class Adapter(nn.Module):
         return (h + self.up(torch.cat([d[-1:], d[:-1]]))).mean(1)
 
 
-def one_for_each(a, b, x):
-    """As many tokens as examples, from anywhere."""
+def tokens_of_the_whole_batch(a, b, x):
+    """A layer gets as many tokens as there are examples, from the whole batch."""
     y = a(x).flatten(0, 1)
     chosen = x[..., 0].flatten().argsort()[: len(x)]
     return y.index_put((chosen,), b(y[chosen])).unflatten(0, x.shape[:2])
@@ -81,8 +81,8 @@ def all_pairs(a, b, x):
     return b((y[:, None].expand(n, n, 5) - y[None].expand(n, n, 5)).tanh()).mean(1)
 
 
-def by_the_mean(a, b, x):
-    """A number of the whole batch, which every example meets."""
+def times_the_batch_mean(a, b, x):
+    """Multiply every example by a layer of the batch mean."""
     return a(x) * b(x.mean((0, 1)))
 
 
@@ -90,42 +90,42 @@ REFUSED = {
     "sorted": (lambda: reordered(lambda h, order: h[order]), "'b'"),
     "reversed": (lambda: Two(lambda a, b, x: b(a(x).flip(0)).flip(0)), "'b'"),
     "all pairs": (lambda: Two(all_pairs), "'b'.* two axes"),
-    "a mean over the batch": (lambda: Two(by_the_mean), "'b'.* no batch axis"),
-    "the examples before it": (lambda: Two(lambda a, b, x: b(a(x).cumsum(0))), "'b'"),
-    "constants of no example": (
+    "a mean over the batch": (lambda: Two(times_the_batch_mean), "'b'.* no batch axis"),
+    "cumulative sums": (lambda: Two(lambda a, b, x: b(a(x).cumsum(0))), "'b'"),
+    "constants": (
         lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.ones(2 * len(x), 5))[: len(x)]),
         "'b'.* do not depend on it",
     ),
-    "rows of numbers of their own": (
+    "distinct constants": (
         lambda: Two(lambda a, b, x: a(x[:, 0]) * b(torch.arange(10.0 * len(x)).view(-1, 5))[: len(x)]),
         "'b'.* do not depend on it",
     ),
-    "rows by two indices": (lambda: reordered(lambda h, order: h[order[:, None], torch.arange(h.shape[1])]), "'b'"),
-    "rows of a table": (lambda: reordered(lambda h, order: F.embedding(order, h.flatten(1)).view_as(h)), "'b'"),
-    "rows of an adapter": (Adapter, "'down'"),
+    "reordered by indices": (lambda: reordered(lambda h, order: h[order[:, None], torch.arange(h.shape[1])]), "'b'"),
+    "reordered by embedding": (lambda: reordered(lambda h, order: F.embedding(order, h.flatten(1)).view_as(h)), "'b'"),
+    "reordered in an adapter": (Adapter, "'down'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_or_moves_rows_is_refused_by_name(name):
-    make, says = REFUSED[name]
+def test_layers_on_mixed_or_moved_rows_are_refused_by_name(name):
+    make, message = REFUSED[name]
     model, x = make(), torch.randn(8, 3, 5)
     with attach(model, flat(model), 1.0) as engine:
         for rows in (range(8), [3, 1], [0, 1, 2, 3, 4]):
-            with pytest.raises(UserError, match=f"{says}.* it is unknown"):
+            with pytest.raises(UserError, match=f"{message}.* it is unknown"):
                 engine.trace(of_rows(model, x), rows)
 
 
-@pytest.mark.parametrize("make", [OfCopies, lambda: Two(time_first), lambda: Two(rolled)])
-def test_rows_that_move_by_what_examples_hold_are_seen_though_these_are_in_order(make):
+@pytest.mark.parametrize("make", [ReorderedBetweenParameters, lambda: Two(time_first), lambda: Two(rolled)])
+def test_reordering_is_refused_even_if_the_traced_batch_is_sorted(make):
     x = torch.rand(6, 5) + 0.5
-    model, still = make(), x[sorted_rows(x[:, 0])]
+    model, ordered = make(), x[sorted_rows(x[:, 0])]
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="it is unknown"):
-        engine.trace(of_rows(model, still), range(6))
+        engine.trace(of_rows(model, ordered), range(6))
 
 
 class RowByRow(nn.Module):
-    """A layer that gets one example's rows at a time, of which there are as many as examples."""
+    """A layer runs on the rows of one example at a time; there are as many rows as examples."""
 
     def __init__(self):
         super().__init__()
@@ -143,47 +143,47 @@ def test_a_layer_that_runs_once_for_each_example_is_refused():
 
 
 @pytest.mark.parametrize("rows", [[3], [3, 3], []])
-def test_one_example_alone_shows_nothing(rows):
+def test_a_trace_of_fewer_than_two_examples_is_refused(rows):
     model = nn.Linear(5, 4)
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match="give two or more"):
         engine.trace(of_rows(model, torch.randn(8, 5)), rows)
 
 
 @pytest.mark.parametrize("rows", [range(8), [3, 1], [0, 1, 2, 3, 4], [7, 2, 5]])
-def test_as_many_tokens_as_examples_are_refused(rows):
-    """The trace sees those of an example that it replaces; the check, the sums of all."""
-    model, x = Two(one_for_each), torch.randn(8, 3, 5)
-    says = r"it is unknown|by a loop over single examples|in one batch|in a batch"
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
+def test_as_many_tokens_as_examples_of_the_whole_batch_are_refused(rows):
+    """The trace detects tokens of a replaced example; otherwise the check before training detects wrong sums."""
+    model, x = Two(tokens_of_the_whole_batch), torch.randn(8, 3, 5)
+    message = r"it is unknown|by a loop over single examples|in one batch|in a batch"
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=message):
         engine.trace(of_rows(model, x), rows)
         verify(engine, of_rows(model, x), rows)
 
 
 class Factors(nn.Module):
-    """A parameter meets one constant after the other, and then the examples."""
+    """A parameter is multiplied by `count` constants, then by the examples."""
 
-    def __init__(self, many):
+    def __init__(self, count):
         super().__init__()
-        self.p, self.many = nn.Parameter(torch.ones(5)), many
+        self.p, self.count = nn.Parameter(torch.ones(5)), count
 
     def forward(self, x: Tensor) -> Tensor:
         p = self.p
-        for _ in range(self.many):
+        for _ in range(self.count):
             p = p * torch.ones(5)
         return x * p
 
 
-def test_constants_that_a_parameter_meets_one_after_the_other_are_refused_from_twelve_on():
+def test_a_parameter_times_twelve_or_more_constants_is_refused():
     x = torch.randn(6, 5)
-    for many, refused in ((10, False), (14, True)):
-        model = Factors(many)
-        found = pytest.raises(UserError, match="layers in a row") if refused else nullcontext()
-        with attach(model, flat(model), 1.0) as engine, found:
+    for count, refused in ((10, False), (14, True)):
+        model = Factors(count)
+        expected = pytest.raises(UserError, match="layers in a row") if refused else nullcontext()
+        with attach(model, flat(model), 1.0) as engine, expected:
             engine.trace(of_rows(model, x), range(6))
 
 
 class Put(nn.Module):
-    """What a layer makes of chosen rows, or a parameter, goes into rows of the batch, or among them."""
+    """A layer's output for chosen rows, or a parameter, is written into the batch or concatenated with it."""
 
     def __init__(self, put) -> None:
         super().__init__()
@@ -213,14 +213,14 @@ PUT = {
 
 
 @pytest.mark.parametrize("name", PUT)
-def test_what_all_share_is_not_put_into_rows_of_the_batch(name):
+def test_parameters_or_single_rows_written_into_the_batch_are_refused(name):
     model = Put(PUT[name])
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=rf"into {name}|mixe[sd]"):
         clip(engine, of_rows(model, torch.randn(2, 4)), range(2))
 
 
 class Late(nn.Module):
-    """Gives its second layer other rows later: two an example, mixed by `mix`."""
+    """With `late`, the second layer gets two rows per example, one of them computed by `mix`."""
 
     def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Late(nn.Module):
 @pytest.mark.parametrize(
     "mix", [lambda x: x + x[:1], lambda x: x + x[4:5], lambda x: x + x.mean(0), lambda x: x + x.amax(0)]
 )
-def test_a_call_that_is_traced_during_training_does_not_depend_on_any_other_row(mix):
+def test_a_mixing_call_that_is_traced_during_training_is_refused(mix):
     model, x = Late(mix), torch.randn(12, 5)
     with attach(model, flat(model), 1.0) as engine:
         engine.trace(of_rows(model, x), range(6))

@@ -1,4 +1,4 @@
-"""Rows chosen by the data, and parameters in operations of one's own: refused by name where nothing tells whose."""
+"""Layers on rows that the data choose, and parameters in custom operations: exact, or refused by name."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 
 class Chosen(nn.Module):
-    """The tokens that are marked go through a layer of their own."""
+    """Only the marked tokens go through the layer `expert`."""
 
     def __init__(self):
         super().__init__()
@@ -26,26 +26,26 @@ class Chosen(nn.Module):
         return self.head(rows.index_add(0, where, self.expert(rows[where])).reshape(x.shape).mean(1))
 
 
-def marks(*of_each):
-    return torch.arange(4) < torch.tensor(of_each)[:, None]
+def marks(*counts):
+    return torch.arange(4) < torch.tensor(counts)[:, None]
 
 
-@pytest.mark.parametrize("later", [(4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1), (1, 1, 3, 1), (4, 0, 0, 1), (3, 3, 2, 1)])
-def test_rows_that_data_choose_are_refused_where_they_are_not_each_examples_own(later):
+@pytest.mark.parametrize("tokens", [(4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1), (1, 1, 3, 1), (4, 0, 0, 1), (3, 3, 2, 1)])
+def test_rows_that_the_data_choose_are_refused(tokens):
     model, x = Chosen(), torch.randn(4, 4, 4)
 
     def losses_of(marked):
         return lambda rows: model(x[list(rows)], marked[list(rows)]).square().sum(1)
 
     refused = pytest.raises(UserError, match=r"'expert' .* freeze the layer")
-    if later in ((4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1), (1, 1, 3, 1)):
-        says = r"'expert' .* the rows depend on the data.* freeze the layer"
-        with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
-            engine.trace(losses_of(marks(*later)), range(4))
-    with attach(model, flat(model), 1.0) as engine:  # all tokens, in their order, show nothing of other ones
+    if tokens in ((4, 4, 0, 0), (4, 0, 0, 0), (1, 3, 3, 1), (1, 1, 3, 1)):
+        message = r"'expert' .* the rows depend on the data.* freeze the layer"
+        with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=message):
+            engine.trace(losses_of(marks(*tokens)), range(4))
+    with attach(model, flat(model), 1.0) as engine:  # the trace passes if all tokens are marked
         assert_exact(engine, losses_of(marks(4, 4, 4, 4)), range(4))
         with refused:
-            engine.clip(losses_of(marks(*later)), range(4))
+            engine.clip(losses_of(marks(*tokens)), range(4))
 
 
 class Tripled(torch.autograd.Function):
@@ -59,26 +59,26 @@ class Tripled(torch.autograd.Function):
 
 
 def in_place(weight):
-    made = torch.zeros(2, 5, dtype=weight.dtype)
-    made[0] = weight
-    return made.sum(0)
+    rows = torch.zeros(2, 5, dtype=weight.dtype)
+    rows[0] = weight
+    return rows.sum(0)
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("function", "message"),
     [
         (Tripled.apply, "Parameter 'p' goes into Tripled, a torch.autograd.Function"),
         (in_place, r"Parameter 'p' is written in place \(by __setitem__\) .*index_put"),
     ],
 )
-def test_what_cannot_be_told_apart_is_named(made, says):
-    model = Uses((5,), lambda p, layer, x: layer(x) * made(p))
-    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=says):
+def test_unsupported_operations_on_parameters_are_refused_by_name(function, message):
+    model = Uses((5,), lambda p, layer, x: layer(x) * function(p))
+    with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=message):
         clip_batch(engine, lambda x: model(x).sum(1), torch.rand(3, 5))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_two_rows_of_each_example_one_after_the_other_are_still_told_apart_in_the_check_before_training(rate):
+def test_verify_passes_a_model_with_two_tiled_rows_per_example(rate):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(rate), nn.Linear(8, 4))
     left, right = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -91,7 +91,7 @@ def test_two_rows_of_each_example_one_after_the_other_are_still_told_apart_in_th
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])
-def test_one_example_of_which_an_expert_gets_no_token(tokens):
+def test_one_example_alone_is_exact_with_few_or_no_expert_tokens(tokens):
     model, x = Chosen(), torch.randn(1, 4, 4)
     with attach(model, flat(model), 1.0) as engine:
         assert_exact(engine, lambda rows: model(x, marks(tokens)).sum(1), [0])

@@ -1,4 +1,4 @@
-"""The check before training names what is wrong with an unsound model, and leaves a sound one as it was."""
+"""The check before training (`verify`) refuses unsound models by name, and leaves model and engine unchanged."""
 
 import random
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def seeded():
 
 
 class Scaled(nn.Module):
-    """No rule knows it: x·w·(a number from somewhere)."""
+    """x·w·number(), a module without a rule."""
 
     def __init__(self, number: Callable[[], object]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LayerDrop(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A running mean that the output does not even use."""
+    """Updates a running mean, which the output does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ def attached(*layers: nn.Module, partition=per_layer, threshold=0.05):
 
 
 def reordered(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
-    """The second layer gets the rows in another order; the result has the right one again."""
+    """The second layer gets the rows in another order; the original order is restored after it."""
     x = a(x)
     order = x[:, 0].argsort()
     return b(x[order])[order.argsort()]
 
 
 def across_the_batch(x: Tensor) -> Tensor:
-    """Attention whose sequence is the batch, as with batch_first forgotten."""
+    """Attention over the batch axis, as when batch_first is forgotten."""
     return F.scaled_dot_product_attention(x, x, x)
 
 
@@ -95,7 +95,7 @@ def one_mask(x: Tensor) -> Tensor:
 
 
 def sometimes_cut_off(x: Tensor) -> Tensor:
-    """Without a gradient for a random half of all batches."""
+    """Detach the whole batch with probability 1/2."""
     return x.detach() if torch.rand(()) < 0.5 else x
 
 
@@ -112,8 +112,8 @@ class Leaks(torch.autograd.Function):
         return g + ctx.share * g.sum(0), None
 
 
-def kept_short(x: Tensor) -> Tensor:
-    """The gradients of a whole batch are scaled down together where they are long."""
+def scaled_together(x: Tensor) -> Tensor:
+    """Scale down the gradients of the whole batch together if their norm is large."""
     x = x.clone()
     x.register_hook(lambda g: g * min(1.0, 100 / float(g.norm())))
     return x
@@ -122,18 +122,18 @@ def kept_short(x: Tensor) -> Tensor:
 FAULTS = {
     "batch statistics": (lambda: Lambda(batch_statistics), r"mixes the examples.*the output of layer '1' \(Lambda\)"),
     "the batch's mean": (lambda: Lambda(lambda x: x - x.mean(0)), "mixes the examples.*the output of layer '1'"),
-    "divided by the batch": (lambda: Lambda(lambda x: x / len(x)), "alone but.*mixes the examples.*layer '1'"),
+    "divided by the batch size": (lambda: Lambda(lambda x: x / len(x)), "alone but.*mixes the examples.*layer '1'"),
     "random numbers of a given generator": (
         lambda: Lambda(lambda x: x + torch.rand(x.shape, generator=torch.Generator().manual_seed(5))),
         r"torch.rand draws in layer '1' \(Lambda\) from a generator that is passed to it",
     ),
-    "the eight largest of many": (
+    "the forty largest values": (
         lambda: Lambda(
             lambda x: torch.where(x >= x.flatten().topk(min(40, x.numel())).values.min(), x, x.detach() * 0.5)
         ),
         "in one batch and|alone but",
     ),
-    "rolled, of more than ten": (
+    "rolled if more than ten": (
         lambda: Lambda(lambda x: x if len(x) <= 10 else 0.9 * x + 0.1 * x.roll(5, 0)),
         "alone but .* in a batch: a layer or the loss mixes the examples",
     ),
@@ -174,18 +174,18 @@ FAULTS = {
 @pytest.mark.parametrize("rows", [5, 2])
 @pytest.mark.parametrize("partition", [flat, per_layer])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(fault, partition, rows):
-    make, words = FAULTS[fault]
+def test_a_planted_fault_is_refused_by_name(fault, partition, rows):
+    make, message = FAULTS[fault]
     if rows == 2 and fault == "mixup by sorting":
-        pytest.skip("every second order of two rows is the one that they had")
+        pytest.skip("half of all orders of two rows are the original order")
     engine, losses_of = attached(make(), partition=partition)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         verify(engine, losses_of, EXAMPLES, rows=rows)
 
 
 @no_rule
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_refused_after_a_trace_as_well(fault):
+def test_a_planted_fault_is_refused_by_trace_or_verify(fault):
     engine, losses_of = attached(FAULTS[fault][0]())
     with pytest.raises(UserError, match=r"'[12](\.|')|alone but"):
         engine.trace(losses_of, range(6))
@@ -194,7 +194,7 @@ def test_a_planted_fault_is_refused_after_a_trace_as_well(fault):
 
 @pytest.mark.parametrize("threshold", [1e-3, 0.05, 1e6])
 @pytest.mark.parametrize("partition", [flat, per_layer])
-def test_norms_stated_too_small_are_found_also_where_nothing_is_clipped(monkeypatch, partition, threshold):
+def test_understated_norms_are_refused_even_if_nothing_is_clipped(monkeypatch, partition, threshold):
     real = LinearRule.squared_norms
     monkeypatch.setattr(LinearRule, "squared_norms", lambda *given: squares_together([[real(*given)]])[0] / 100)
     engine, losses_of = attached(nn.Tanh(), partition=partition, threshold=threshold)
@@ -204,7 +204,7 @@ def test_norms_stated_too_small_are_found_also_where_nothing_is_clipped(monkeypa
 
 
 @pytest.mark.parametrize(("error", "refused"), [(0.04, False), (0.06, True)])
-def test_a_clipped_sum_may_be_off_by_a_twentieth(monkeypatch, error, refused):
+def test_a_clipped_sum_may_be_off_by_five_percent(monkeypatch, error, refused):
     real = LinearRule.weighted_sum
 
     def off(self, *args, **context):
@@ -226,7 +226,7 @@ def test_a_clipped_sum_may_be_off_by_a_twentieth(monkeypatch, error, refused):
     ("alone", "together", "refused"),
     [(0.5, 0.5004, False), (0.5, 0.5006, True), (50.0, 50.049, False), (50.0, 50.051, True), (1e-3, 1.09e-3, False)],
 )
-def test_a_loss_may_move_by_a_thousandth_among_others(alone, together, refused):
+def test_a_loss_may_differ_by_a_thousandth_in_a_batch(alone, together, refused):
     engine, losses_of = attached(nn.Tanh())
 
     def losses(examples):
@@ -246,9 +246,9 @@ def states():
 
 @pytest.mark.parametrize("fault", [None, Lambda(mixup), Codebook(), Scaled(random.random), Scaled(np.random.rand)])
 @no_rule
-def test_everything_is_put_back_whatever_happens(fault):
+def test_model_engine_and_generators_are_restored(fault):
     noise = Lambda(lambda x: x + torch.rand(x.shape))
-    frozen = nn.Sequential(Codebook().eval())  # for good
+    frozen = nn.Sequential(Codebook().eval())  # stays in eval mode
     engine, losses_of = attached(nn.Dropout(0.5), frozen, noise, *([] if fault is None else [fault]))
     model = engine.model
     model[1].eval()
@@ -299,23 +299,23 @@ def test_a_model_in_eval_mode_is_checked_in_that_mode():
         verify(engine, losses_of, EXAMPLES)
 
 
-@pytest.mark.parametrize("what", [lambda x: Leaks.apply(x, 1e-3), kept_short])
+@pytest.mark.parametrize("mixing", [lambda x: Leaks.apply(x, 1e-3), scaled_together])
 @pytest.mark.parametrize("partition", [flat, per_layer])
-def test_what_the_backward_pass_mixes_shows_beside_a_large_gradient(what, partition):
+def test_mixing_in_the_backward_pass_is_refused(mixing, partition):
     with pytest.raises(UserError, match="by a loop over single examples"):
-        verify(*attached(Lambda(what), partition=partition), EXAMPLES)
+        verify(*attached(Lambda(mixing), partition=partition), EXAMPLES)
     verify(*attached(Lambda(lambda x: Leaks.apply(x, 0.0)), partition=partition), EXAMPLES)
 
 
-def test_a_layer_drop_at_rate_0_draws_but_does_nothing():
+def test_layer_drop_passes_only_at_rate_0():
     verify(*attached(LayerDrop(0.0)), EXAMPLES)
     for rate in (0.001, 0.999, 1.0 - 2**-20):
         with pytest.raises(UserError, match="LayerDrop"):
             verify(*attached(LayerDrop(rate)), EXAMPLES)
 
 
-def test_examples_may_be_augmented_one_by_one_outside_of_the_model():
-    """By whatever generator: the losses' own code draws as often as there are examples."""
+def test_losses_may_augment_examples_one_by_one():
+    """With any generator: the losses draw once per example."""
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(8, 4)
 
     def losses(examples, draw):
@@ -333,28 +333,28 @@ def test_examples_may_be_augmented_one_by_one_outside_of_the_model():
             verify(engine, lambda examples: losses(examples, float) * torch.rand(()), EXAMPLES)
 
 
-def test_other_clip_rules_are_compared_with_themselves():
+def test_other_clip_rules_are_verified_too():
     model, x = nn.Linear(4, 3), torch.randn(8, 4)
     with attach(model, per_layer(model), 0.05, clip_rule=automatic_factors(0.5)) as engine:
         assert verify(engine, lambda examples: model(x[list(examples)]).square().sum(1), [0, 1, 2]) < 1e-4
 
 
-def test_it_runs_a_handful_of_examples():
-    """What it costs: rows of forward passes, whatever the model."""
+def test_verify_runs_few_examples():
+    """The cost is the number of rows in forward passes, for any model."""
     engine, losses_of = attached(nn.Dropout(0.1))
     engine.trace(losses_of, EXAMPLES)
-    rows, kept = [], []
+    rows, rows_in_memory = [], []
 
     def counted(examples):
         rows.append(len(examples))
-        kept.append(len(examples) * torch.is_grad_enabled())  # their activations stay
+        rows_in_memory.append(len(examples) * torch.is_grad_enabled())  # these keep activations
         return losses_of(examples)
 
     verify(engine, counted, EXAMPLES)
     assert sum(rows) <= 81 and max(rows) == 64
-    rows.clear(), kept.clear()
+    rows.clear(), rows_in_memory.clear()
     verify(engine, counted, EXAMPLES, most=5)
     assert sum(rows) <= 22 and max(rows) <= 5
-    rows.clear(), kept.clear()
+    rows.clear(), rows_in_memory.clear()
     verify(engine, counted, EXAMPLES, rows=2, most=2)
-    assert sum(rows) <= 12 and max(kept) <= 4
+    assert sum(rows) <= 12 and max(rows_in_memory) <= 4

@@ -18,11 +18,11 @@ from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, Case,
 Losses = Callable[[Sequence[int]], Tensor]
 LENGTHS = (9, 4, 7, 2, 6, 5, 9, 3)
 EXAMPLES = (0, 3, 7, 4, 1)
-"""The longest first, as tasks hand them over."""
+"""The longest text is first, as in the library's tasks."""
 
 
 class Residual(nn.Module):
-    """x + f(x), for each example with a probability of its own."""
+    """Stochastic depth: each example keeps the residual branch with probability `survival`."""
 
     def __init__(self, inner: nn.Module, survival: float) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=2))
-        found = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
-        return self.out(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class Recurrent(nn.Module):
@@ -62,7 +62,7 @@ def pooled(x: Tensor) -> Tensor:
 
 
 def noised(x: Tensor) -> Tensor:
-    """With Gaussian noise of each example's own."""
+    """Add Gaussian noise, independent for each example."""
     return x + 0.1 * torch.randn(x.shape)
 
 
@@ -94,7 +94,7 @@ def frozen_backbone() -> nn.Module:
 
 
 def on_rows(make: Callable[[], nn.Module]) -> tuple[nn.Module, Losses]:
-    """Real numbers (7, 6) an example, three classes."""
+    """Real inputs (7, 6) per example, three classes."""
     model, x, y = make(), torch.randn(len(LENGTHS), 7, 6), torch.arange(len(LENGTHS)) % 3
     return model, lambda examples: F.cross_entropy(model(x[list(examples)]), y[list(examples)], reduction="none")
 
@@ -105,7 +105,7 @@ def on_images() -> tuple[nn.Module, Losses]:
 
 
 def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
-    """Rows of unequal length, padded to the longest of their batch; one block of a model, as the others are like it."""
+    """Rows of unequal length, padded to the longest of their batch; the model has one block, to be fast."""
     shape = (CAUSAL | CLASSIFIERS)[name].shape
     shallow = {**shape, **{key: 1 for key in ("n_layer", "n_layers", "num_hidden_layers") if key in shape}}
     case = make_case(name, **{"dropout": 0.1, "attention_dropout": 0.1, "shape": shallow, **changes})
@@ -119,7 +119,7 @@ def on_text(name: str, **changes: object) -> tuple[nn.Module, Losses]:
 ADAPTERS = LoraConfig(rank=3, alpha=6.0, dropout=0.3, targets=LORA.targets)
 MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
     "mlp": lambda: on_rows(mlp),
-    "remade": lambda: on_rows(lambda: Checkpointed(*mlp())),
+    "checkpointed": lambda: on_rows(lambda: Checkpointed(*mlp())),
     "convolutional": lambda: on_rows(convolutional),
     "transformer": lambda: on_rows(transformer),
     "recurrent": lambda: on_rows(Recurrent),
@@ -132,8 +132,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Losses]]] = {
 }
 
 
-KINDS = ("mlp", "remade", "transformer", "wide_resnet", "gpt2_tied", "roberta")
-"""One of each kind, which the fast tests see on two rows as well."""
+KINDS = ("mlp", "checkpointed", "transformer", "wide_resnet", "gpt2_tied", "roberta")
+"""One model of each kind, which the fast tests also check with two rows."""
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")
@@ -153,7 +153,7 @@ def test_ordinary_models_pass(name, mode, rows):
 
 
 class Attended(nn.Module):
-    """Attention from queries of their own layer, over keys and values that are the input."""
+    """Attention with computed queries; keys and values are the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -163,13 +163,13 @@ class Attended(nn.Module):
         return self.out(F.scaled_dot_product_attention(self.query(x), x, x).mean(1))
 
 
-def test_a_query_to_equal_positions_has_no_gradient_but_rounding():
+def test_gradients_that_are_only_rounding_error_pass():
     torch.manual_seed(0)
     model, x = Attended(32), torch.randn(8, 1, 1).expand(8, 10, 32)
     labels = torch.zeros(8, dtype=torch.long)
     with attach(model, per_layer(model), 0.3) as engine:
         rows = list(range(5))
-        assert verify(engine, lambda some: F.cross_entropy(model(x[some]), labels[some], reduction="none"), rows) < 0.05
+        assert verify(engine, lambda at: F.cross_entropy(model(x[at]), labels[at], reduction="none"), rows) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_query_to_equal_positions_has_no_gradient_but_rounding():
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2_tied", "roberta", "bert")),
     ],
 )
-def test_so_they_do_in_bfloat16_within_wider_tolerances(name):
+def test_ordinary_models_pass_in_bfloat16_with_wider_tolerances(name):
     torch.manual_seed(1)
     model, losses = MODELS[name]()
 

@@ -1,4 +1,4 @@
-"""The check before training on texts: padding, lengths, losses by the batch, and axes as long as the batch."""
+"""The check before training on texts of unequal length: padding, and losses that depend on the batch."""
 
 import random
 
@@ -30,9 +30,9 @@ class Encoder(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        absent = tokens == 0
-        h = self.layer(self.embed(tokens), src_key_padding_mask=absent if self.masks else None)
-        kept = (~absent).unsqueeze(2)
+        is_padding = tokens == 0
+        h = self.layer(self.embed(tokens), src_key_padding_mask=is_padding if self.masks else None)
+        kept = (~is_padding).unsqueeze(2)
         return self.head((h * kept).sum(1) / kept.sum(1))
 
 
@@ -54,15 +54,15 @@ def cross_entropy(logits, labels):
 
 
 def pseudo_labels(logits, labels):
-    """Classes that are drawn from the model's own probabilities."""
+    """Cross-entropy for classes that are drawn from the model's own probabilities."""
     return cross_entropy(logits, torch.multinomial(logits.softmax(1).detach(), 1)[:, 0])
 
 
-def weighed(logits, labels):
+def randomly_weighted(logits, labels):
     return cross_entropy(logits, labels) * torch.empty(len(logits)).log_normal_()
 
 
-@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, weighed])
+@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, randomly_weighted])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_over_padding_is_refused_and_a_mask_passes(dropout, loss):
     check(Encoder(True, dropout), loss)
@@ -71,13 +71,13 @@ def test_attention_over_padding_is_refused_and_a_mask_passes(dropout, loss):
 
 
 @pytest.mark.parametrize("divisor", [len, lambda tokens: (tokens > 0).sum() / len(LENGTHS)])
-@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, weighed])
-def test_a_loss_by_the_size_or_the_tokens_of_the_batch_is_refused(loss, divisor):
+@pytest.mark.parametrize("loss", [cross_entropy, pseudo_labels, randomly_weighted])
+def test_a_loss_divided_by_batch_size_or_token_count_is_refused(loss, divisor):
     with pytest.raises(UserError, match="the loss mixes the examples of a batch"):
         check(Encoder(True, 0.0), loss, divisor)
 
 
-def test_numbers_that_cannot_be_repeated_for_an_example_alone_are_warned_of():
+def test_random_numbers_that_cannot_be_repeated_give_a_warning():
     def augmented(logits, labels):
         return cross_entropy(logits * torch.tensor([[1 + random.random()] for _ in labels]), labels)
 

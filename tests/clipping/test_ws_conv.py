@@ -1,4 +1,4 @@
-"""Standardised convolutions: what they compute, and norms of any gain, in any precision, by both methods."""
+"""Weight-standardised convolutions: their output, and their norms for every gain, precision and method."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_each_filter_has_mean_zero_and_norm_one():
     torch.testing.assert_close((weight - weight.mean((1, 2, 3), keepdim=True)) * scale, standard)
 
 
-def test_a_flat_filter_is_divided_by_a_hundredth():
+def test_the_scale_of_a_nearly_constant_filter_is_limited():
     weight = torch.full((1, 1, 1, 2), 0.5)
     weight[0, 0, 0, 0] += 2e-3
     standard, scale = standardize_weight(weight)
@@ -31,7 +31,7 @@ def test_a_flat_filter_is_divided_by_a_hundredth():
 
 
 @pytest.mark.parametrize("gain", [False, True])
-def test_it_convolves_with_the_standardised_filters(gain):
+def test_output_is_a_convolution_with_standardised_filters(gain):
     layer = WSConv2d(4, 6, 3, stride=2, padding=1, groups=2, gain=gain)
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"] + ["gain"] * gain
     x, weight = torch.randn(2, 4, 7, 7), standardize_weight(layer.weight)[0]
@@ -42,7 +42,7 @@ def test_it_convolves_with_the_standardised_filters(gain):
     torch.testing.assert_close(layer(x), F.conv2d(x, weight, layer.bias, 2, 1, 1, 2))
 
 
-def test_other_paddings_are_refused():
+def test_other_padding_modes_are_refused():
     with pytest.raises(ValueError, match="padding_mode='circular'"):
         WSConv2d(3, 4, 3, padding=1, padding_mode="circular")
     assert WSConv2d(3, 4, 3).gain is None
@@ -50,7 +50,7 @@ def test_other_paddings_are_refused():
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
 @pytest.mark.parametrize("gain", [None, 0.0, 1e-30, -2.0])
-def test_inner_products_serve_every_gain(gain, norms, double, monkeypatch):
+def test_gram_norms_are_exact_for_every_gain(gain, norms, double, monkeypatch):
     layer = WSConv2d(3, 4, 3, padding=1, gain=gain is not None)
     with torch.no_grad():
         if layer.gain is not None:
@@ -65,7 +65,7 @@ def test_inner_products_serve_every_gain(gain, norms, double, monkeypatch):
 
 
 def aligned(layer: WSConv2d) -> tuple[Tensor, Tensor]:
-    """Inputs (p, c, 3, 3) that look like the filters, and output gradients: G is ŵ's multiple, but for a hundredth."""
+    """Inputs (p, c, 3, 3) close to the filters, and output gradients: G is a multiple of ŵ up to 1 %."""
     weight = layer.weight.detach()
     standard = weight - weight.mean((1, 2, 3), keepdim=True)
     standard = standard / standard.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
@@ -75,8 +75,8 @@ def aligned(layer: WSConv2d) -> tuple[Tensor, Tensor]:
 
 
 def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, dtype: torch.dtype, **options: str) -> float:
-    """The longest clipped gradient of a single example, in thresholds."""
-    longest = 0.0
+    """The largest norm of a clipped gradient of one example, in units of the threshold."""
+    largest = 0.0
     for row, direction in zip(x, directions, strict=True):
         layer.zero_grad()
         with attach(layer, flat(layer), 1e-6, **options) as engine:
@@ -84,8 +84,8 @@ def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, dtype: torch.dty
                 y = layer(row.unsqueeze(0))
             engine.backward((y.float() * direction).flatten(1).sum(1))
         squares = sum(float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None)
-        longest = max(longest, squares**0.5 / 1e-6)
-    return longest
+        largest = max(largest, squares**0.5 / 1e-6)
+    return largest
 
 
 @pytest.mark.parametrize("norms", ["bookkeeping", "ghost"])
@@ -93,7 +93,7 @@ def largest_sum(layer: WSConv2d, x: Tensor, directions: Tensor, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gain", [False, True])
 def test_a_clipped_gradient_stays_below_its_threshold_in_low_precision(gain, dtype, formula, norms):
-    """Nearly all of G is what standardisation removes: ⟨G, ŵ⟩ from a bfloat16 output made sums of 10⁵ thresholds."""
+    """Standardisation removes nearly all of G; with ⟨G, ŵ⟩ from a bfloat16 output, sums had 10⁵ times the threshold."""
     torch.manual_seed(0)
     layer = WSConv2d(32, 16, 3, gain=gain, bias=False)
     if layer.gain is not None:
@@ -102,7 +102,7 @@ def test_a_clipped_gradient_stays_below_its_threshold_in_low_precision(gain, dty
 
 
 @pytest.mark.parametrize("gain", [False, True])
-def test_autocast_lowers_filters_when_they_are_standardised(gain):
+def test_autocast_rounds_filters_after_standardisation(gain):
     torch.manual_seed(0)
     layer, x = WSConv2d(3, 40, 3, padding="same", gain=gain), torch.randn(2, 3, 5, 5)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_autocast_lowers_filters_when_they_are_standardised(gain):
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("gain", [False, True])
 def test_an_example_whose_sums_overflow_is_left_out_or_clipped(gain, formula):
-    """In float32 what is taken out of the norm ends before the norm itself, which is float64."""
+    """What is subtracted from the norm is float32 and overflows before the norm itself, which is float64."""
     torch.manual_seed(0)
     model = nn.Sequential(WSConv2d(64, 64, 3, padding=1, bias=False, gain=gain))
     with torch.no_grad():
