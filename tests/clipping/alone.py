@@ -19,8 +19,8 @@ Loss = Callable[[int], Tensor]
 def looped(model: nn.Module, loss_of: Loss, examples: Iterable[int]) -> Loss:
     """Losses with precomputed gradients: those of `loss_of` for each example alone."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = {i: torch.autograd.grad(loss_of(i), parameters, allow_unused=True) for i in examples}
-    return lambda i: _GivenGradients.apply(found[i], *parameters)
+    by_example = {i: torch.autograd.grad(loss_of(i), parameters, allow_unused=True) for i in examples}
+    return lambda i: _GivenGradients.apply(by_example[i], *parameters)
 
 
 class _GivenGradients(torch.autograd.Function):

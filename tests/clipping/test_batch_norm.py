@@ -74,7 +74,7 @@ def test_eval_mode_is_clipped_exactly(double, name, mode):
     with attached(model, mode) as engine:
         for rows in (range(BATCH), range(4), range(4, BATCH)):
             assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum(1), rows)
-    assert all(torch.equal(there, buffers[at]) for at, there in model.named_buffers())
+    assert all(torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers())
     assert "forward" not in vars(model.bn1) and torch.equal(model(x), plain)
 
 

@@ -46,17 +46,17 @@ def test_sums_and_norms_match_a_loop_over_examples(name, method, memory, formula
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize(("few", "sizes"), [(2, [2, 2, 1]), (1, [1] * 5), (100, [5])])
 def test_norms_are_computed_in_chunks_of_examples(monkeypatch, few, sizes, formula, double):
-    seen = []
+    counts = []
     if formula == "gram":
         held = 30**2 + (1 + 6) * (6 * 5) ** 2 * 2 + 3 * 30**2
         monkeypatch.setattr(conv, "chunk_floats", lambda g: few * held)
         real = conv.norms_from_products
-        monkeypatch.setattr(conv, "norms_from_products", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+        monkeypatch.setattr(conv, "norms_from_products", lambda xx, *rest: counts.append(len(xx)) or real(xx, *rest))
     else:
         monkeypatch.setattr(conv, "GROUPED_FLOATS", few * (4 * 5 * 9 + 5))
         real = conv.ConvRule._by_groups
-        monkeypatch.setattr(conv.ConvRule, "_by_groups", lambda self, x, g: seen.append(len(x)) or real(self, x, g))
+        monkeypatch.setattr(conv.ConvRule, "_by_groups", lambda self, x, g: counts.append(len(x)) or real(self, x, g))
     layer, x = nn.Conv2d(4, 5, 3, padding=1), torch.randn(5, 4, 6, 5)
     with attach(layer, per_layer(layer), 1.0, formula=formula) as engine:
         assert_exact(engine, lambda rows: layer(x[list(rows)]).flatten(1).square().sum(1), range(5))
-    assert seen == sizes
+    assert counts == sizes

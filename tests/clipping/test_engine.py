@@ -98,7 +98,7 @@ def test_a_parameter_used_outside_its_layer_is_refused(double, mode):
 
 
 @pytest.mark.parametrize("mode", ["layer", *DIRECT])
-def test_a_layer_that_the_loss_never_reaches_is_named(batch, mode):
+def test_a_layer_that_the_loss_never_reaches_is_refused_by_name(batch, mode):
     model = small_net()
     model.add_module("head", nn.Identity())
     model.head.spare = nn.Linear(3, 3)

@@ -35,26 +35,26 @@ def test_chunks_do_not_change_norms_and_sums(double, monkeypatch, name, make_par
 @pytest.mark.parametrize(("floats", "sizes"), [(18, [2, 2, 1]), (17, [1] * 5), (10**6, [5])])
 def test_gram_matrices_are_computed_in_chunks_of_examples(monkeypatch, floats, sizes):
     monkeypatch.setattr(gram, "CHUNK_FLOATS", floats)
-    seen, real = [], gram.GramTerms
-    monkeypatch.setattr(gram, "GramTerms", lambda xx, *rest: seen.append(len(xx)) or real(xx, *rest))
+    recorded, original = [], gram.GramTerms
+    monkeypatch.setattr(gram, "GramTerms", lambda xx, *rest: recorded.append(len(xx)) or original(xx, *rest))
     x, g = torch.randn(5, 3, 4, dtype=torch.float64), torch.randn(5, 3, 6, dtype=torch.float64)
     for bias in (True, False):
-        seen.clear()
+        recorded.clear()
         squares = gram.gram_norms(x, g, bias)
         truth = (g.mT @ x).square().sum((1, 2)) + (g.sum(1).square().sum(1) if bias else 0)
         torch.testing.assert_close(squares, truth, rtol=1e-12, atol=0)
-        assert seen == sizes
+        assert recorded == sizes
 
 
 @pytest.mark.parametrize(("terms", "longest"), [((4, 5, 6), 6), ((7, 5, 6), 7), ((4, 8, 6), 8)])
 def test_slack_uses_the_number_of_terms_of_the_longest_sum(monkeypatch, terms, longest):
     rows, d, p = terms
-    seen = []
-    real = norm_terms.slack_of
-    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *rest: seen.append(n) or real(n, *rest))
+    recorded = []
+    original = norm_terms.slack_of
+    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *rest: recorded.append(n) or original(n, *rest))
     x, g = torch.randn(2, rows, d), torch.randn(2, rows, p)
     gram.gram_norms(x, g, True)
-    assert seen == [longest]
+    assert recorded == [longest]
 
 
 def test_slack_uses_magnitudes_before_cancellation():

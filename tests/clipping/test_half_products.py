@@ -74,11 +74,11 @@ def test_no_example_exceeds_its_threshold(bfloat16_products, kind, formula, own_
         out = (double(x[i : i + 1].double()) * g[i : i + 1].double()).sum()
         truth.append([part.detach() for part in torch.autograd.grad(out, list(double.parameters()))])
     true = torch.stack([sum(part.square().sum() for part in parts) for parts in truth])
-    kept: list[torch.Tensor] = []
+    computed_factors: list[torch.Tensor] = []
 
     def clip(squares: torch.Tensor) -> Factors:
-        kept.append((C / squares.sqrt()).clamp_max(1.0).float())
-        return Factors.of(kept[-1])
+        computed_factors.append((C / squares.sqrt()).clamp_max(1.0).float())
+        return Factors.of(computed_factors[-1])
 
     def norm(gradients: Gradients) -> float:
         return sum(float(part.double().square().sum()) for part in gradients if part is not None) ** 0.5
@@ -99,9 +99,9 @@ def test_no_example_exceeds_its_threshold(bfloat16_products, kind, formula, own_
     for i in range(examples):
         one = rule.examples(saved, g, slice(i, i + 1))
         assert norm(clip_and_sum(*one)) <= C * (1 + BOUND)
-    kept.clear()
+    computed_factors.clear()
     sums = clip_and_sum(saved, g)
-    factors = torch.cat(kept).double()
+    factors = torch.cat(computed_factors).double()
     names = [name for name, _ in double.named_parameters()]
     for name, gradient in zip(rule.parameter_names, sums, strict=True):
         if gradient is not None:

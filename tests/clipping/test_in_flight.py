@@ -141,7 +141,7 @@ PARTITIONS = {"flat": flat, "layer": per_layer, "block": per_block}
 @cache
 def truth_of(grouping: str, kind: str) -> tuple[list[float], Reference]:
     """Thresholds and the reference at them, cached for all orders."""
-    torch.manual_seed(0)  # as the fixture
+    torch.manual_seed(0)  # as in the fixture
     run = make_run(fillers=2, **KINDS[kind])
     partition = PARTITIONS[grouping](run.model)
     loss_of = looped(run.model, run.loss_of, range(run.examples))

@@ -165,7 +165,7 @@ runs it in the fast tests."""
     ],
 )
 def test_clipped_sums_norms_and_counts_match_the_reference(double, name, mode, explicit):
-    """Without explicit positions the model makes one row for all examples; RoBERTa makes them from each row's padding.
+    """Without `explicit`, the model computes one row of positions for all examples; RoBERTa, from each row's padding.
 
     OPT's feed-forward layers get inputs (B·T, d).
     """

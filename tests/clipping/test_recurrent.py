@@ -39,8 +39,8 @@ def test_dropout_follows_every_layer_except_the_last_in_training_only(double, mo
         y, last = recurrent(module, given)
         assert calls == [(0.4, True)] * 2
         module.eval()
-        still, _ = recurrent(module, given)
-    torch.testing.assert_close(still.data, module(given)[0].data)
+        without_dropout, _ = recurrent(module, given)
+    torch.testing.assert_close(without_dropout.data, module(given)[0].data)
     for layer in range(3):
         single = nn.GRU(D if layer == 0 else 2 * H, H, bidirectional=True, batch_first=True)
         single.load_state_dict(

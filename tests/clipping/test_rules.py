@@ -104,12 +104,12 @@ def test_per_example_gradients_of_an_embedding_are_exact():
     ],
 )
 def test_slack_of_a_convolution_uses_its_longest_sum(monkeypatch, layer, space, longest):
-    seen = []
-    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: seen.append(n) or 0.0)
+    recorded = []
+    monkeypatch.setattr(norm_terms, "slack_of", lambda n, *_: recorded.append(n) or 0.0)
     rule = ConvRule(layer, NormMethods("gram"))
     y, saved = rule.forward(torch.randn(2, 3, space, space), layer.weight.detach(), layer.bias.detach())
     rule.squared_norms(saved, torch.randn_like(y), (True, False))
-    assert set(seen) == {longest}
+    assert set(recorded) == {longest}
 
 
 @pytest.mark.parametrize("kinds", ["rows, rows", "indices, indices", "indices, rows", "rows, indices"])
@@ -128,26 +128,26 @@ def test_inner_products_of_two_uses_get_slack_for_rounding(double, kinds):
     slack = 4 * 4**0.5 * torch.finfo(torch.float64).eps * sizes[0] * sizes[1]
     found = sides[0].inner(sides[1])
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
-    real = gram.rounding_slack
-    seen = []
+    original = gram.rounding_slack
+    recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or 100 + real(size, n))
+        patch.setattr(gram, "rounding_slack", lambda size, n: recorded.append((size, n)) or 100 + original(size, n))
         torch.testing.assert_close(sides[0].inner(sides[1]), exact + 100 + slack, rtol=1e-9, atol=0)
-    torch.testing.assert_close(seen[0][0], sizes[0] * sizes[1])
-    assert seen[0][1] == 4
+    torch.testing.assert_close(recorded[0][0], sizes[0] * sizes[1])
+    assert recorded[0][1] == 4
     long = Outer(torch.randn(2, 9, 7), torch.randn(2, 9, 4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram, "rounding_slack", lambda size, n: seen.append((size, n)) or size)
+        patch.setattr(gram, "rounding_slack", lambda size, n: recorded.append((size, n)) or size)
         long.inner(long)
-    assert seen[-1][1] == 9
+    assert recorded[-1][1] == 9
 
 
 def test_three_uses_of_a_layer_are_exact_and_get_slack_if_materialised(double, monkeypatch):
-    seen, real = [], joint.rounding_slack
+    recorded, original = [], joint.rounding_slack
 
     def slack(sizes: Tensor, terms: int, dtype: torch.dtype | None = None) -> Tensor:
-        seen.append(terms)
-        return real(sizes, terms, dtype) + 1.0
+        recorded.append(terms)
+        return original(sizes, terms, dtype) + 1.0
 
     for layer, x in ((nn.Linear(4, 4), torch.randn(3, 2, 4)), (nn.Conv1d(4, 4, 3, padding=1), torch.randn(3, 4, 5))):
         model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), layer)
@@ -167,7 +167,7 @@ def test_three_uses_of_a_layer_are_exact_and_get_slack_if_materialised(double, m
                 clip_batch(engine, lambda x, run=model: run(x).flatten(1).square().sum(1), x)
                 slack_added = engine.per_example_norms[0].square() - torch.stack(exact).square()
         assert bool((slack_added > 0.99).all()), "never lowered"
-        assert layer.weight.numel() in seen
+        assert layer.weight.numel() in recorded
 
 
 @pytest.mark.filterwarnings("ignore:groupwise has no rule")

@@ -74,8 +74,8 @@ def test_layouts_are_exact_even_if_other_axes_are_as_long_as_the_batch(name, mod
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_trace_covers_other_batch_sizes_and_three_cover_lengths(name, monkeypatch):
-    traced, real = [], ClippingEngine._trace
-    monkeypatch.setattr(ClippingEngine, "_trace", lambda *given: traced.append(1) or real(*given))
+    traced, original = [], ClippingEngine._trace
+    monkeypatch.setattr(ClippingEngine, "_trace", lambda *given: traced.append(1) or original(*given))
     model = Two(LAYOUTS[name])
     with attached(model, "layer") as engine:
         engine.trace(of_rows(model, torch.randn(6, 3, 5)), range(6))

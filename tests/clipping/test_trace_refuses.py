@@ -173,7 +173,7 @@ class Factors(nn.Module):
         return x * p
 
 
-def test_a_parameter_times_twelve_or_more_constants_is_refused():
+def test_a_parameter_times_a_long_chain_of_constants_is_refused():
     x = torch.randn(6, 5)
     for count, refused in ((10, False), (14, True)):
         model = Factors(count)

@@ -195,8 +195,8 @@ def test_a_planted_fault_is_refused_by_trace_or_verify(fault):
 @pytest.mark.parametrize("threshold", [1e-3, 0.05, 1e6])
 @pytest.mark.parametrize("partition", [flat, per_layer])
 def test_understated_norms_are_refused_even_if_nothing_is_clipped(monkeypatch, partition, threshold):
-    real = LinearRule.squared_norms
-    monkeypatch.setattr(LinearRule, "squared_norms", lambda *given: squares_together([[real(*given)]])[0] / 100)
+    original = LinearRule.squared_norms
+    monkeypatch.setattr(LinearRule, "squared_norms", lambda *given: squares_together([[original(*given)]])[0] / 100)
     engine, losses_of = attached(nn.Tanh(), partition=partition, threshold=threshold)
     name = "'0', '2'" if partition is flat else "'[02]'"
     with pytest.raises(UserError, match=rf"The gradient norm of example 0 in group .*\(of {name}\)"):
@@ -205,10 +205,10 @@ def test_understated_norms_are_refused_even_if_nothing_is_clipped(monkeypatch, p
 
 @pytest.mark.parametrize(("error", "refused"), [(0.04, False), (0.06, True)])
 def test_a_clipped_sum_may_be_off_by_five_percent(monkeypatch, error, refused):
-    real = LinearRule.weighted_sum
+    original = LinearRule.weighted_sum
 
     def off(self, *args, **context):
-        weight, bias = real(self, *args, **context)
+        weight, bias = original(self, *args, **context)
         return weight * (1 + error), bias
 
     monkeypatch.setattr(LinearRule, "weighted_sum", off)

@@ -106,7 +106,7 @@ def test_autocast_rounds_filters_after_standardisation(gain):
     torch.manual_seed(0)
     layer, x = WSConv2d(3, 40, 3, padding="same", gain=gain), torch.randn(2, 3, 5, 5)
     with torch.no_grad():
-        layer.weight.add_(1)  # bfloat16 of the weight itself would lose its deviations
+        layer.weight.add_(1)  # in bfloat16 the weight itself would lose its deviations
     with torch.autocast("cpu", torch.bfloat16):
         expected = layer(x)
         torch.autograd.backward(expected.float().square().sum())

@@ -1,4 +1,4 @@
-"""Traces a model before the first batch that a test clips."""
+"""Clip batches in tests; an engine without a plan is traced first."""
 
 from collections.abc import Callable, Sequence
 
