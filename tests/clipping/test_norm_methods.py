@@ -70,7 +70,7 @@ def test_explain_marks_layers_without_a_choice():
     with attach(model, per_layer(model), 1.0) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
         lines = explain(engine).splitlines()
-    assert lines[1] == f"0      LayerNorm  {'':15}  one way   no choice to make"
+    assert lines[1] == f"0      LayerNorm  {'':15}  one method  no choice"
 
 
 @pytest.mark.parametrize("mode", FEW)

@@ -35,7 +35,7 @@ def gram_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
 
 
 def gram_terms(x: Tensor, g: Tensor, bias: bool) -> Terms | Tensor:
-    """The same as `gram_norms`, or terms to compute it from."""
+    """As `gram_norms`, but may return terms to compute the norms from later."""
     step = max(1, CHUNK_FLOATS // max(1, x.shape[1] ** 2))
     if step < x.shape[0]:
         parts = zip(x.split(step), g.split(step), strict=True)

@@ -24,9 +24,9 @@ class ClippedLayer:
     name: str
     rule: LayerRule
     parameters: tuple[nn.Parameter | None, ...]
-    """Those of its rule, in that order; None where one does not train."""
+    """The parameters of its rule, in the rule's order; None for one that does not train."""
     rows: tuple[slice | None, ...]
-    """For each parameter the rows of it that it uses; None: all."""
+    """For each parameter, the rows that the layer uses; None for all rows."""
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -35,7 +35,7 @@ class ClippedLayer:
 
     @cached_property
     def label(self) -> str:
-        """What messages call it."""
+        """Its name in error messages."""
         return f"Layer {self.name!r}"
 
 
@@ -51,12 +51,12 @@ class LayerCall:
 
 @dataclass
 class ClippingGroup:
-    """A group's fixed parts and the threshold that is in force."""
+    """A group's constant attributes and its current threshold."""
 
     index: int
     name: str
     homes: tuple[tuple[nn.Module, str], ...]
-    """Where its trainable parameters are found: a module, and the name inside it."""
+    """Its trainable parameters, each as (module, name in the module)."""
     direct: bool
     """Whether layers return their parameters' sums to autograd themselves."""
     clip_rule: ClipRule
@@ -64,13 +64,14 @@ class ClippingGroup:
     """C_k, a scalar."""
     members: list[ClippedLayer] = field(default_factory=list)
     together: tuple["ClippingGroup", ...] = ()
-    """The groups that close with it, itself included; () where it closes alone."""
+    """The groups that are clipped together with it, including itself; () if it is clipped alone."""
     masks: bool = True
-    """Whether rows of examples that are left out become zeros, where that is not looked up (see `Factors`)."""
+    """Whether to set rows of dropped examples to zero without reading whether any are dropped (see `Factors`)."""
 
     @cached_property
     def most_kept(self) -> int:
-        """Numbers that a layer keeps until the groups that close with its own are there: few in a CPU's cold caches."""
+        """The number of entries that a layer may keep until the other groups have reported. On a CPU it is small, as
+        more would leave the cache."""
         return 1 << 24 if is_async_device(self.threshold) else 1 << 17
 
     @property
@@ -157,7 +158,7 @@ def build_groups(
 
 
 def _members(group: ClippingGroup, layer: Layer, methods: NormMethods) -> list[ClippedLayer]:
-    """A layer in its group; each of its parameters by itself, where it has no rule."""
+    """The member for a layer; without a rule, one member for each parameter."""
     if layer.rule is None:
         return [
             ClippedLayer(group, layer.full_name(local), ParameterRule(layer.module, local), (p,), (None,))
@@ -169,7 +170,7 @@ def _members(group: ClippingGroup, layer: Layer, methods: NormMethods) -> list[C
 
 
 def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghost: bool) -> None:
-    """Refuse what one layer alone cannot clip."""
+    """Refuse layers that cannot return clipped gradients themselves."""
     for group in groups:
         for member in group.members:
             if isinstance(member.rule, ParameterRule):
@@ -192,7 +193,7 @@ def _check_direct(groups: Sequence[ClippingGroup], uses: Mapping[int, int], ghos
 
 
 def _check_whole(layers: tuple[Layer, ...]) -> None:
-    """Refuse parameters in shards: their group would add to what is whole only while its layer runs."""
+    """Refuse sharded parameters: they are whole tensors only while their layer runs, and a group adds to them later."""
     for layer in layers:
         for local, parameter in layer.trainable.items():
             if hasattr(parameter, "placements"):  # a DTensor, without importing torch.distributed

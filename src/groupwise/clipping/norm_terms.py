@@ -19,7 +19,7 @@ FEW = 1 << 20
 """Entries that may be copied, or kept alive by a small view, to save a kernel."""
 
 FEW_ON_CPU = 1 << 14
-"""The same on a CPU, where launching an operation costs less."""
+"""The limit on a CPU, where launching an operation costs less."""
 
 
 class Terms(ABC):

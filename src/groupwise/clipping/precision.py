@@ -40,7 +40,7 @@ LONGEST_SUM = 1024
 """The longest inner product in one call. A library may add its terms one by one: up to this length `rounding_slack`
 covers the error of that, but not for a longer sum."""
 LEAST_SQUARE = 1e-20
-"""Clip factors take squared norms below this as this: what underflows in float32 is far less."""
+"""Clip factors are computed as if no squared norm were smaller than this. What underflows in float32 is far less."""
 
 
 def squared_row_norms(rows: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @in_place_of(torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """x W, or W x if the batch axis of x is none of its last two."""
+    """x W, or W x if the batch axis of x is not one of its last two."""
     if isinstance(other, PerExample):
         return _product(input, other.mT) if other.is_matrix else NotImplemented
     if other.dim() < 3:

@@ -73,7 +73,7 @@ _HEAD = ("layer", "type", "input -> output", "norms by", "estimated, for norms a
 def explain(engine: ClippingEngine) -> str:
     """A table of layers: the norm formula that the last backward pass used, and the estimated cost of each formula.
 
-    Some layers have only one way (embeddings, normalisations, inputs without a second axis).
+    Some layers have only one method (embeddings, normalisations, inputs without a second axis).
     """
     rows = [_HEAD, *(_row(member) for group in engine.groups for member in group.members)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
@@ -86,7 +86,7 @@ def explain(engine: ClippingEngine) -> str:
 def _row(member: ClippedLayer) -> tuple[str, ...]:
     name, kind, methods = member.name or "(model)", type(member.rule.module).__name__, member.rule.methods
     if (last := methods.last) is None:
-        return (name, kind, "", "one way", "no choice to make")
+        return (name, kind, "", "one method", "no choice")
     arrow = " -> ".join("×".join(map(str, sizes)) for sizes in last[:2])
     costs = sorted(methods.costs[last].items(), key=lambda item: item[0] != methods[last])
     text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)

@@ -49,7 +49,7 @@ def validate(config: RunConfig) -> None:
 
 
 def validate_clipping(clip: ClipConfig) -> None:
-    """Raise a `UserError` for the first problem in ``clip``, without a look at other sections."""
+    """Raise a `UserError` for the first problem in ``clip``; other sections are not checked."""
     config = RunConfig(clip=clip)
     for check in (_choices, _ranges, _clipping):
         for problem in check(config):

@@ -27,7 +27,7 @@ def previous(path: Path) -> Path:
 def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path | None = None) -> None:
     """Write ``state`` to ``path`` atomically, readable by its owner only.
 
-    The file holds the noise key, and whoever has the key can remove the noise from what a run released.
+    The file holds the noise key, and anyone with the key can remove the noise from the released model.
 
     Args:
         state: tensors, numbers, text, bytes and None, in lists and dicts. NumPy scalars become Python numbers.
