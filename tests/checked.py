@@ -1,4 +1,4 @@
-"""Checks an engine before training once for all trainers of its kind: the check takes longer than a test's steps."""
+"""Runs the check before training once for each kind of trainer, because it takes longer than a test's steps."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ _SEEN: set[Hashable] = set()
 
 
 def only_traced(engine: ClippingEngine, losses: Callable[..., Any], examples: Any, **_: Any) -> float:
-    """In the place of the check: the engine gets its plan, and nothing is compared."""
+    """Replaces `verify`: traces the engine, and compares nothing."""
     engine.trace(losses, examples)
     return 0.0
 
 
 def verify_once(engine: ClippingEngine, losses: Callable[..., Any], examples: Any, **settings: Any) -> float:
-    """The check of an engine, once for each way of clipping a model of these parameters in this process."""
+    """`verify`, run once in this process for each combination of losses, model, parameters and clipping mode."""
     shapes = tuple(
         (name, parameter.shape, parameter.requires_grad) for name, parameter in engine.model.named_parameters()
     )
@@ -33,7 +33,7 @@ def verify_once(engine: ClippingEngine, losses: Callable[..., Any], examples: An
 
 @contextmanager
 def checked_once(kind: Hashable) -> Iterator[None]:
-    """The first trainer of its kind that this process makes here is checked; those after it would pass alike."""
+    """Check only the first trainer of each kind in this process; the others would pass as well."""
     with pytest.MonkeyPatch.context() as patch:
         if kind in _SEEN:
             patch.setattr("groupwise.build.verify", only_traced)

@@ -1,4 +1,4 @@
-"""Lists choices of `conf/` that go together: cells of task, clipping mode and scale, and few of them that will do."""
+"""Lists the valid combinations of task, clipping mode and scale in `conf/`, and small subsets that cover every pair."""
 
 import re
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ SCALES = {
     task: sorted(file.stem for file in (CONF / "size" / family).glob("*.yaml")) for task, family in FAMILIES.items()
 }
 REPRESENTED = {"dart": "e2e", "mnli": "sst2", "qnli": "sst2", "qqp": "sst2"}
-"""Tasks that differ from another of their family in a value or two: one mode of them will do."""
+"""Tasks that differ from another task of their family in one or two values: one mode of each is tested."""
 NO_PIPELINE = [("samsum_pipeline", mode) for mode in ("flat", "adaptive_flat", "ghost")]
 CELLS = [
     cell
@@ -36,31 +36,31 @@ CELLS = [
 
 @cache  # composing costs a tenth of a second, and no test changes what it gets
 def run(*overrides: str) -> RunConfig:
-    """The configuration of `overrides`, as the command line has it; equal choices of options are composed once."""
+    """The configuration that these command-line overrides compose; equal overrides are composed once."""
     return compose_run(list(overrides), CONF)
 
 
 def pairwise(cells: Iterable[Cell]) -> list[Cell]:
-    """Some of `cells` that hold every pair of values that any of them holds: those with the most new pairs first."""
-    left, taken, held = list(cells), list[Cell](), set[frozenset[tuple[int, str]]]()
+    """A subset that covers every pair of values found in any of `cells`; cells with most new pairs are taken first."""
+    left, taken, covered = list(cells), list[Cell](), set[frozenset[tuple[int, str]]]()
     for least in (3, 2, 1):
         for cell in list(left):
             pairs = {frozenset(pair) for pair in combinations(enumerate(cell), 2)}
-            if len(pairs - held) >= least:
-                held |= pairs
+            if len(pairs - covered) >= least:
+                covered |= pairs
                 taken.append(cell)
                 left.remove(cell)
     return taken
 
 
 def each_value_once(cells: Iterable[Cell]) -> list[Cell]:
-    """Those of `cells` that hold a value which none before them does: every value of any of them is in one."""
-    held: set[str] = set()
-    return [cell for cell in cells if not held.issuperset(cell) and (held.update(cell) or True)]
+    """The cells with a value that no earlier cell has, which together contain every value."""
+    seen: set[str] = set()
+    return [cell for cell in cells if not seen.issuperset(cell) and (seen.update(cell) or True)]
 
 
 def pairs_fast(cells: Iterable[Cell]) -> list[object]:
-    """All of `cells` as parameters of a test, of which those beyond `pairwise` are slow."""
+    """All of `cells` as parameters of a test; those outside of `pairwise` are marked slow."""
     every = list(cells)
     fast = set(pairwise(every))
     return [pytest.param(*cell, marks=[] if cell in fast else [pytest.mark.slow]) for cell in every]

@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Fixtures and hooks shared by all tests."""
 
 import functools
 import gc
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-sys.dont_write_bytecode = False  # in containers it often is True, and every worker would compile everything again
+sys.dont_write_bytecode = False  # often True in containers, where every worker would then compile all modules
 
 
 gc.disable()
@@ -16,8 +16,8 @@ gc.disable()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported until tests begin stays, and is not looked through for garbage, neither then nor later; what
-    tests make is looked through a hundredth as often as usual, which took a tenth of their time."""
+    """Exclude all that is imported before the tests from garbage collection, and collect a hundred times less often
+    than by default, because the collector took a tenth of the tests' time."""
     try:
         return (yield)
     finally:
@@ -28,26 +28,26 @@ def pytest_collection():
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache(tmp_path_factory):
-    """Features that are cached are computed once, by whichever worker comes first, and by no earlier session."""
+    """All workers of a session share one cache folder, which no other session uses."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # every worker has its own below it
+        folder = folder.parent  # each worker has a folder of its own inside it
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUPWISE_CACHE", str(folder / "cache"))
-        if rdp := sys.modules.get("dp_accounting.rdp.rdp_privacy_accountant"):  # the same binomials for every noise
+        if rdp := sys.modules.get("dp_accounting.rdp.rdp_privacy_accountant"):  # the same for every noise multiplier
             patch.setattr(rdp, "_log_comb", functools.cache(rdp._log_comb))
-        patch.setattr(os, "fsync", lambda descriptor: None)  # no test cuts the power
-        with ExitStack() as made_up:
-            if "groupwise.tasks.text_generation" in sys.modules:  # what is not imported makes up nothing
+        patch.setattr(os, "fsync", lambda descriptor: None)  # no test simulates a power failure
+        with ExitStack() as stack:
+            if "groupwise.tasks.text_generation" in sys.modules:  # otherwise no test needs synthetic texts
                 from tests.made_up import made_up_once
 
-                made_up.enter_context(made_up_once())
+                stack.enter_context(made_up_once())
             yield
 
 
 @pytest.fixture(autouse=True)
-def _as_many_threads_as_before():
-    """Commands compute on one thread, and set that for the whole process."""
+def _restore_num_threads():
+    """Commands set torch to one thread for the whole process."""
     torch = sys.modules.get("torch")
     before = torch and torch.get_num_threads()
     yield
@@ -57,13 +57,13 @@ def _as_many_threads_as_before():
 
 @pytest.fixture
 def every_tracker_is_installed(monkeypatch):
-    """Configurations with any tracker are valid, whether its package is installed or not."""
+    """Every tracker's package counts as installed, so that configurations with any tracker are valid."""
     monkeypatch.setattr("groupwise.config.checks.find_spec", lambda name: name)
 
 
 @pytest.fixture(scope="module")
 def few_objects():
-    """Only what is made from here on is looked through each time that a test asks for garbage."""
+    """Exclude all objects that exist now from garbage collection, which makes `gc.collect` fast."""
     gc.collect()
     gc.freeze()
 
@@ -78,6 +78,6 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """The engine does on the CPU what it does on a GPU: small operations for several groups, and no look at values."""
+    """The engine takes its GPU path on the CPU: operations over several groups at once, and no synchronising reads."""
     for module in ("factors", "norm_terms", "groups", "thresholds_and_counts"):
         monkeypatch.setattr(f"groupwise.clipping.{module}.is_async_device", lambda t: True)

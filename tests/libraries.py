@@ -1,8 +1,8 @@
-"""Imports what takes seconds, in the order that works, for the process that others are forked from."""
+"""Imports the slow libraries, in an order that works, in the process that `tests.forks` forks."""
 
 import gc
 
-gc.disable()  # a million objects that stay are not looked through for garbage, neither here nor in the forks
+gc.disable()  # the imports make a million permanent objects, which need no garbage collection
 
 from groupwise.torchvision_import import import_torchvision  # noqa: E402
 

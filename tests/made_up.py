@@ -1,4 +1,4 @@
-"""Makes up a task's texts once a process: for a small model they take longer than its steps."""
+"""Generates each task's synthetic texts once per process, because that takes longer than a small model's steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ MAKERS = {"text_classification": "synthetic_labelled", "text_generation": "synth
 
 
 @cache
-def _made(make: str, task: str, seed: int, *_counts: int) -> Any:
+def _generated(make: str, task: str, seed: int, *_counts: int) -> Any:
     return getattr(synthetic_text, make)(task, seed)
 
 
 def _copy(value: Any) -> Any:
-    """Lists of one's own, of the same texts: a test may change what it was given."""
+    """Copy the lists, but not the texts in them: a test may change the lists."""
     if isinstance(value, Labelled):
         return Labelled([*value.texts], [*value.labels])
     if isinstance(value, dict):
@@ -31,15 +31,15 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def made_up_once(**counts: int) -> Iterator[None]:
-    """Tasks are given the same texts again; of `counts` (TRAIN, VALID and REQUESTS), where they are named."""
+    """Tasks get cached texts; `counts` sets the constants TRAIN, VALID and REQUESTS of `synthetic_text`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, count in counts.items():
             patch.setattr(synthetic_text, name, count)
         for module, make in MAKERS.items():
 
-            def again(task: str, seed: int = 0, make: str = make) -> Any:
-                made = _made(make, task, seed, *(getattr(synthetic_text, name) for name in COUNTS))
-                return replace(made, **{name: _copy(value) for name, value in vars(made).items()})
+            def cached(task: str, seed: int = 0, make: str = make) -> Any:
+                texts = _generated(make, task, seed, *(getattr(synthetic_text, name) for name in COUNTS))
+                return replace(texts, **{name: _copy(value) for name, value in vars(texts).items()})
 
-            patch.setattr(f"groupwise.tasks.{module}.{make}", again)
+            patch.setattr(f"groupwise.tasks.{module}.{make}", cached)
         yield

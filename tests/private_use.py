@@ -1,4 +1,4 @@
-"""Trains a small model by `make_private` as one should, for tests of what happens to those who do not."""
+"""A correct private training of a small model by `make_private`, from which the tests of misuse deviate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from groupwise.privacy import NoiseSource
 
 EXAMPLES, BATCH, MICROBATCH = 40, 20, 7
 Misuse = tuple[Callable[[], object], str]
-"""What is done, and what the refusal says."""
+"""A wrong call, and a pattern that matches the error message."""
 X = torch.randn(EXAMPLES, 5, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] > 0).long()
 DATA = TensorDataset(X, Y)
@@ -63,7 +63,7 @@ def network(*more: nn.Module) -> nn.Module:
 
 
 def refuses(do: Callable[[], object], message: str) -> None:
-    """The misuse is refused in one sentence."""
+    """Assert that `do` raises a UserError of one sentence that matches `message`."""
     with pytest.raises(UserError, match=message) as caught:
         do()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: quick help, and one sentence for a mistake, with nothing written."""
+"""The command line: help, errors in one sentence that write nothing, and failing cells of a sweep."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_help_shows_groups_and_everyday_keys(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_may_leave_before_the_end(tmp_path: Path) -> None:
+def test_a_closed_stdout_pipe_is_no_error(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "run.py"), "--help"]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout and process.stderr
@@ -40,22 +40,22 @@ def test_a_reader_may_leave_before_the_end(tmp_path: Path) -> None:
         assert process.stderr.read() == b"" and process.wait() == 0
 
 
-def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+def test_invalid_settings_are_found_before_torch_is_imported(tmp_path: Path) -> None:
     script = tmp_path / "probe.py"
     script.write_text(
         f"import runpy, sys\nsys.argv[0] = {str(ROOT / 'run.py')!r}\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
     )
-    words = [sys.executable, str(script), "privacy.epsilon=-1"]  # not a fork, which has torch from the beginning
+    words = [sys.executable, str(script), "privacy.epsilon=-1"]  # a new process, as a fork would already have torch
     done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.stdout.split() == ["2", "False"]
 
 
 @pytest.fixture
 def absl_keeps_the_capture_open() -> None:
-    """Hydra closes all handlers of logging, and absl's, which came with an accountant in an earlier test, would close
-    what pytest captures with: all streams but the process's own."""
+    """Hydra closes all logging handlers. absl's handler, which an accountant installed in an earlier test, would then
+    close the stream that pytest captures with, so it gets the process's own stderr."""
     if absl := sys.modules.get("absl.logging"):
         absl.get_absl_handler().python_handler.stream = sys.__stderr__
 
@@ -121,12 +121,12 @@ def absl_keeps_the_capture_open() -> None:
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+def test_mistakes_end_with_one_sentence_and_exit_code_2_and_write_nothing(
     tmp_path: Path, arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *arguments.split()])
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back what the command sets
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # to be restored: the command sets it
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     code = run.main()
     out, err = capfd.readouterr()
@@ -147,7 +147,7 @@ def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
         ("--cfg job seed=0,1 -m scale=smoke", "seed=1\ncells: 2, done already: 0\n"),
     ],
 )
-def test_flags_of_hydra_stand_anywhere(
+def test_hydra_flags_are_accepted_in_any_position(
     tmp_path: Path, arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ENVIRONMENT, "COMP_LINE", "run.py clip=fi")
@@ -156,7 +156,7 @@ def test_flags_of_hydra_stand_anywhere(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_package_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+def test_an_unknown_config_package_is_an_error(tmp_path: Path) -> None:
     done = command(tmp_path, "--cfg", "job", "--package", "nope")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "package 'nope' not found in config\n")
 
@@ -169,7 +169,7 @@ def _is_one_sentence(message: str, words: str) -> None:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """run.py with training replaced: clip=ghost is a user's mistake, seed=2 a bug, seed=9 a Ctrl-C."""
+    """run.py with training replaced: clip=ghost raises UserError, seed=2 RuntimeError, seed=9 KeyboardInterrupt."""
     path = tmp_path / "fake_run.py"
     path.write_text(
         textwrap.dedent(
@@ -205,7 +205,7 @@ def script(tmp_path: Path) -> Path:
         ("-m clip=ghost,flat", 2, "ran ghost 0\nran flat 0\n", r"(?s)(?!.*Traceback).*1 of 2 cells failed.*"),
     ],
 )
-def test_mistakes_are_sentences_bugs_keep_their_traceback_and_nothing_of_hydras_own_is_left(
+def test_user_errors_are_sentences_bugs_keep_tracebacks_and_hydra_leaves_no_files(
     tmp_path: Path, script: Path, arguments: str, code: int, out: str, message: str
 ) -> None:
     done = command(tmp_path, *arguments.split(), script=script)
@@ -214,7 +214,7 @@ def test_mistakes_are_sentences_bugs_keep_their_traceback_and_nothing_of_hydras_
     assert {path.name for path in tmp_path.iterdir()} == {script.name, *(["results"] if "-m" in arguments else [])}
 
 
-def test_a_warning_is_one_sentence_without_the_code_that_it_came_from(tmp_path: Path) -> None:
+def test_a_warning_is_one_sentence_without_source_code(tmp_path: Path) -> None:
     script = tmp_path / "warns.py"
     script.write_text(
         "import sys, warnings\nfrom pathlib import Path\nfrom groupwise.cli.main import launch\n"
@@ -225,7 +225,7 @@ def test_a_warning_is_one_sentence_without_the_code_that_it_came_from(tmp_path: 
     assert (done.returncode, done.stderr) == (0, "warning: delta is large: give less\n")
 
 
-def test_a_failing_cell_does_not_lose_the_others(tmp_path: Path, script: Path) -> None:
+def test_a_failing_cell_does_not_stop_the_others(tmp_path: Path, script: Path) -> None:
     done = command(tmp_path, "clip=ghost,flat", "-m", "seed=1,2,3", script=script)
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
     assert ran == [f"ran {clip} {seed}" for clip in ("ghost", "flat") for seed in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Every configuration composes, types and validates; the paper's cells are the paper's to the letter."""
+"""Every configuration composes and is valid, cells have the paper's settings, and invalid settings are refused."""
 
 import itertools
 import math
@@ -20,17 +20,17 @@ from tests.combinations import CELLS, CONF, FAMILIES, OPTIONS, SCALES, pairs_fas
 
 pytestmark = pytest.mark.usefixtures("every_tracker_is_installed")
 PRESETS = {"samsum_pipeline": "samsum"}
-"""Options of `task` that set up another task."""
+"""Options of `task` that are presets of another task."""
 
 
 @pytest.mark.parametrize(("task", "clip", "scale"), pairs_fast(CELLS))
-def test_every_cell_composes_into_the_schema_and_says_what_it_is(task: str, clip: str, scale: str) -> None:
+def test_every_cell_composes_into_the_schema_under_its_own_names(task: str, clip: str, scale: str) -> None:
     config = run(f"task={task}", f"clip={clip}", f"scale={scale}")
     assert isinstance(config, RunConfig)
     assert (config.task, config.clip.name, config.scale) == (PRESETS.get(task, task), clip, scale)
 
 
-def test_each_choice_makes_another_experiment() -> None:
+def test_each_choice_has_its_own_config_hash() -> None:
     choices = [f"{group}={option}" for group in ("task", "noise", "scale") for option in OPTIONS[group]]
     hashes = [config_hash(run(choice)) for choice in choices]
     assert len({*hashes}) == len(hashes) - 2  # noise=global and scale=paper are the default, as task=cifar is
@@ -41,14 +41,14 @@ def heading(file: Path) -> list[str]:
 
 
 def command(file: Path) -> list[str]:
-    """The arguments of the command that a file begins with."""
+    """The arguments of the `python run.py` command in a file's heading."""
     [typed] = re.findall(r"python run\.py (.*)", "\n".join(heading(file)))
-    typed = typed.replace("task=mine --config-dir my_conf", "recipe=own")  # what such a file leaves as it is
+    typed = typed.replace("task=mine --config-dir my_conf", "recipe=own")  # a user's own task is not in conf/
     return [word for word in typed.split() if word != "-m"]
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
-def test_every_file_begins_with_what_it_is_and_a_command_that_composes(file: Path) -> None:
+def test_every_file_begins_with_a_description_and_a_command_that_composes(file: Path) -> None:
     assert any(line.startswith("# ") and not line.startswith("# @package") for line in heading(file))
     assert isinstance(run(*command(file)), RunConfig)
 
@@ -62,11 +62,11 @@ def test_every_file_begins_with_what_it_is_and_a_command_that_composes(file: Pat
         if f"{group}={option}" not in command(CONF / group / f"{option}.yaml")
     ],
 )
-def test_every_option_that_its_own_file_does_not_choose_composes(choice: str) -> None:
+def test_every_option_that_is_not_in_its_own_files_command_composes(choice: str) -> None:
     assert isinstance(run(choice), RunConfig)
 
 
-# --- the paper: what results/paper/hyperparameters_*.csv has no line for (that is in tests/analysis) ---
+# --- the paper's settings that results/paper/hyperparameters_*.csv does not list (tests/analysis checks those) ---
 
 ADAPTERS = {"model.trains": "lora", "model.lora.rank": 32, "train.microbatch": 1, "pipeline.rematerialize": True}
 PAPER = {
@@ -104,22 +104,22 @@ def test_a_cell_has_the_papers_settings(cell: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 4, 16])
-def test_per_device_clipping_on_samsum_is_the_papers(stages: int) -> None:
+def test_per_device_clipping_on_samsum_has_the_papers_settings(stages: int) -> None:
     config = run("task=samsum_pipeline", f"pipeline.stages={stages}")
     assert (config.clip.grouping, config.clip.policy, config.noise.allocation) == ("device", "fixed", "equal_budget")
     assert config.clip.threshold / math.sqrt(stages) == pytest.approx(1e-5, rel=1e-12)
 
 
-def test_settings_of_adapters_are_refused_where_none_train() -> None:
+def test_adapter_settings_are_refused_where_no_adapters_train() -> None:
     with pytest.raises(UserError, match=r"lora\.rank=4 changes nothing: .* choose model\.trains=lora"):
         compose_run(["task=e2e", "model.lora.rank=4"], CONF)
     for adapters in (["task=e2e", "model.trains=lora"], ["task=samsum"]):
         assert compose_run([*adapters, "model.lora.rank=4"], CONF).model.lora.rank == 4
-    idle = compose_run(["task=e2e", "model=gpt2_mini", "scale=mini"], CONF).model
-    assert (idle.lora.rank, idle.trains) == (16, "all")  # of the model's own recipe
+    default = compose_run(["task=e2e", "model=gpt2_mini", "scale=mini"], CONF).model
+    assert (default.lora.rank, default.trains) == (16, "all")  # from the model's own recipe
 
 
-def test_a_norm_to_which_nothing_is_held_is_refused() -> None:
+def test_a_threshold_that_has_no_effect_is_refused() -> None:
     with pytest.raises(UserError, match=r"clip\.threshold=2 changes nothing: .* clip\.initial_threshold="):
         compose_run(["task=sst2", "clip=adaptive_layer", "clip.threshold=2"], CONF)
     for typed in (["clip=flat"], ["clip=adaptive_layer", "clip.rescale=true"]):
@@ -137,7 +137,7 @@ def test_a_norm_to_which_nothing_is_held_is_refused() -> None:
         ("optim.name=adamw", "optim.momentum=0.8", "optim.name=sgd"),
     ],
 )
-def test_a_setting_that_nothing_reads_is_refused_where_it_was_typed(mode, override, instead) -> None:
+def test_a_setting_that_has_no_effect_is_refused_only_if_it_was_typed(mode, override, instead) -> None:
     with pytest.raises(UserError, match=rf"{override.lstrip('+')} changes nothing: .*{instead}"):
         compose_run([mode, override], CONF)
     assert compose_run([mode, override], CONF, typed=False) != compose_run([mode], CONF)
@@ -152,7 +152,7 @@ def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
     assert run() == run("task=cifar", "clip=adaptive_layer", "scale=paper", "privacy.epsilon=8")
 
 
-def test_everyday_keys_are_keys() -> None:
+def test_everyday_keys_in_the_help_exist() -> None:
     typed = (CONF / "hydra" / "help" / "groupwise.yaml").read_text().partition("Everyday keys")[2].partition("More:")[0]
     assert set(re.findall(r"^ +([\w.]+)=", typed, re.MULTILINE)) <= set(key_types())
     config = run("privacy.epsilon=3", "noise=equal_budget", "clip.target_quantile=.7", "seed=1", "paths.data=elsewhere")
@@ -160,21 +160,21 @@ def test_everyday_keys_are_keys() -> None:
     assert (config.seed, config.paths.data) == (1, "elsewhere")
 
 
-def test_data_are_looked_for_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_path_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPWISE_DATA", "from-environment")
     assert compose_run([], CONF).paths.data == "from-environment"
     monkeypatch.delenv("GROUPWISE_DATA")
     assert compose_run([], CONF).paths.data == "data"
 
 
-def test_a_chosen_optimiser_or_model_wins_over_recipe_and_scale() -> None:
+def test_a_chosen_optimiser_or_model_overrides_recipe_and_scale() -> None:
     assert run("optim=adam").optim.learning_rate == 1e-3
     model = run("model=wrn16_4", "scale=demo").model
     assert (model.depth, model.width, model.norm_groups) == (16, 4, 16)
     assert run("model=wrn16_4", "model.width=2").model.width == 2
 
 
-def test_a_given_noise_multiplier_takes_the_place_of_the_usual_epsilon_alone() -> None:
+def test_a_noise_multiplier_replaces_the_default_epsilon_but_not_a_given_one() -> None:
     with pytest.raises(UserError, match="are both given: give one"):
         run("privacy.noise_multiplier=2.5", "privacy.epsilon=3")
     privacy = run("privacy.noise_multiplier=2.5").privacy
@@ -184,16 +184,16 @@ def test_a_given_noise_multiplier_takes_the_place_of_the_usual_epsilon_alone() -
 @pytest.mark.parametrize(
     ("epsilon", "entry"), [(3, "a"), (8, "b"), (1, "a"), (4.8, "a"), (5, "b"), (100, "b"), (None, "b"), (math.inf, "b")]
 )
-def test_a_value_between_the_tuned_epsilons_is_that_of_the_nearest_in_ratio(epsilon: float, entry: str) -> None:
+def test_an_untuned_epsilon_takes_the_value_of_the_tuned_one_nearest_in_ratio(epsilon: float, entry: str) -> None:
     assert at_epsilon({8: "b", 3: "a"}, epsilon) == entry
 
 
-def test_the_tuned_value_without_noise_is_its_own_where_there_is_one() -> None:
+def test_infinite_epsilon_takes_its_own_tuned_value_if_there_is_one() -> None:
     table = {3: "a", 8: "b", math.inf: "c"}
     assert [at_epsilon(table, epsilon) for epsilon in (100, 1e300, math.inf, None)] == ["b", "b", "c", "b"]
 
 
-def test_every_recipe_has_the_scales_that_all_have() -> None:
+def test_every_recipe_has_the_common_scales() -> None:
     assert {*FAMILIES.values(), "own"} == {file.stem for file in (CONF / "recipe").glob("*.yaml")}
     for task in FAMILIES:
         assert {"paper", "mini", "demo", "smoke"} <= {*SCALES[task]} <= {*OPTIONS["scale"]}
@@ -291,7 +291,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "reason"), REFUSED)
-def test_what_cannot_be_meant_is_refused_in_one_sentence(overrides: str, reason: str) -> None:
+def test_invalid_settings_are_refused_in_one_sentence(overrides: str, reason: str) -> None:
     with pytest.raises(UserError) as refused:
         run(*overrides.split())
     message = str(refused.value)
@@ -315,7 +315,7 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(overrides: str, reason:
         "clip=ghost parallel.ranks=2 parallel.kind=fsdp",
     ],
 )
-def test_what_can_be_meant_is_not_refused(overrides: str) -> None:
+def test_unusual_but_valid_settings_are_accepted(overrides: str) -> None:
     run(*overrides.split())
 
 
@@ -343,7 +343,7 @@ def test_a_config_made_in_python_is_checked_the_same_way() -> None:
         ("eval.generate.length_penalty=nan", "must be in [-100, 100]"),
     ],
 )
-def test_places_and_numbers_that_cannot_be_meant(override: str, words: str) -> None:
+def test_invalid_paths_and_numbers_are_refused(override: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         compose_run(["task=e2e", "scale=smoke", override], CONF)
     assert "\n" not in str(caught.value)

@@ -28,7 +28,7 @@ def test_every_requirement_is_pinned_exactly_and_once() -> None:
         assert specifier.operator == "==" and "*" not in specifier.version, f"{pin} is no exact pin"
 
 
-def test_the_conda_environment_is_of_the_same_python_and_the_one_file_of_pins() -> None:
+def test_the_conda_environment_has_the_same_python_and_pins() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert set(environment) <= {"name", "channels", "dependencies", "variables"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -51,7 +51,7 @@ def set_up(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_make_says_which_python_it_needs(set_up: Path) -> None:
+def test_make_refuses_another_python_and_names_those_it_needs(set_up: Path) -> None:
     old = set_up / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -61,7 +61,7 @@ def test_make_says_which_python_it_needs(set_up: Path) -> None:
     assert not (set_up / ".venv").exists()
 
 
-def test_the_environment_is_made_again_when_the_pins_change(set_up: Path) -> None:
+def test_make_rebuilds_the_environment_when_the_pins_change(set_up: Path) -> None:
     stamp = set_up / ".venv" / ".complete"
     stamp.parent.mkdir()
     stamp.touch()
@@ -76,7 +76,7 @@ def test_the_environment_is_made_again_when_the_pins_change(set_up: Path) -> Non
     assert "run.py task=cifar clip=adaptive_layer scale=demo" in planned()
 
 
-def test_make_does_not_replace_an_environment_of_the_user_s_own(set_up: Path) -> None:
+def test_make_does_not_replace_an_environment_that_it_did_not_make(set_up: Path) -> None:
     own = set_up / ".venv" / "own"
     own.parent.mkdir()
     own.touch()

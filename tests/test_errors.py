@@ -1,4 +1,4 @@
-"""What a machine lacks or forbids is told in one sentence, with exit code 2."""
+"""Missing packages, full disks and missing permissions end a command with one sentence and exit code 2."""
 
 from errno import EFBIG, ENOSPC
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from groupwise.errors import MISTAKE, UserError, command, environment_errors
 
 
-def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
-    told = r"^This needs sacrebleu, which is not installed.*pip install 'groupwise\[language\]'"
-    with pytest.raises(UserError, match=told), environment_errors():
+def test_a_missing_package_is_named_with_the_extra_that_installs_it() -> None:
+    message = r"^This needs sacrebleu, which is not installed.*pip install 'groupwise\[language\]'"
+    with pytest.raises(UserError, match=message), environment_errors():
         raise ModuleNotFoundError("No module named 'sacrebleu.metrics'", name="sacrebleu.metrics")
     with pytest.raises(ModuleNotFoundError), environment_errors():
         raise ModuleNotFoundError("No module named 'groupwise.x'", name="groupwise.x")
@@ -26,7 +26,7 @@ def test_a_package_that_is_not_there_is_named_with_what_brings_it() -> None:
         (UserError("a sentence."), "error: a sentence."),
     ],
 )
-def test_a_command_ends_with_a_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_sentence(error: Exception, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     @command
     def main() -> int:
         raise error
@@ -35,7 +35,7 @@ def test_a_command_ends_with_a_sentence(error: Exception, words: str, capsys: py
     assert capsys.readouterr().err.startswith(words)
 
 
-def test_a_command_s_bug_keeps_its_traceback(tmp_path: Path) -> None:
+def test_a_bug_in_a_command_keeps_its_traceback(tmp_path: Path) -> None:
     @command
     def main() -> int:
         raise OSError("no file is named")

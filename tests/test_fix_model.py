@@ -1,4 +1,4 @@
-"""`fix_model` replaces what no private training takes, keeps weights, and says exactly what it has changed."""
+"""`fix_model` replaces layers that mix examples, keeps their weights, and describes each change."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_batch_norm_becomes_group_norm_with_its_own_parameters(channels, groups)
     ],
     ids=str,
 )
-def test_what_was_refused_trains_privately(norm):
+def test_a_model_that_was_refused_trains_after_fix_model(norm):
     model = network(norm)
     with pytest.raises(UserError, match="mixes the examples"):
         train(model)
@@ -57,28 +57,28 @@ def test_what_was_refused_trains_privately(norm):
     train(model)
 
 
-def test_learnt_statistics_are_said_to_be_lost():
+def test_dropped_running_statistics_are_mentioned():
     model = network(nn.BatchNorm2d(16))
     model(torch.randn(4, 3, 8, 8))
     assert "mean and variance are dropped" in groupwise.fix_model(model)[0]
 
 
-def test_what_is_not_refused_stays():
+def test_batch_norm_in_eval_mode_is_kept_if_it_has_running_statistics():
     model = network(nn.BatchNorm2d(16))
     model[1].eval()
     assert groupwise.fix_model(model) == [] and type(model[1]) is nn.BatchNorm2d
     model[1].track_running_stats, model[1].running_mean, model[1].running_var = False, None, None
-    assert len(groupwise.fix_model(model)) == 1 and not model[1].training  # it would use the batch's even in eval mode
+    assert len(groupwise.fix_model(model)) == 1 and not model[1].training  # uses batch statistics even in eval mode
 
 
-def test_a_layer_in_two_places_is_one_layer_afterwards():
+def test_a_shared_layer_is_replaced_by_one_shared_layer():
     model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm1d(8)), "b": nn.Identity()})
     model["b"] = model["a"][0]
-    said = groupwise.fix_model(model)
-    assert [sentence.partition(":")[0] for sentence in said] == ["a.0", "b"] and model["b"] is model["a"][0]
+    changes = groupwise.fix_model(model)
+    assert [sentence.partition(":")[0] for sentence in changes] == ["a.0", "b"] and model["b"] is model["a"][0]
 
 
-def test_an_optimizer_made_before_still_fits():
+def test_an_existing_optimizer_still_holds_the_models_parameters():
     model = network(nn.BatchNorm2d(16))
     model(torch.randn(4, 3, 8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,14 +93,14 @@ class WithActivation(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         (nn.Sequential(nn.BatchNorm1d(4), WithActivation(4)), "is a subclass"),
         (nn.Sequential(nn.BatchNorm1d(4), nn.LazyBatchNorm1d()), "is a subclass of BatchNorm"),
     ],
 )
-def test_what_cannot_be_replaced_exactly_is_refused_and_nothing_changes(model, says):
+def test_subclasses_of_batch_norm_are_refused_and_the_model_is_unchanged(model, message):
     before = [type(module) for module in model.modules()]
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         groupwise.fix_model(model)
     assert [type(module) for module in model.modules()] == before

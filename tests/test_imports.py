@@ -1,4 +1,4 @@
-"""Imports point one way, the two libraries inside can be taken alone, and no file is longer than one sitting."""
+"""Imports follow the order of the layers, `clipping` and `privacy` can be imported alone, and files are short."""
 
 import ast
 import subprocess
@@ -23,14 +23,14 @@ ORDER = (
     {"sweeps"},
     {"audit", "analysis", "cli"},
 )
-"""Each may import what stands above it, and itself."""
+"""The layers: a package may import itself and the packages of the layers above it in this list."""
 ALONE = {
     "clipping": {"errors"},
     "privacy": {"errors", "options"},
     "data": {"atomic", "cache", "errors", "torchvision_import"},
     "metrics": {"errors"},
 }
-"""What these may import besides themselves."""
+"""The only packages that these may import besides themselves."""
 BESIDE = {
     "config": {"rows", "atomic", "errors"},
     "analysis": {"sweeps", "rows", "training", "config", "atomic", "checkout", "errors"},
@@ -59,7 +59,7 @@ def may_import(package: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", sorted(set().union(*ORDER)))
-def test_imports_point_one_way(package):
+def test_packages_import_only_from_the_layers_above(package):
     for file in SOURCE.rglob("*.py"):
         if file != SOURCE / "__init__.py" and package_of(file) == package:
             found = {name.split(".")[1] for name in imported(file) if name.startswith("groupwise.")}
@@ -67,7 +67,7 @@ def test_imports_point_one_way(package):
 
 
 @pytest.mark.parametrize("package", [SOURCE, ROOT / "trust", ROOT / "benchmarks"], ids=lambda package: package.name)
-def test_no_circle_of_imports_not_even_a_lazy_or_type_only_one(package):
+def test_there_is_no_import_cycle_not_even_of_lazy_or_type_only_imports(package):
     files = {module_of(file, package): file for file in package.rglob("*.py")}
     TopologicalSorter({module: needs(module, files) for module in files}).prepare()  # raises CycleError
 
@@ -83,7 +83,7 @@ def module_of(file: Path, package: Path) -> str:
 
 
 def needs(module: str, files: dict[str, Path]) -> set[str]:
-    """The files that an import anywhere in it names; a package's own `__init__` is no import of its files."""
+    """The modules among `files` that this module imports, at any place in its code."""
     found = set()
     for node in ast.walk(ast.parse(files[module].read_text())):
         if isinstance(node, ast.Import):
@@ -94,18 +94,18 @@ def needs(module: str, files: dict[str, Path]) -> set[str]:
     return (found & set(files)) - {module}
 
 
-NEVER_BRINGS = {
+NEVER_LOADS = {
     "groupwise.clipping": {"hydra", "omegaconf", "numpy.random", "pandas", "scipy", "torchvision", "prv_accountant"},
     "groupwise.privacy": {
         *("hydra", "omegaconf", "pandas", "scipy", "torchvision"),
-        *("prv_accountant", "dp_accounting"),  # they load when they are first asked
+        *("prv_accountant", "dp_accounting"),  # loaded at their first use
     },
     "groupwise.training.reports": {"wandb", "tensorboard"},
     "groupwise.run, groupwise.tasks.image_classification": {
         *("transformers", "peft", "datasets", "torch.distributed.pipelining")
     },
 }
-"""What is imported, and what that never brings; torch is there already."""
+"""Libraries, and modules that importing them must not load; torch is loaded before."""
 IN_FORKS = """
 import os, sys, torch
 before = set(sys.modules)
@@ -121,25 +121,25 @@ for library in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def brought() -> dict[str, set[str]]:
-    """What each of `NEVER_BRINGS` brings, in a process of its own."""
-    told = subprocess.run([sys.executable, "-c", IN_FORKS, *NEVER_BRINGS], capture_output=True, text=True, check=True)
-    return {library: set(names) for library, *names in (line.split("|") for line in told.stdout.splitlines())}
+def loaded() -> dict[str, set[str]]:
+    """The modules that importing each library of `NEVER_LOADS` loads, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", IN_FORKS, *NEVER_LOADS], capture_output=True, text=True, check=True)
+    return {library: set(names) for library, *names in (line.split("|") for line in done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("library", NEVER_BRINGS)
-def test_a_library_taken_alone_brings_nothing_else(brought, library):
-    assert set(library.split(", ")) <= brought[library]
-    assert not NEVER_BRINGS[library] & brought[library]
+@pytest.mark.parametrize("library", NEVER_LOADS)
+def test_a_library_does_not_load_what_it_does_not_need(loaded, library):
+    assert set(library.split(", ")) <= loaded[library]
+    assert not NEVER_LOADS[library] & loaded[library]
 
 
-def test_what_starts_and_watches_processes_brings_no_torch():
-    """A started process would die of a SIGTERM while torch loads; who submits jobs or watches would hold its memory."""
+def test_starting_processes_and_submitting_jobs_does_not_load_torch():
+    """A SIGTERM while torch loads would kill a started process; a process that only watches would hold its memory."""
     code = "import sys, groupwise.processes.start, groupwise.sweeps.slurm; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "groupwise.run"} & set(loaded)
 
 
-def test_nothing_private_of_hydra_is_imported():
+def test_no_private_module_of_hydra_is_imported():
     for file in SOURCE.rglob("*.py"):
         assert "hydra._internal" not in file.read_text(encoding="utf-8"), file

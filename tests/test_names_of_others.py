@@ -1,4 +1,4 @@
-"""Whoever comes from Opacus is answered with the name here; help and repr say what a person wants to know."""
+"""Names from Opacus are refused with their name in groupwise, and `help`, `repr` and the commands are informative."""
 
 import pydoc
 import re
@@ -35,25 +35,25 @@ def make(**given):
         ("batchsize", "batch_size"),
     ],
 )
-def test_opacus_arguments_are_answered_with_the_name_here(theirs, ours):
+def test_opacus_arguments_are_refused_with_their_name_in_groupwise(theirs, ours):
     with pytest.raises(UserError, match=rf"no argument '{theirs}' \(did you mean {ours}\?\)"):
         make(**{theirs: 1})
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_what_has_no_name_here_is_answered_too(name):
+def test_opacus_arguments_without_an_equivalent_are_refused_with_advice(name):
     with pytest.raises(UserError, match=f"no argument '{name}': "):
         make(**{name: True})
 
 
-def test_opacus_whole_call_is_answered_before_python_misses_arguments():
+def test_an_opacus_call_names_all_unknown_arguments_before_missing_ones():
     answer = r"'module' \(did you mean model\?\); nor 'data_loader' \(did you mean data\?\); nor 'max_grad_norm' \("
     with pytest.raises(UserError, match=answer):
         groupwise.make_private(module=1, optimizer=2, data_loader=3, noise_multiplier=1, max_grad_norm=1)
 
 
 @pytest.mark.parametrize("name", groupwise._INSTEAD)
-def test_opacus_classes_are_answered(name):
+def test_opacus_classes_are_refused_with_advice(name):
     with pytest.raises(ImportError, match=f"no attribute '{name}': use groupwise"):
         exec(f"from groupwise import {name}")
 
@@ -61,12 +61,12 @@ def test_opacus_classes_are_answered(name):
 @pytest.mark.parametrize(
     ("theirs", "ours"), [("get_epsilon", "epsilon_at(delta)"), ("accountant", "plan"), ("remove_hooks", "detach()")]
 )
-def test_opacus_attributes_are_answered(theirs, ours):
+def test_opacus_attributes_are_refused_with_their_name_in_groupwise(theirs, ours):
     with pytest.raises(AttributeError, match=re.escape(f"no attribute '{theirs}': use private.{ours}")):
         getattr(make(), theirs)
 
 
-def test_a_private_training_says_what_it_is():
+def test_repr_of_a_private_training_and_of_its_steps():
     private = make()
     assert repr(private.steps(3)) == f"Steps(private={private!r}, last=3)"
     assert repr(private) == (
@@ -86,7 +86,7 @@ def test_epsilon_at_another_delta():
         private.epsilon_at(2)
 
 
-def test_help_is_a_guide():
+def test_help_shows_the_public_functions():
     page = pydoc.render_doc(groupwise, renderer=pydoc.plaintext)
     assert "make_private(model, optimizer, dataset, losses" in page and "fix_model(model" in page
     assert dir(groupwise) == sorted(groupwise.__all__)

@@ -1,4 +1,4 @@
-"""Each notebook is its script, was run to the end, is small, names nothing of a machine, and runs again."""
+"""Each notebook equals its script, was run to the end, is small, shows no path of a machine, and runs again."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.st
 
 @pytest.fixture
 def maker() -> ModuleType:
-    """The command that makes them, as a module; nothing runs."""
+    """`scripts/notebook.py`, which makes the notebooks, as a module."""
     spec = importlib.util.spec_from_file_location("notebook", ROOT / "scripts" / "notebook.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,14 +31,14 @@ def code(notebook: Any) -> list[Any]:
 
 
 def texts(notebook: Any) -> Iterator[str]:
-    """All that its outputs say."""
+    """All texts in the notebook's outputs."""
     for cell in code(notebook):
         for output in cell.outputs:
             yield output.get("text", "")
             yield from (text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
 
 
-def test_it_is_the_script_as_it_stands_with_its_outputs(maker, script):
+def test_a_notebook_equals_its_script_and_has_outputs_without_errors(maker, script):
     made, committed = maker.notebook_of(script), jupytext.read(script.with_suffix(".ipynb"))
     assert [(cell.cell_type, cell.source) for cell in made.cells] == [
         (cell.cell_type, cell.source) for cell in committed.cells
@@ -54,7 +54,7 @@ def test_it_is_the_script_as_it_stands_with_its_outputs(maker, script):
     assert not re.search(r"/home/|/tmp/|/root/|/work/", "\n".join(texts(committed)))
 
 
-def test_what_it_imports_is_there(script):
+def test_all_imports_of_a_notebook_exist(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module.startswith("groupwise"):
             module = importlib.import_module(node.module)
@@ -67,20 +67,20 @@ def _is_module(name):
     return importlib.util.find_spec(name) is not None
 
 
-def test_the_links_of_its_text_lead_somewhere(maker, script):
+def test_all_links_of_a_notebook_resolve(maker, script):
     prose = "\n".join(cell.source for cell in maker.notebook_of(script).cells if cell.cell_type == "markdown")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
         assert target.startswith("https://") or (script.parent / target).exists(), target
 
 
 @pytest.mark.slow
-def test_it_runs(maker, script, tmp_path, monkeypatch):
+def test_a_notebook_runs(maker, script, tmp_path, monkeypatch):
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("MODEL", str(ROOT / "pretrained" / "roberta_mini"))
     notebook = maker.notebook_of(script)
     maker.execute(notebook, tmp_path)
-    said = "\n".join(texts(notebook))
-    for accuracy, epsilon in re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", said):
+    output = "\n".join(texts(notebook))
+    for accuracy, epsilon in re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", output):
         assert float(accuracy) >= 0.88 and 7.9 < float(epsilon) <= 8

@@ -1,4 +1,4 @@
-"""What the package declares is what it imports, the wheel is whole, and the library works without the suite."""
+"""Declared requirements match the imports, the wheel is complete, and the library works without its extras."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 import groupwise
 from tests.test_imports import imported as names_in
 
-distributions_of_packages = cache(packages_distributions)  # it reads what all that is installed says of itself
+distributions_of_packages = cache(packages_distributions)  # reads the metadata of all installed packages
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 LIGHT = (
@@ -48,13 +48,13 @@ def declared(*extras: str) -> set[str]:
 
 
 def imported(files: list[Path]) -> set[str]:
-    """Packages beyond the standard library that these files import, wherever in them."""
+    """Packages outside of the standard library and this project that these files import."""
     found = {name.partition(".")[0] for file in files for name in names_in(file)}
     return found - set(sys.stdlib_module_names) - OURS
 
 
 def undeclared(packages: set[str], distributions: set[str]) -> set[str]:
-    """Those of `packages` that none of `distributions` brings."""
+    """Those of `packages` that none of `distributions` provides."""
     known = distributions_of_packages()
     return {name for name in packages if not {canonicalize_name(d) for d in known.get(name, [name])} & distributions}
 
@@ -63,18 +63,18 @@ def files_of(*folders: str) -> list[Path]:
     return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
 
-def test_all_that_the_library_imports_comes_with_it() -> None:
+def test_all_imports_of_the_library_are_required_packages() -> None:
     package = SOURCE / "groupwise"
     light = [file for name in LIGHT for file in (package.glob(name) if "." in name else (package / name).rglob("*.py"))]
     assert len(light) > 30
     assert undeclared(imported(light), declared("secure")) == set()
 
 
-def test_all_that_the_suite_imports_is_declared() -> None:
+def test_all_imports_of_the_suite_are_declared() -> None:
     assert undeclared(imported(files_of("src")), declared("suite", "language", "secure", "mlflow")) == set()
 
 
-def test_all_that_tests_and_commands_of_the_checkout_import_is_declared() -> None:
+def test_all_imports_of_tests_and_scripts_are_declared() -> None:
     everything = declared("suite", "language", "secure", "mlflow", "dev")
     files = files_of("tests", "trust", "benchmarks", "examples", "notebooks", "analysis")
     assert undeclared(imported([file for file in files if file.name != FOREIGN]), everything) == set()
@@ -85,7 +85,7 @@ def test_extras_and_pins_name_the_same_packages() -> None:
     assert declared("suite", "language", "secure", "dev") - {"groupwise"} == names([line for line in lines if line])
 
 
-def test_torch_and_torchvision_are_pinned_as_the_pair_that_they_are() -> None:
+def test_torch_and_torchvision_are_pinned_to_matching_versions() -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
     try:
         needed = [Requirement(line) for line in requires("torchvision") or []]
@@ -95,7 +95,7 @@ def test_torch_and_torchvision_are_pinned_as_the_pair_that_they_are() -> None:
     assert torch.specifier.contains(pins["torch"])
 
 
-def test_the_version_is_that_of_the_changelog_and_of_the_citation() -> None:
+def test_the_version_matches_the_changelog_and_the_citation() -> None:
     released = re.findall(r"^## (\d\S*) - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released[0][0] == groupwise.__version__
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -103,7 +103,7 @@ def test_the_version_is_that_of_the_changelog_and_of_the_citation() -> None:
     assert citation["license"] == project()["license"]
 
 
-def test_the_workflow_runs_what_the_checkout_has() -> None:
+def test_the_workflow_runs_existing_targets_and_files() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
@@ -116,7 +116,7 @@ def test_the_workflow_runs_what_the_checkout_has() -> None:
     assert versions and all(v in SpecifierSet(project()["requires-python"]) for v in versions)
 
 
-def test_hooks_run_the_ruff_that_is_pinned() -> None:
+def test_hooks_run_the_pinned_ruff() -> None:
     [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M))
     assert repository["rev"] == f"v{pins['ruff']}"
@@ -158,7 +158,7 @@ print("trained", private.epsilon)
 
 
 def modules_beyond_the_library() -> set[str]:
-    """Import names of what the extras bring, and the library itself does not."""
+    """Import names of packages that the extras install and the library itself does not."""
     beyond = declared("suite", "language", "secure", "dev") - declared() - {"groupwise", "packaging", "setuptools"}
     return {
         name for name, given in distributions_of_packages().items() if {canonicalize_name(d) for d in given} <= beyond
@@ -171,7 +171,7 @@ def run(code: str, folder: Path, path: Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-def test_the_library_trains_a_step_where_no_extra_is_installed(tmp_path: Path) -> None:
+def test_the_library_trains_where_no_extra_is_installed(tmp_path: Path) -> None:
     blocked = modules_beyond_the_library()
     assert {"hydra", "omegaconf", "pandas", "yaml"} <= blocked
     done = run(BLOCKED.format(blocked=blocked) + STEP, tmp_path, SOURCE)
@@ -182,17 +182,17 @@ def test_the_library_trains_a_step_where_no_extra_is_installed(tmp_path: Path) -
 def test_run_py_without_the_suite_says_what_to_install(tmp_path: Path) -> None:
     script = shutil.copy(ROOT / "run.py", tmp_path)
     code = f"import runpy; sys.argv = ['run.py']; runpy.run_path({str(script)!r}, run_name='__main__')"
-    for cure in ("[suite,language]", ". .venv/bin/activate"):  # without and with what `make env` makes
+    for advice in ("[suite,language]", ". .venv/bin/activate"):  # without and with the environment of `make env`
         done = run(BLOCKED.format(blocked={"hydra"}) + code, tmp_path, SOURCE)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: run.py needs hydra, ")
-        assert len(done.stderr.splitlines()) == 1 and cure in done.stderr
+        assert len(done.stderr.splitlines()) == 1 and advice in done.stderr
         (tmp_path / ".venv").mkdir(exist_ok=True)
         (tmp_path / ".venv" / ".complete").touch()
 
 
 @pytest.mark.slow
-def test_a_wheel_is_built_offline_holds_all_files_and_trains(tmp_path: Path) -> None:
+def test_a_wheel_is_built_offline_contains_all_files_and_trains(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "*.so")
     shutil.copytree(SOURCE, copy / "src", ignore=ignored)

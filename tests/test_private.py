@@ -1,4 +1,4 @@
-"""`make_private` is the mechanism of `run.py` in a loop of one's own: the same bits, resumable, on replicas too."""
+"""`make_private` in a user's loop matches the trainer of `run.py` bit for bit, and a loop over single examples."""
 
 import math
 import random
@@ -29,7 +29,7 @@ EXAMPLES, BATCH, STEPS, MICROBATCH, SEED = 60, 24, 4, 7, 5
 
 
 class Points(points.Points):
-    """Random points, a float64 network with dropout, and the same as a dataset."""
+    """A task and a dataset of random points, and a float64 network with dropout."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ def start(task: Any, adam: bool = True, **options: Any) -> Private:
 
 
 def go_on(private: Private, steps: int | None = None) -> int:
-    """Take steps; returns how many."""
+    """Take `steps` further steps, or all that are left; return how many were taken."""
     return len(list(private.steps(steps)))
 
 
@@ -63,7 +63,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["adaptive_layer", "ghost"])
-def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
+def test_weights_match_the_trainer_of_a_run_with_the_same_key_bit_for_bit(mode):
     task, own = Points(), Points()
     budget = {"quantile_budget": 0.1} if mode == "adaptive_layer" else {}
     clip = resolve_clip(mode, 1.0, budget)
@@ -80,7 +80,7 @@ def test_the_same_bits_as_the_trainer_of_a_run_with_the_same_key(mode):
     assert private.executed == trainer.private.executed == STEPS
 
 
-def test_without_noise_a_step_is_that_of_a_loop_over_single_examples():
+def test_a_step_without_noise_matches_a_float64_loop_over_examples():
     task, plain = Points(dropout=0.0), Points(dropout=0.0)
     with pytest.warns(UserWarning, match="noise_multiplier=0 adds no noise, so nothing is private"):
         private = start(task, adam=False, noise_multiplier=0.0)
@@ -110,7 +110,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
     private = start(task, adam=False, batch_size=0.001, steps=1)
     before = weights(task.model)
     step = private.step()
-    assert private.executed == step.number == 1  # whoever steps a schedule with it sees no difference
+    assert private.executed == step.number == 1  # a learning-rate schedule goes on as after any step
     assert step.nonprivate["batch_size"] == 0 and math.isnan(step.nonprivate["loss"])
     assert list(step.nonprivate["clipped"].values()) == [0] * 3
     assert private.engine.examples == 0 and private.engine.counts.sum() == 0
@@ -120,7 +120,7 @@ def test_an_empty_batch_is_a_step_of_noise_alone():
     assert float(moved.norm()) == pytest.approx(expected, rel=0.3)
 
 
-def test_epsilon_is_that_of_the_steps_that_were_executed():
+def test_epsilon_is_that_of_the_executed_steps():
     task = Points()
     private = start(task)
     assert private.epsilon == 0
@@ -134,7 +134,7 @@ def test_epsilon_is_that_of_the_steps_that_were_executed():
 
 
 class Augmented(Points):
-    """Every reading of an example adds noise of all three default generators."""
+    """Adds noise from torch's, Python's and NumPy's default generators whenever an example is read."""
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
         drawn = torch.rand(5).double() + random.random() + float(np.random.rand())
@@ -146,7 +146,7 @@ def generators() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_augmentation_follows_the_key_the_step_and_nothing_else(workers):
+def test_augmentation_depends_on_the_key_and_the_step_alone(workers):
     def trained(seed: int, key: int, workers: int) -> tuple[list[Tensor], Tensor]:
         task, read = Augmented(), []
 
@@ -159,7 +159,7 @@ def test_augmentation_follows_the_key_the_step_and_nothing_else(workers):
         torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
         before = generators()
         for _ in private.steps():
-            assert generators() == before, "what is drawn outside is the user's"
+            assert generators() == before, "the user's generators are unchanged"
         return read, weights(task.model)
 
     (first, end), (second, other_end) = trained(1, SEED, 0), trained(2, SEED, workers)
@@ -169,7 +169,7 @@ def test_augmentation_follows_the_key_the_step_and_nothing_else(workers):
     assert not {tuple(row.tolist()) for row in other[0]} & plain and not torch.equal(other[0][:3], first[0][:3])
 
 
-def test_an_augmentation_does_not_repeat_the_masks_of_the_model():
+def test_augmentation_and_dropout_draw_different_random_numbers():
     class Drawing(Points):
         def __getitem__(self, row):
             return torch.rand(5).double(), self.y[row]
@@ -186,7 +186,7 @@ def test_an_augmentation_does_not_repeat_the_masks_of_the_model():
     assert len({tuple(each.tolist()) for pair in drawn for each in pair}) == 2 * len(drawn)
 
 
-def test_tensors_that_are_read_at_once_give_the_same_bits():
+def test_a_tensor_dataset_gives_the_same_bits_as_a_list_of_its_examples():
     def weights(data):
         torch.manual_seed(5)
         return Use(network(nn.Dropout(0.5)), data).train().weights
@@ -198,7 +198,7 @@ def test_tensors_that_are_read_at_once_give_the_same_bits():
     assert torch.equal(weights(inner), weights([rows[place] for place in places[:30]]))
 
 
-def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
+def test_a_step_reports_epsilon_and_metrics_that_are_not_private():
     task = Points()
     private = start(task)
     steps = list(private.steps())
@@ -210,11 +210,11 @@ def test_a_step_tells_how_far_the_training_is_and_what_is_not_private_of_it():
         assert shown["loss"] > 0 and shown["clipped"].keys() == private.thresholds.keys()
         assert all(0 <= share <= 1 for share in shown["clipped"].values())
         assert shown["examples_per_second"] > 0
-        assert "loss" not in repr(step), "what is printed may be shown"
+        assert "loss" not in repr(step), "repr shows nothing that is not private"
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
-def test_the_next_steps_are_taken_as_many_as_are_left(count):
+def test_steps_takes_at_most_the_steps_that_are_left(count):
     private = start(Points())
     steps = private.steps(count)
     assert len(steps) == min(count, STEPS) == len(list(steps)) == private.executed
@@ -222,12 +222,12 @@ def test_the_next_steps_are_taken_as_many_as_are_left(count):
 
 
 def compiled(task: Points, first: bool) -> Private:
-    """The private training of a model that is compiled, before it is made private or within its losses."""
-    whole = torch.compile(task.model, backend="eager")
+    """A private training whose model is compiled before `make_private`, or else inside the losses."""
+    model = torch.compile(task.model, backend="eager")
     if first:
-        task.model = whole
+        task.model = model
         return start(task)
-    return start(task, losses=lambda model, batch: task.losses(whole, batch))
+    return start(task, losses=lambda _, batch: task.losses(model, batch))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -253,16 +253,16 @@ def test_bfloat16_trains_on_float32_gradients():
     assert {p.grad.dtype for p in task.model.parameters()} == {torch.float32}
 
 
-def test_modes_are_those_of_the_configuration():
+def test_modes_match_the_configuration_files():
     folder = Path(__file__).resolve().parents[1] / "conf" / "clip"
     files = {path.stem: yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")}
-    alone = {name: told for name, told in files.items() if told.get("grouping") not in (None, "device")}
-    assert alone.keys() == MODES.keys()
-    for name, told in alone.items():
-        assert {"norms": "bookkeeping", **MODES[name], "name": name} == told
+    expected = {name: mode for name, mode in files.items() if mode.get("grouping") not in (None, "device")}
+    assert expected.keys() == MODES.keys()
+    for name, mode in expected.items():
+        assert {"norms": "bookkeeping", **MODES[name], "name": name} == mode
 
 
-def test_a_partition_and_a_ready_plan_stand_in_for_names():
+def test_a_partition_and_a_plan_may_be_given():
     task = Points()
     partition = per_layer(task.model)
     plan = make_plan(
@@ -281,7 +281,7 @@ def test_a_partition_and_a_ready_plan_stand_in_for_names():
     assert private.core.thresholds.clip_thresholds.tolist() == pytest.approx([1 / math.sqrt(3)] * 3)
 
 
-def test_two_trainings_that_take_turns_are_each_as_alone():
+def test_two_trainings_that_take_turns_do_not_affect_each_other():
     alone = [Use(seed=seed).train().weights for seed in (3, 4)]
     uses = [Use(seed=seed) for seed in (3, 4)]
     before = generators()
@@ -292,13 +292,13 @@ def test_two_trainings_that_take_turns_are_each_as_alone():
 
 
 class Drawn(list):
-    """Examples to which something is added at random each time that they are read, by the default generators."""
+    """Examples that get random noise from the default generators whenever they are read."""
 
     def __getitem__(self, row):
         return super().__getitem__(row) + torch.rand(3), random.random(), np.random.rand()
 
 
-def test_data_are_looked_at_without_a_draw_from_the_callers_generators():
+def test_the_fingerprint_of_data_leaves_the_callers_generators_unchanged():
     def drawn():
         return torch.rand(2).tolist(), random.random(), np.random.rand()
 

@@ -1,4 +1,4 @@
-"""Arguments that `make_private` does not take are refused in a sentence."""
+"""Invalid arguments of `make_private` are refused in one sentence."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ def foreign_parameters() -> None:
     make_private(model, torch.optim.SGD(everything, lr=1.0), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2)
 
 
-def left_out() -> None:
+def missing_in_the_optimizer() -> None:
     model = network()
     make_private(
         model, torch.optim.SGD(model[0].parameters(), lr=1.0), DATA, cross_entropy, epsilon=1, steps=1, batch_size=2
@@ -66,19 +66,19 @@ ARGUMENTS: dict[str, Misuse] = {
     "two of epsilon, noise_multiplier and plan": (lambda: make(epsilon=1.0), "2 of epsilon"),
     "neither epochs nor steps": (lambda: make(steps="none"), "Neither epochs nor steps"),
     "both epochs and steps": (lambda: make(epochs=1), "Both epochs and steps"),
-    "epochs that are no length": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
+    "an invalid number of epochs": (lambda: make(steps="none", epochs=-1), "epochs=-1"),
     "no batch_size, or one out of range": (lambda: make(batch_size=EXAMPLES + 1), "batch_size=41"),
     "epsilon out of range": (lambda: make(noise_multiplier="none", epsilon=-1.0), "epsilon is -1"),
     "a threshold out of range": (lambda: make(threshold=-1.0), "threshold=-1.0 must be greater"),
     "a quantile out of range": (lambda: make(target_quantile=1.5), "target_quantile=1.5 must"),
-    "a misspelt policy, rule or way to norms": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
-    "a setting that nothing reads": (lambda: make(clip="flat", target_quantile=0.5), "target_quantile=0.5 changes not"),
-    "a threshold to which nothing is held": (
+    "a misspelt policy, rule or norm method": (lambda: make(policy="Adaptive"), "policy=Adaptive is not one of"),
+    "a setting that has no effect": (lambda: make(clip="flat", target_quantile=0.5), "target_quantile=0.5 changes not"),
+    "a threshold that has no effect": (
         lambda: make(clip="adaptive_flat", initial_threshold=0.5, threshold=3.0),
         r"threshold=3.0 changes nothing: .* initial_threshold=0.5 .* \(rescale=false\)",
     ),
     "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
-    "one adaptive threshold, rescaled to what it was": (
+    "one adaptive threshold with rescaling": (
         lambda: make(clip="flat", policy="adaptive"),
         "rescales the only",
     ),
@@ -92,15 +92,15 @@ ARGUMENTS: dict[str, Misuse] = {
     "a partition that misses a layer": (lambda: make(clip=per_layer(network())[:1]), "group"),
     "a plan of shuffled batches": (lambda: with_plan(plan(sampling="shuffle")), "guarantees nothing"),
     "a plan of other data or groups": (lambda: with_plan(plan(num_groups=3)), "num_groups=3"),
-    "a plan without the counts' budget, or with it for nothing": (
+    "a plan without a budget for the counts of adaptive thresholds": (
         lambda: with_plan(plan(quantile_budget=0.0)),
         "thresholds need",
     ),
-    "a plan whose epsilon is not its noise's": (
+    "a plan whose epsilon does not match its noise": (
         lambda: with_plan(replace(plan(), epsilon=0.1)),
         "The plan states epsilon=0.1, but its noise gives",
     ),
-    "a threshold below what float32 carries": (lambda: make(threshold=1e-31), "at least 1e-30, as float32 rounds"),
+    "a threshold too small for float32": (lambda: make(threshold=1e-31), "at least 1e-30, as float32 rounds"),
     "a plan, and steps or delta beside it": (lambda: with_plan(plan(), steps=3), "plan sets"),
     "data without a length": (lambda: make(data=Stream()), "without __len__"),
     "BatchNorm": (lambda: make(model=network(nn.BatchNorm1d(8))), "BatchNorm"),
@@ -111,16 +111,16 @@ ARGUMENTS: dict[str, Misuse] = {
         lambda: make(model=["a sentence"], optimizer=torch.optim.SGD([X], 1.0)),
         r"was given \(list, SGD, …\)",
     ),
-    "losses that take no model and batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
+    "losses without a model and a batch": (lambda: make(losses=nn.CrossEntropyLoss()), "does not take .model, batch"),
     "parameters in the optimizer that are not the model's": (foreign_parameters, "not the model's"),
-    "trainable parameters that are not in the optimizer": (left_out, "not in the optimizer"),
+    "trainable parameters that are not in the optimizer": (missing_in_the_optimizer, "not in the optimizer"),
     "an optimizer that needs a closure, or sparse gradients": (
         lambda: make(optimizer=torch.optim.LBFGS(network().parameters())),
         "LBFGS does not work with private steps",
     ),
     "a microbatch without examples": (lambda: make(microbatch=-1), "microbatch=-1 must be a whole number of at least"),
-    "a part of a worker": (lambda: make(num_workers=0.5), "num_workers=0.5 must be a whole number of at least 0"),
-    "a source of noise that is none": (lambda: make(noise_source=0), "noise_source is 0: give a groupwise"),
+    "half a worker": (lambda: make(num_workers=0.5), "num_workers=0.5 must be a whole number of at least 0"),
+    "an invalid noise source": (lambda: make(noise_source=0), "noise_source is 0: give a groupwise"),
     "a negative number of steps": (lambda: Use().private.steps(-1), "count=-1 must be a whole number"),
     "`make_private` twice on one model": (twice, "already"),
     "`make_private` on a model with a private part": (nested, "already"),
@@ -128,7 +128,7 @@ ARGUMENTS: dict[str, Misuse] = {
 
 
 @pytest.mark.parametrize("misuse", ARGUMENTS, ids=lambda name: name.replace("`", ""))
-def test_is_refused_in_one_sentence(misuse):
+def test_invalid_arguments_are_refused_in_one_sentence(misuse):
     refuses(*ARGUMENTS[misuse])
 
 
@@ -136,12 +136,12 @@ def test_a_dict_of_numbered_examples_is_a_dataset():
     Use(data=dict(enumerate(zip(X, Y, strict=True)))).train(1)
 
 
-def test_a_number_of_workers_may_be_of_numpy():
+def test_numbers_may_be_numpys():
     use = Use(num_workers=np.int64(0), microbatch=np.int32(7))
     assert torch.equal(use.train().weights, Use().train().weights)
 
 
-def test_a_table_is_answered_by_what_to_make_of_it():
+def test_a_pandas_table_is_refused_with_advice_to_make_a_tensor_dataset():
     import pandas as pd
 
     table = pd.DataFrame({"a": [0.0, 1.0, 2.0], "b": [0, 1, 0]})

@@ -1,4 +1,4 @@
-"""What is done between steps, and leaving the loop, change no bit; a refusal leaves everything as it was."""
+"""Leaving the loop and acting between steps change no bit of a training, and a refused call changes nothing."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def trains_all(use: Use) -> None:
 
 
 def another_loss(use: Use) -> None:
-    """Its gradients are gone when the next step begins."""
+    """The next step discards these gradients."""
     cross_entropy(use.model, (X, Y)).mean().backward()
     nn.utils.clip_grad_norm_(use.model.parameters(), 0.1)
 
@@ -80,35 +80,35 @@ HARMLESS: dict[str, Callable[[Use], object]] = {
     "`step` by hand": one_by_one,
     "`optimizer.zero_grad()` between steps": between_steps(lambda use: use.optimizer.zero_grad()),
     "`loss.backward()` and `clip_grad_norm_` between steps": between_steps(another_loss),
-    "a state that is taken": between_steps(lambda use: use.private.state_dict()),
+    "`state_dict` between steps": between_steps(lambda use: use.private.state_dict()),
 }
 
 
-@pytest.mark.parametrize("misuse", HARMLESS, ids=lambda name: name.replace("`", ""))
-def test_is_harmless(misuse):
-    """The same weights, to the bit, and the same steps on the account."""
+@pytest.mark.parametrize("action", HARMLESS, ids=lambda name: name.replace("`", ""))
+def test_action_changes_neither_weights_nor_the_number_of_steps(action):
+    """Weights are equal bit for bit."""
     models = [network(nn.Dropout(0.3), nn.Sequential(nn.Dropout(0.5))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
         model[3].eval()
-    held, right = (Use(model) for model in models)
-    HARMLESS[misuse](held)
-    right.train()
-    assert torch.equal(held.weights, right.weights)
-    assert held.private.executed == right.private.executed == 3
+    tested, plain = (Use(model) for model in models)
+    HARMLESS[action](tested)
+    plain.train()
+    assert torch.equal(tested.weights, plain.weights)
+    assert tested.private.executed == plain.private.executed == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_of_a_loader_its_dataset_and_how_it_reads_are_taken_with_a_warning(workers):
+def test_a_dataloader_gives_dataset_workers_and_collate_fn_with_a_warning(workers):
     def collate(rows):
         seen.append(len(rows))
         return torch.utils.data.default_collate(rows)
 
     seen: list[int] = []
     loader = DataLoader(DATA, 4, shuffle=True, collate_fn=collate, num_workers=workers)
-    with pytest.warns(UserWarning, match=r"Its sampler and batch size are not, as every step draws") as told:
+    with pytest.warns(UserWarning, match=r"Its sampler and batch size are not, as every step draws") as warned:
         given = Use(data=loader)
-    assert told[0].filename == __file__.replace("test_private_harmless", "private_use"), "where make_private was called"
+    assert warned[0].filename == __file__.replace("test_private_harmless", "private_use"), "the caller of make_private"
     assert torch.equal(given.train().weights, Use().train().weights)
     assert seen and given.private._sums.num_workers == workers
     with pytest.warns(UserWarning, match="data is a DataLoader"):
@@ -116,7 +116,7 @@ def test_of_a_loader_its_dataset_and_how_it_reads_are_taken_with_a_warning(worke
     assert own.private._sums.num_workers == 0 and torch.equal(own.train().weights, given.weights)
 
 
-def test_what_is_refused_releases_nothing():
+def test_a_refused_step_releases_nothing():
     use = Use().train(1)
     before, executed = use.weights, use.private.executed
     with pytest.raises(UserError):
@@ -157,7 +157,7 @@ def test_an_optimizer_that_steps_in_the_losses_moves_nothing(fused):
     assert torch.equal(use.train().weights, plain.weights)
 
 
-def test_a_lost_training_ends_by_its_model():
+def test_a_deleted_training_is_detached_by_its_model():
     use = Use()
     use.train(1)
     del use.private
@@ -165,12 +165,12 @@ def test_a_lost_training_ends_by_its_model():
     make_private(use.model, use.optimizer, DATA, cross_entropy, noise_multiplier=1.0, steps=1, batch_size=2).step()
 
 
-def test_between_steps_and_after_detach_the_model_is_a_plain_one():
+def test_between_steps_and_after_detach_the_model_is_unwrapped():
     use = Use()
     for _ in use.private.steps(1):
         assert all("forward" not in vars(module) for module in use.model.modules())
-        whole = cross_entropy(copy.deepcopy(use.model), (X, Y)).mean()
-        assert torch.equal(whole, cross_entropy(use.model, (X, Y)).mean())
+        copied = cross_entropy(copy.deepcopy(use.model), (X, Y)).mean()
+        assert torch.equal(copied, cross_entropy(use.model, (X, Y)).mean())
     use.private.detach()
     cross_entropy(use.model, (X, Y)).mean().backward()
     use.optimizer.step()
@@ -178,7 +178,7 @@ def test_between_steps_and_after_detach_the_model_is_a_plain_one():
     assert math.isfinite(float(use.weights.sum()))
 
 
-def test_a_step_that_fails_after_its_noise_is_counted_and_its_noise_not_drawn_again():
+def test_a_step_that_fails_after_its_noise_is_counted_and_not_repeated():
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -195,13 +195,13 @@ def test_a_step_that_fails_after_its_noise_is_counted_and_its_noise_not_drawn_ag
     assert drawn == [0, 1, 2] and use.private.executed == 3
 
 
-def test_examples_that_are_not_finite_are_left_out_and_told_as_not_private():
+def test_nonfinite_examples_are_left_out_and_counted_as_not_private():
     x = X.clone()
     x[[0, 7]] = float("nan")  # the first is among those that are checked before training
     use = Use(data=torch.utils.data.TensorDataset(x, Y), batch_size=40)
     with warnings.catch_warnings(action="default", record=True) as warned:
-        told = [step.nonprivate["nonfinite"] for step in use.private.steps()]
-    assert told == [2, 2, 2] and bool(use.weights.isfinite().all())
+        counts = [step.nonprivate["nonfinite"] for step in use.private.steps()]
+    assert counts == [2, 2, 2] and bool(use.weights.isfinite().all())
     [warning] = warned
     assert "look for NaN in the data" in str(warning.message)
 
@@ -216,7 +216,7 @@ def test_examples_whose_norm_overflows_are_refused_before_training():
         Use(data=torch.utils.data.TensorDataset(X * 1e30, Y), clip="flat")
 
 
-def test_a_state_brings_the_way_of_its_noise_along():
+def test_loading_a_state_restores_the_kind_of_noise():
     pytest.importorskip("cryptography")
     model = network()
     secure = Use(model, noise_source=NoiseSource.fresh(secure=True)).train(1).private
@@ -224,8 +224,8 @@ def test_a_state_brings_the_way_of_its_noise_along():
     secure.detach()
     again = Use(model)
     again.private.load_state_dict(state)
-    found = again.private.core
-    assert found.noise.secure and type(found.sampler) is type(secure.core.sampler)
+    core = again.private.core
+    assert core.noise.secure and type(core.sampler) is type(secure.core.sampler)
 
 
 def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():
@@ -233,7 +233,7 @@ def test_a_partition_of_one_group_may_be_clipped_by_ghost_norms():
     assert Use(model, clip=flat(model), norms="ghost", policy="fixed").train().private.executed == 3
 
 
-def test_a_schedule_of_fixed_thresholds_takes_the_noise_along_and_resumes():
+def test_set_threshold_scales_the_noise_and_is_resumed():
     use = Use(clip="fixed_layer", threshold=1.0)
     before = use.private.core.step().noise_norm
     use.private.set_threshold(3.0)

@@ -1,4 +1,4 @@
-"""Ways to misuse `make_private`, by name, are refused in a sentence."""
+"""Misuse of a private training is refused in one sentence."""
 
 import copy
 import os
@@ -16,14 +16,14 @@ from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
 
 
 def in_the_losses(do: Callable[[nn.Module, Tensor, Tensor], object], model: nn.Module | None = None) -> None:
-    """Train with losses that are as they should be, and that do something else as well once training has begun."""
+    """Train with correct losses that also call `do` once training has begun."""
     training: list[bool] = []
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
-        made = cross_entropy(model, batch)
+        values = cross_entropy(model, batch)
         if training:
             do(model, *batch)
-        return made
+        return values
 
     use = Use(model, losses=losses)
     training.append(True)
@@ -82,16 +82,16 @@ def seeded(model: nn.Module, x: Tensor, y: Tensor) -> None:
 
 def in_a_fork() -> None:
     use = Use()
-    told, tell = os.pipe()
+    reader, writer = os.pipe()
     if os.fork() == 0:
         try:
             use.private.step()
         except UserError as error:
-            os.write(tell, str(error).encode())
+            os.write(writer, str(error).encode())
         os._exit(0)
     os.wait()
-    os.close(tell)
-    raise UserError(os.read(told, 1000).decode())
+    os.close(writer)
+    raise UserError(os.read(reader, 1000).decode())
 
 
 def freeze(use: Use) -> None:
@@ -121,7 +121,7 @@ def added_and_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": use.model.extra.parameters()})
 
 
-def closed() -> None:
+def step_after_detach() -> None:
     use = Use().train(1)
     use.private.detach()
     use.train()
@@ -145,7 +145,7 @@ def replaced_later() -> None:
     use.train()
 
 
-def grown() -> None:
+def grown_dataset() -> None:
     data = [(x, y) for x, y in zip(X, Y, strict=True)]
     use = Use(data=data).train(1)
     data.append(data[0])
@@ -176,13 +176,13 @@ class Centred(TensorDataset):
 
 
 def hardest(model: nn.Module, batch: Any) -> Tensor:
-    """The loss, but only of the 8 hardest examples of a batch."""
+    """The losses of the 8 hardest examples of a batch, and 0 for the others."""
     losses = model(batch[0]).square().sum(1)
     return losses * (losses >= losses.topk(min(8, len(losses))).values[-1])
 
 
 class Noised(TensorDataset):
-    """Its items are others each time, and not mixed."""
+    """Adds new noise to each item, without mixing items."""
 
     def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
         x, y = self[rows]
@@ -190,7 +190,7 @@ class Noised(TensorDataset):
 
 
 class NoisedMixUp(TensorDataset):
-    """Mixes the items that it reads together, with noise of their own."""
+    """Mixes the items that it reads together, and adds new noise to each."""
 
     def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
         x, y = self[rows]
@@ -248,15 +248,15 @@ def hooked() -> None:
     use.train()
 
 
-def hooked_behind() -> None:
+def hooked_after_accumulation() -> None:
     use = Use()
     use.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(10))
     use.train()
 
 
 REFUSED: dict[str, Misuse] = {
-    "data that grow or shrink afterwards": (grown, "have 41 now"),
-    "examples that mix in the model": (
+    "a dataset that grows during training": (grown_dataset, "have 41 now"),
+    "a model that mixes examples": (
         lambda: Use(Mixing()),
         "mixes the examples of a batch .first seen in the input of layer .inner",
     ),
@@ -296,22 +296,22 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(losses=hardest, microbatch=None),
         "alone but .* in a batch: .* mixes the examples of a batch",
     ),
-    "torch seeded while the losses are made": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
-    "a training in another process than the one that made it": (in_a_fork, "a fork would add the same noise"),
+    "torch seeded in the losses": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
+    "a step in a forked process": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
     "a module added to model and optimizer later": (
         lambda: between_steps(added_and_in_the_optimizer),
         "has other parameters than when",
     ),
-    "a mean loss, or any that is not one number an example": (
+    "a mean loss": (
         lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),
         "one value per example",
     ),
-    "losses of more or fewer examples than were drawn": (
+    "losses of other examples than were drawn": (
         lambda: with_losses(lambda model, x, y: cross_entropy(model, (X[:9], Y[:9]))),
         r"examples gave losses of shape \(9,\)",
     ),
-    "losses that are no tensor": (lambda: with_losses(lambda model, x, y: model(x).tolist()), "The losses are a list"),
+    "losses that are a list": (lambda: with_losses(lambda model, x, y: model(x).tolist()), "The losses are a list"),
     "losses without a gradient": (
         lambda: with_losses(lambda model, x, y: cross_entropy(model, (x, y)).detach()),
         "no gradient",
@@ -333,7 +333,7 @@ REFUSED: dict[str, Misuse] = {
     "frozen weights that the losses change": (frozen_in_the_losses, "losses changed '2.bias', a buffer or parameter"),
     "`private.step()` in the losses": (a_step_within_a_step, "began inside another one"),
     "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
-    "`register_post_accumulate_grad_hook`": (hooked_behind, "'0.weight' has a hook"),
+    "`register_post_accumulate_grad_hook`": (hooked_after_accumulation, "'0.weight' has a hook"),
     "`GradScaler.step`": (lambda: between_steps(scaled), r"private.step\(\) calls optimizer.step"),
     "`optimizer.step()` between steps": (
         lambda: between_steps(lambda use: use.optimizer.step()),
@@ -343,16 +343,16 @@ REFUSED: dict[str, Misuse] = {
     "a parameter frozen or unfrozen later": (frozen_later, "frozen"),
     "a parameter added later": (added_later, "0.extra. was added, removed, replaced, .* after clipping began"),
     "a parameter replaced later": (replaced_later, "0.weight. was added, removed, replaced"),
-    "anything after `detach`": (closed, "detached"),
+    "a step after `detach`": (step_after_detach, "detached"),
 }
 
 
 @pytest.mark.parametrize("misuse", REFUSED, ids=lambda name: name.replace("`", ""))
-def test_is_refused_in_one_sentence(misuse):
+def test_misuse_is_refused_in_one_sentence(misuse):
     refuses(*REFUSED[misuse])
 
 
-def test_the_losses_see_no_sums_of_the_batch():
+def test_the_losses_do_not_see_summed_gradients():
     seen = []
 
     def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -362,13 +362,13 @@ def test_the_losses_see_no_sums_of_the_batch():
 
     changed, plain = Use(losses=losses), Use()
     plain.train()
-    seen.clear()  # of the check before training
+    seen.clear()  # from the check before training
     changed.train()
     assert seen and all(gradient is None for gradient in seen)
     assert all(map(torch.equal, changed.model.parameters(), plain.model.parameters()))
 
 
-def test_the_state_of_a_private_training_may_go_on_in_another():
+def test_another_private_training_may_continue_with_the_optimizers_state():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     first = Use(model, optimizer=optimizer).train()
@@ -376,18 +376,18 @@ def test_the_state_of_a_private_training_may_go_on_in_another():
     Use(model, optimizer=optimizer).train()
 
 
-def test_a_training_that_is_resumed_keeps_its_source():
+def test_a_resumed_training_keeps_its_noise_source():
     source = NoiseSource.fresh()
     first = Use(noise_source=source).train(1)
     state = copy.deepcopy(first.private.state_dict())
-    whole = first.train().weights
+    expected = first.train().weights
     for given in (source, NoiseSource.fresh()):
         again = Use(noise_source=given)
         again.private.load_state_dict(copy.deepcopy(state))
-        assert torch.equal(again.train().weights, whole)
+        assert torch.equal(again.train().weights, expected)
 
 
-def test_a_dataset_may_augment_the_items_that_it_reads_together():
+def test_a_dataset_may_augment_items_that_it_reads_together():
     Use(data=Noised(X, Y)).train(1)
 
 

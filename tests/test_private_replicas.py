@@ -1,4 +1,4 @@
-"""Replicas that train by `make_private` are one process: the same steps, whatever each of them is given to do."""
+"""Replicas that train by `make_private` take the same steps as one process, and must agree on their settings."""
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ def _on_two(rank, world, sigma):
     task = Points(dropout=0.0)
     with torch.no_grad():
         for parameter in task.model.parameters():
-            parameter.add_(rank)  # the second becomes the first
+            parameter.add_(rank)  # replaced by the weights of the first replica
     source = NoiseSource.from_seed(SEED + rank)
-    microbatch = 7 - rank  # each in microbatches of its own
+    microbatch = 7 - rank  # microbatches may differ between replicas
     private = start(task, ranks=Ranks(), noise_multiplier=sigma, noise_source=source, microbatch=microbatch)
     steps = list(private.steps())
     return weights(task.model), private.core.thresholds.clip_thresholds, [step.nonprivate["loss"] for step in steps]
 
 
-def test_two_replicas_are_one_process():
+def test_two_replicas_match_one_process():
     task = Points(dropout=0.0)
     private = start(task)
     steps = list(private.steps())
@@ -43,7 +43,7 @@ def _small_shares(rank, world):
     return weights(task.model), schedule.last_epoch, shares
 
 
-def test_a_process_whose_share_of_a_batch_is_empty_steps_its_schedule_with_the_others():
+def test_a_replica_with_an_empty_share_of_a_batch_steps_its_schedule_too():
     (one, epochs, shares), (other, *_, others) = run_ranks(_small_shares, 2)
     assert 0 in others and any(ours and not theirs for ours, theirs in zip(shares, others, strict=True))
     assert epochs == 12
@@ -64,11 +64,11 @@ def _refused(rank, world, what):
         return str(error)
 
 
-def test_processes_that_would_release_something_else_than_each_other_are_refused():
+def test_replicas_with_different_data_plans_or_states_are_refused():
     differs = {"data": "data", "plan": "plan or thresholds", "thresholds": "plan or thresholds", "states": "step"}
     for what, named in differs.items():
-        for told in run_ranks(_refused, 2, what):
-            assert f"do not have the same {named}:" in told, what
+        for message in run_ranks(_refused, 2, what):
+            assert f"do not have the same {named}:" in message, what
 
 
 def _with_dropout(rank, world):
@@ -77,6 +77,6 @@ def _with_dropout(rank, world):
     return weights(task.model) if go_on(private) else None
 
 
-def test_replicas_with_masks_of_their_own_hold_one_model():
+def test_replicas_with_different_dropout_masks_have_equal_weights():
     one, other = run_ranks(_with_dropout, 2)
     assert torch.equal(one, other)

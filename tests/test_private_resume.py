@@ -1,4 +1,4 @@
-"""A private training that ended early, by a failed step or for good, goes on to the same bits."""
+"""A private training that was interrupted resumes, and ends with the same bits as an uninterrupted one."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ from tests.pipeline.ranks import run_ranks
 from tests.private_use import BATCH, DATA, cross_entropy, network
 from tests.test_private import MICROBATCH, SEED, STEPS, Augmented, Points, go_on, start, weights
 
-AGAIN = NoiseSource.from_seed(99)
-"""Of a training that loads the key of another."""
+REPLACED = NoiseSource.from_seed(99)
+"""The noise source of a resumed training, which the loaded state replaces."""
 
 
 class Stop(Exception):
-    """Stands for whatever ends a step."""
+    """Stands for any error that ends a step."""
 
 
 def stops(task: Any, at: int) -> tuple[Any, list[int]]:
-    """The task's losses, which raise in their call of this number once a list holds the calls so far."""
+    """The task's losses, and a list: once it holds a 0, the losses raise `Stop` in the call with this number."""
     calls: list[int] = []
 
     def losses(model: nn.Module, batch: Any) -> Tensor:
@@ -59,7 +59,7 @@ def same(one: Private, other: Private) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:data is a DataLoader")
 @pytest.mark.parametrize("loader", [False, True], ids=["dataset", "loader"])
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers, loader, kind):
+def test_an_interrupted_training_resumes_to_the_same_bits(workers, loader, kind):
     def begin(**options: Any) -> Private:
         task = kind()
         losses, calls = stops(task, 3)
@@ -70,24 +70,24 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(workers, loader, kind):
         return start(task, data=data, losses=losses, **options)
 
     began: list[list[int]] = []
-    whole = begin()
-    go_on(whole)
+    expected = begin()
+    go_on(expected)
     killed = begin()
     fail_in_the_third_step(killed, began[-1])
     state = killed.state_dict()
-    resumed = begin(noise_source=AGAIN)
+    resumed = begin(noise_source=REPLACED)
     resumed.load_state_dict(state)
     assert resumed.executed == 2 and go_on(resumed) == STEPS - 2
-    same(resumed, whole)
+    same(resumed, expected)
     began[1].clear()
     assert go_on(killed) == STEPS - 2
-    same(killed, whole)
+    same(killed, expected)
 
 
 class Texts:
-    """Texts of which few are long, and none of those that are traced: tokens, up to 4 of them for each call.
+    """Texts of tokens, whose layers are called once for each 4 tokens. Few texts are longer, and none of those traced.
 
-    So a batch of longer texts calls its layers more often than the plan has seen.
+    So a batch with a longer text calls the layers more often than the engine's plan expects.
     """
 
     def __init__(self) -> None:
@@ -120,66 +120,66 @@ def texts(**options: Any) -> Private:
     return start(task, collate_fn=Texts.collate, **options)
 
 
-def test_who_takes_examples_or_their_batch_apart_may_be_traced_again():
+def test_losses_and_collate_fn_that_modify_their_input_may_be_traced_again():
     def popping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return Texts.losses(model, batch.pop("tokens"))
 
-    whole, task = texts(), Texts()
+    expected, task = texts(), Texts()
     data = [{"tokens": row} for row in task.rows]
     read = type("Read", (), {"__len__": lambda _: 60, "__getitem__": lambda _, row: dict(data[row])})()
     collate = lambda rows: {"tokens": Texts.collate([row.pop("tokens") for row in rows])}  # noqa: E731
     popped = start(task, data=read, losses=popping, collate_fn=collate)
-    go_on(whole)
+    go_on(expected)
     go_on(popped)
-    same(popped, whole)
+    same(popped, expected)
 
 
-def test_a_plan_that_grew_goes_on_to_the_same_bits():
-    """Whether it grew before the state was taken or after, or all of it is known from the beginning."""
-    whole = texts()
-    few = len(whole.engine.plan.calls["Layer 'head'"])
-    go_on(whole)
-    assert few < len(whole.engine.plan.calls["Layer 'head'"]) > 2
+def test_a_training_with_an_extended_plan_resumes_to_the_same_bits():
+    """Whether it was extended before or after the state was taken, or was complete from the beginning."""
+    expected = texts()
+    calls = len(expected.engine.plan.calls["Layer 'head'"])
+    go_on(expected)
+    assert calls < len(expected.engine.plan.calls["Layer 'head'"]) > 2
     for steps in range(STEPS):
-        killed, resumed = texts(), texts(noise_source=AGAIN)
+        killed, resumed = texts(), texts(noise_source=REPLACED)
         go_on(killed, steps)
         resumed.load_state_dict(killed.state_dict())
         assert resumed.engine.plan == killed.engine.plan
         go_on(resumed)
-        same(resumed, whole)
-    knowing = texts()
-    knowing.engine.plan = whole.engine.plan
-    go_on(knowing)
-    same(knowing, whole)
+        same(resumed, expected)
+    complete = texts()
+    complete.engine.plan = expected.engine.plan
+    go_on(complete)
+    same(complete, expected)
 
 
-def _grown_on_two(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor, bool]:
-    whole, killed = texts(ranks=Ranks()), texts(ranks=Ranks())
-    go_on(whole)
+def _extended_on_two(rank: int, world: int, folder: str) -> tuple[Tensor, Tensor, bool]:
+    expected, killed = texts(ranks=Ranks()), texts(ranks=Ranks())
+    go_on(expected)
     go_on(killed, 2)
     killed.save(f"{folder}/private.pt")
     torch.distributed.barrier()
-    resumed = texts(ranks=Ranks(), noise_source=AGAIN)
+    resumed = texts(ranks=Ranks(), noise_source=REPLACED)
     resumed.load(f"{folder}/private.pt")
     go_on(resumed)
-    return weights(whole.model), weights(resumed.model), killed.engine.plan == resumed.engine.plan
+    return weights(expected.model), weights(resumed.model), killed.engine.plan == resumed.engine.plan
 
 
-def test_replicas_whose_plans_grew_go_on_to_the_same_bits_from_the_state_of_the_first(tmp_path):
-    found = run_ranks(_grown_on_two, 2, str(tmp_path))
-    assert all(torch.equal(whole, resumed) for whole, resumed, _ in found)
+def test_replicas_with_extended_plans_resume_from_the_state_of_the_first(tmp_path):
+    found = run_ranks(_extended_on_two, 2, str(tmp_path))
+    assert all(torch.equal(expected, resumed) for expected, resumed, _ in found)
     assert torch.equal(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("number", [np.float64, np.float32])
-def test_numbers_of_numpy_go_through_a_file_and_on_to_the_same_bits(number, tmp_path):
+def test_a_training_with_numpy_numbers_resumes_from_a_file_to_the_same_bits(number, tmp_path):
     def begin():
         torch.manual_seed(0)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=number(0.3), momentum=number(0.9))
-        whole = {"steps": np.int64(4), "batch_size": np.int32(BATCH), "noise_source": NoiseSource.from_seed(SEED)}
+        integers = {"steps": np.int64(4), "batch_size": np.int32(BATCH), "noise_source": NoiseSource.from_seed(SEED)}
         budget = {"noise_multiplier": number(1.1), "delta": number(1e-3), "threshold": number(0.7), "accountant": "rdp"}
-        private = make_private(model, optimizer, DATA, cross_entropy, microbatch=np.int64(7), **whole, **budget)
+        private = make_private(model, optimizer, DATA, cross_entropy, microbatch=np.int64(7), **integers, **budget)
         return private, torch.optim.lr_scheduler.ExponentialLR(optimizer, number(0.9))
 
     def train(private, schedule, steps=None):
@@ -200,45 +200,45 @@ def test_numbers_of_numpy_go_through_a_file_and_on_to_the_same_bits(number, tmp_
 
 
 def test_a_state_is_a_copy_that_later_steps_do_not_change():
-    whole, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=AGAIN)
-    go_on(whole)
+    expected, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=REPLACED)
+    go_on(expected)
     go_on(killed, 2)
     state = killed.state_dict()
     go_on(killed)
     resumed.load_state_dict(state)
     assert resumed.executed == 2
     go_on(resumed)
-    same(resumed, whole)
+    same(resumed, expected)
 
 
-def test_a_file_brings_a_training_back(tmp_path):
-    whole, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=AGAIN)
-    go_on(whole)
+def test_a_training_is_saved_to_a_file_and_loaded(tmp_path):
+    expected, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=REPLACED)
+    go_on(expected)
     go_on(killed, 2)
     killed.save(tmp_path / "private.pt")
-    assert (tmp_path / "private.pt").stat().st_mode & 0o077 == 0, "it holds the key of the noise"
+    assert (tmp_path / "private.pt").stat().st_mode & 0o077 == 0, "it contains the noise key"
     resumed.load(str(tmp_path / "private.pt"))
     go_on(resumed)
-    same(resumed, whole)
+    same(resumed, expected)
 
 
-def test_the_microbatch_is_that_of_the_state_as_its_masks_are():
-    whole, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=AGAIN, microbatch=3)
-    go_on(whole)
+def test_a_loaded_state_sets_the_microbatch_on_which_masks_depend():
+    expected, killed, resumed = start(Points()), start(Points()), start(Points(), noise_source=REPLACED, microbatch=3)
+    go_on(expected)
     go_on(killed, 2)
     resumed.load_state_dict(killed.state_dict())
     go_on(resumed)
-    same(resumed, whole)
+    same(resumed, expected)
 
 
-def test_a_state_of_more_processes_is_refused():
+def test_a_state_of_another_number_of_processes_is_refused():
     private = start(Points())
     state = private.state_dict() | {"processes": "2 processes"}
     with pytest.raises(UserError, match=r"made by 2 processes, but here are 1 process,"):
         start(Points()).load_state_dict(state)
 
 
-def test_a_step_that_lacks_memory_is_begun_again_with_half_as_many_examples_and_resumes_so():
+def test_a_step_out_of_memory_restarts_with_half_the_microbatch_and_resumes():
     def begin(**options: Any) -> tuple[Private, list[int]]:
         task, seen = Points(), []
 
@@ -251,20 +251,20 @@ def test_a_step_that_lacks_memory_is_begun_again_with_half_as_many_examples_and_
         return start(task, losses=losses, **options), seen
 
     full = False
-    (killed, seen), (whole, _), (resumed, _) = begin(), begin(), begin(noise_source=AGAIN)
-    for private in (killed, whole):
+    (killed, seen), (expected, _), (resumed, _) = begin(), begin(), begin(noise_source=REPLACED)
+    for private in (killed, expected):
         go_on(private, 1)
     full = True
     seen.clear()
     go_on(killed, 1)
     assert seen[0] == MICROBATCH and set(seen[1:-1]) == {MICROBATCH // 2} and killed.state_dict()["microbatches"] == [3]
-    go_on(whole)
+    go_on(expected)
     resumed.load_state_dict(killed.state_dict())
     go_on(resumed)
-    same(resumed, whole)
+    same(resumed, expected)
 
 
-def test_where_memory_is_short_fewer_examples_are_checked(capsys):
+def test_the_check_takes_fewer_examples_when_memory_runs_out(capsys):
     task = Points()
 
     def losses(model: nn.Module, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""States that a private training must not go on from are refused in a sentence."""
+"""States that a private training must not resume from are refused in one sentence."""
 
 import copy
 import pickle
@@ -28,18 +28,18 @@ def of_another_optimizer() -> None:
     Use(use.model, optimizer=torch.optim.Adam(use.model.parameters())).private.load_state_dict(state)
 
 
-def no_state() -> None:
+def state_of_the_model() -> None:
     use = Use()
     use.private.load_state_dict(use.model.state_dict())
 
 
-def back_in_time() -> None:
+def loaded_after_steps() -> None:
     use = Use()
     state = use.private.state_dict()
     use.train(1).private.load_state_dict(state)
 
 
-def does_not_fit() -> None:
+def state_of_another_model() -> None:
     state = Use(network(nn.Linear(8, 8))).train(1).private.state_dict()
     use = Use(network(nn.Sequential(nn.Linear(8, 8))), seed=4)
     before = use.private.core.noise.key
@@ -72,24 +72,24 @@ class Apart(Ranks):
 STATES: dict[str, Misuse] = {
     "a state of another plan": (other_state, "was made with .*give the same"),
     "a state of another threshold": (other_threshold, r"was made with threshold=1\.0, but here it is 5\.0"),
-    "a state of another model": (does_not_fit, "does not fit this model"),
+    "a state of another model": (state_of_another_model, "does not fit this model"),
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "optimizer does not have the settings of Adam"),
-    "a state of something else": (no_state, "has no noise key"),
-    "a state loaded after steps were taken (the same noise again)": (back_in_time, "resuming would repeat"),
+    "a state of something else": (state_of_the_model, "has no noise key"),
+    "a state loaded after steps were taken (the same noise again)": (loaded_after_steps, "resuming would repeat"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "cannot be copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "cannot be copied"),
 }
 
 
 @pytest.mark.parametrize("misuse", STATES, ids=lambda name: name.replace("`", ""))
-def test_is_refused_in_one_sentence(misuse):
+def test_a_state_is_refused_in_one_sentence(misuse):
     refuses(*STATES[misuse])
 
 
-def test_a_state_of_other_microbatches_is_refused():
-    """CUDA graphs fill microbatches up, so dropout's masks are others."""
+def test_a_state_made_with_cuda_graphs_is_refused_without_them():
+    """With CUDA graphs microbatches are padded, which changes the dropout masks."""
     state = Use().private.state_dict()
     with pytest.raises(UserError, match=r"made with cuda_graph=True: give the same"):
         Use().private.load_state_dict({**state, "cuda_graph": True})

@@ -1,4 +1,4 @@
-"""No file runs code, no name leaves its folder, and the key of the noise is nowhere but in a checkpoint."""
+"""Loading a file runs no code, names in files stay inside their folder, and only checkpoints hold the noise key."""
 
 import ast
 import base64
@@ -44,7 +44,7 @@ REQUIRED = {
     "numpy.load": ("allow_pickle", False),
 }
 METHODS = {"extractall"}
-"""Of archives: a name in one may lead out of the folder."""
+"""Methods of archives, in which a name may point outside of the folder."""
 
 
 def unsafe_calls(source: str) -> Iterator[str]:
@@ -72,11 +72,11 @@ def unsafe_calls(source: str) -> Iterator[str]:
         "archive.extractall(folder)", "yaml.load(text)", "f(place, use_safetensors=wanted)",
     ],
 )  # fmt: skip
-def test_the_search_finds_what_it_is_for(planted):
+def test_unsafe_calls_are_found(planted):
     assert len(list(unsafe_calls(planted))) == 1
 
 
-def test_no_source_reads_what_may_run():
+def test_no_source_file_makes_an_unsafe_call():
     found = {}
     for file in SOURCES:
         name = file.relative_to(ROOT).as_posix()
@@ -89,7 +89,7 @@ def test_no_source_reads_what_may_run():
 
 
 class Bomb:
-    """Unpickled, it writes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -100,7 +100,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path) -> Iterator[Bomb]:
-    """A bomb that is seen to work, and must not have gone off when the test is over."""
+    """A bomb: the fixture shows that it works, and asserts that the test has not unpickled it."""
     mark = tmp_path / "went-off"
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.exists()
@@ -115,15 +115,15 @@ def torch_file(content: Any) -> bytes:
     return file.getvalue()
 
 
-PLACES: list[Callable[[Bomb], bytes]] = [
+FORMATS: list[Callable[[Bomb], bytes]] = [
     lambda bomb: pickle.dumps(bomb),
     lambda bomb: torch_file(bomb),
     lambda bomb: torch_file({"model": {"weight": torch.zeros(2)}, "step": bomb}),
 ]
 
 
-@pytest.mark.parametrize("make", PLACES, ids=["pickle", "torch", "inside"])
-def test_checkpoints_and_weights(tmp_path, bomb, make):
+@pytest.mark.parametrize("make", FORMATS, ids=["pickle", "torch", "inside"])
+def test_checkpoints_and_weights_run_no_code(tmp_path, bomb, make):
     from groupwise.pipeline import checkpoint
     from groupwise.run import start_from
     from groupwise.training.checkpoint import load_checkpoint, load_newest, save_checkpoint
@@ -141,7 +141,7 @@ def test_checkpoints_and_weights(tmp_path, bomb, make):
     (tmp_path / "checkpoint-1" / "stage-0.pt").write_bytes(make(bomb))
     save_checkpoint(tmp_path / "checkpoint.pt", {"stages": 1, "folder": "checkpoint-1"})
     attempts.append(lambda: checkpoint.load(tmp_path / "checkpoint.pt", Ranks(), torch.device("cpu")))
-    bare_pickle = make is PLACES[0]  # no file of torch's
+    bare_pickle = make is FORMATS[0]  # not written by torch.save
     for attempt in attempts:
         with pytest.raises(UserError, match="truncated or altered" if bare_pickle else "could run code"):
             attempt()
@@ -160,7 +160,7 @@ def test_cifar_batches_are_opened_only_with_the_right_md5(tmp_path, bomb):
         read_batches(tmp_path)
 
 
-def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):
+def test_models_of_the_hub_run_no_pickle_and_no_code(tmp_path, bomb):
     from groupwise.models.hub import load_tokenizer
     from groupwise.models.language import load_causal
 
@@ -183,7 +183,7 @@ def test_models_of_the_hub_bring_no_pickle_and_no_code(tmp_path, bomb):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_data_set_of_the_hub_brings_no_code(tmp_path, bomb):
+def test_a_data_set_of_the_hub_runs_no_code(tmp_path, bomb):
     from groupwise.data.glue import load_glue
 
     folder = tmp_path / "glue_copy"
@@ -194,10 +194,10 @@ def test_a_data_set_of_the_hub_brings_no_code(tmp_path, bomb):
         load_glue("sst2", tmp_path / "none", hub=str(folder))
 
 
-# -- no name leaves its folder ----------------------------------------------------------------------------------------
+# -- names stay inside their folder -----------------------------------------------------------------------------------
 
 
-def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
+def test_shards_outside_of_the_models_folder_are_refused(tmp_path):
     from safetensors.torch import save_file
 
     from groupwise.pipeline.loading import INDEX, Weights
@@ -219,21 +219,21 @@ def test_shards_of_a_model_are_files_of_its_folder(tmp_path):
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_runs():
-    """No claim here is about epsilon, or about what is checked before training."""
+    """No test here checks epsilon or the check before training, so both are made quick."""
     with rdp_alone(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("groupwise.build.verify", verify_once)
         yield
 
 
 def smoke_folders(place: Path, *overrides: str) -> list[Path]:
-    """Run at scale=smoke in `place`, with the quick accountant; the folders of the runs that are there then."""
+    """Run at scale=smoke in `place`, with the quick accountant; return the folders of all runs in it."""
     given = ["task=cifar", "scale=smoke", "privacy.accountant=rdp", f"paths.results={place}", *overrides]
     run(compose_run(given, ROOT / "conf"))
     return sorted((place / "runs").iterdir())
 
 
 def spellings(key: bytes) -> dict[str, bytes]:
-    """What a key looks like in a file or a log."""
+    """The encodings in which a file or a log could contain a key."""
     urlsafe = base64.urlsafe_b64encode(key).rstrip(b"=")
     return {
         "raw": key,
@@ -249,7 +249,7 @@ def spellings(key: bytes) -> dict[str, bytes]:
 
 
 def leaks(keys: dict[str, bytes], *texts: bytes) -> set[str]:
-    """Which keys show, in which spelling; hexadecimal letters may be large."""
+    """The keys that the texts contain, each with its encoding; hexadecimal digits in either case."""
     return {
         f"{name} as {how}"
         for name, key in keys.items()
@@ -270,13 +270,13 @@ KEY = hashlib.sha256(b"a key that the test knows").digest()
 
 
 @pytest.mark.parametrize("how", spellings(KEY))
-def test_the_search_finds_a_key_however_it_is_written(how):
+def test_a_leaked_key_is_found_in_every_encoding(how):
     assert leaks({"the key": KEY}, b"..." + spellings(KEY)[how] + b"...")
     assert not leaks({"the key": KEY}, b"..." + spellings(hashlib.sha256(KEY).digest())[how] + b"...")
 
 
 @pytest.mark.parametrize("secure", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_a_run_shows_its_key_nowhere_but_in_checkpoints(tmp_path, monkeypatch, capfd, secure):
+def test_only_checkpoints_of_a_run_contain_its_noise_key(tmp_path, monkeypatch, capfd, secure):
     monkeypatch.setattr("groupwise.privacy.noise.os.urandom", lambda count: KEY[:count])
     settings = ("clip=adaptive_layer", "train.checkpoint_every=0", "tracker=tensorboard", f"noise.secure={secure}")
     step = Trainer.step
@@ -293,7 +293,7 @@ def test_a_run_shows_its_key_nowhere_but_in_checkpoints(tmp_path, monkeypatch, c
     checkpoints = [path for path in folder.iterdir() if path.name.startswith("checkpoint")]
     assert checkpoints
     for path in checkpoints:
-        assert leaks(secrets_of(KEY), path.read_bytes()) == {"the key as text"}  # so the search finds it where it is
+        assert leaks(secrets_of(KEY), path.read_bytes()) == {"the key as text"}  # so the search does find a key
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     others = [path for path in folder.rglob("*") if path.is_file() and path not in checkpoints]
     assert not leaks(secrets_of(KEY), *(path.read_bytes() for path in others))
@@ -307,14 +307,14 @@ def test_a_run_shows_its_key_nowhere_but_in_checkpoints(tmp_path, monkeypatch, c
     printed = capfd.readouterr()
     texts = (path.read_bytes() for path in files)
     assert not leaks(secrets_of(KEY), *texts, printed.out.encode(), printed.err.encode())
-    # Taken up again, the run ended as the one that was not interrupted; with the secure noise too.
+    # The resumed run has the weights of the uninterrupted one, with secure noise too.
     models = [
         torch.load(next(tmp_path.glob(f"{name}/runs/*/model.pt")), weights_only=True) for name in ("cut", "whole")
     ]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
 
 
-def test_secure_noise_is_other_noise_and_a_run_of_its_own(tmp_path):
+def test_secure_noise_differs_and_makes_a_run_of_its_own(tmp_path):
     settings = ("clip=flat", "train.steps=1", "debug.noise_seed=1")
     smoke_folders(tmp_path, *settings)
     first, second = smoke_folders(tmp_path, *settings, "noise.secure=true")
@@ -322,7 +322,7 @@ def test_secure_noise_is_other_noise_and_a_run_of_its_own(tmp_path):
     assert not all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_a_known_key_is_stamped(tmp_path, capfd):
+def test_a_run_with_a_known_key_is_marked_as_not_private(tmp_path, capfd):
     (folder,) = smoke_folders(tmp_path, "clip=flat", "train.steps=1", "debug.noise_seed=1")
     assert "NOT PRIVATE" in capfd.readouterr().out
     assert json.loads((folder / "privacy.json").read_text())["private"] is False

@@ -1,4 +1,4 @@
-"""torchvision imports beside this torch, whichever it is, and is left alone where it needs no help."""
+"""`import_torchvision` declares missing operators only where torchvision does not import by itself."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ def test_nothing_is_declared_where_it_imports_by_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA versions differ"), ImportError("no torchvision")])
-def test_another_failure_is_not_hidden(monkeypatch, error):
+def test_other_errors_of_the_import_are_raised(monkeypatch, error):
     def fail(name):
         raise error
 
@@ -32,7 +32,7 @@ def test_another_failure_is_not_hidden(monkeypatch, error):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_before_transformers_it_is_imported_where_it_is_installed(monkeypatch, there):
+def test_torchvision_is_imported_first_where_it_is_installed(monkeypatch, there):
     imported = []
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there or None)

@@ -1,4 +1,4 @@
-"""Training as small as can be: tasks that nobody evaluates, and the trainer of one of them."""
+"""A minimal training: tasks without evaluation, a sampler of given batches, and a trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NONE = ClipConfig("none", grouping="none", policy="fixed")
 
 
 class Trained(Task):
-    """A task that is trained and nothing else."""
+    """A task that is trained and not evaluated."""
 
     def read(self, examples: Any, even: bool = False) -> Any:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Points(Trained):
 
 
 class Batches:
-    """A sampler of batches that are given, again and again."""
+    """A sampler that repeats the given batches."""
 
     def __init__(self, batches: Sequence[Sequence[int]]) -> None:
         self.batches = batches
@@ -97,7 +97,7 @@ def trainer_of(
     noise: NoiseSource | None = None,
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Trainer:
-    """A trainer as `run.py` makes it, without the check; its noise is from a seed unless it is given."""
+    """A trainer as `run.py` makes it, without the check; by default its noise is seeded."""
     engine = make_engine(task.model, clip)
     if engine is not None:
         engine.trace(task.losses_of, range(min(6, task.train_size)))

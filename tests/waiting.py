@@ -1,18 +1,18 @@
-"""Tests wait for what they wait for, never for a time: a busy machine makes them slow, and fails none."""
+"""Waits for an event and never for a fixed time, so that a busy machine slows tests down but fails none."""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
 PATIENCE = 600.0
-"""Seconds after which something will never come."""
+"""Seconds after which waiting fails."""
 
 
 def until(happened: Callable[[], Any], what: str) -> Any:
     """Wait until `happened()` is true, and return it.
 
     Raises:
-        AssertionError: not even within `PATIENCE`, which is no measure of speed.
+        AssertionError: it did not become true within `PATIENCE` seconds.
     """
     end = time.monotonic() + PATIENCE
     while not (found := happened()):
