@@ -1,4 +1,4 @@
-"""A small network in blocks, in float64, and its trainer on any number of processes: made as `run.py` makes it."""
+"""A small float64 network of blocks, and its trainer on any number of processes, built as `run.py` builds it."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from tests.tiny_training import Batches, Points, plan_of
 
 EXAMPLES, WIDTH = 40, 8
 BATCHES = (list(range(13)), [5], [], list(range(20, 28)))
-"""On two replicas with microbatches of 3: the first has one more; the second has no example; nobody has one."""
+"""Two replicas have 7 and 6, 1 and 0, 0 and 0, 4 and 4 examples of them, in microbatches of 3."""
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Two blocks between two linear layers; the head has fewer classes than four processes."""
+    """Two blocks between two linear layers; the head has fewer classes than there are processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Network(nn.Module):
 
 
 class PointsTask(Points):
-    """The same points whatever the network begins with."""
+    """The same points for every seed of the network."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -69,7 +69,7 @@ def build(
     task: PointsTask | None = None,
 ) -> Trainer:
     """The trainer of this process, with microbatches of 3."""
-    task = task or PointsTask(seed=ranks.replica)  # replicas begin apart, and become the first
+    task = task or PointsTask(seed=ranks.replica)  # all get the weights of the first replica
     config = RunConfig(
         clip=clip,
         noise=NoiseConfig(allocation),
@@ -86,7 +86,7 @@ def build(
 
 
 def steps(trainer: Trainer, start: int = 0) -> list[dict[str, float]]:
-    """Run the steps that are left as a session does; returns their reports."""
+    """Run the steps from `start` on as a session does; return their reports."""
     reports = []
     for step in range(start, trainer.private.plan.steps):
         reports.append(trainer.report(trainer.private.ranks.agree(*trainer.step(step))))
@@ -95,5 +95,5 @@ def steps(trainer: Trainer, start: int = 0) -> list[dict[str, float]]:
 
 
 def parameters(trainer: Trainer) -> Tensor:
-    """All of them, whole, in one vector."""
+    """All parameters in one vector, gathered from their shards."""
     return torch.cat([value.flatten() for value in trainer.state_dict()["model"].values()])

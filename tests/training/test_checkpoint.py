@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, and what is not sound is refused."""
+"""Checkpoints are written atomically, the previous one is kept, and altered files are refused."""
 
 import random
 import signal
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on torch writes the beginning of a file, and says what it says of a full disk."""
+    """After its call `torch.save` writes the beginning of a file and fails as on a full disk."""
 
     def fail(state: object, file: BinaryIO) -> None:
         file.write(b"PK")
@@ -34,7 +34,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(torch, "save", fail)
 
 
-def test_what_is_written_is_read_back_bit_by_bit(path: Path) -> None:
+def test_a_checkpoint_is_read_back_bit_for_bit(path: Path) -> None:
     model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_back_bit_by_bit(path: Path) -> None:
     torch.testing.assert_close(read, state, rtol=0, atol=0)
 
 
-def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
+def test_numpy_numbers_are_written_as_python_numbers(path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     state = {
         "model": model.state_dict(),
@@ -72,7 +72,7 @@ def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
     assert type(group["lr"]) is float and group["lr"] == 0.01
     assert repr(read["metrics"]) == repr({3: (0.5, [True, "a", b"b"])})
     assert type(read["extra"]["best"]) is float and torch.equal(read["extra"]["weight"], model.weight)
-    assert type(state["extra"]["best"]) is np.float64, "what is written is the caller's, and stays as it is"
+    assert type(state["extra"]["best"]) is np.float64, "the caller's state is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_numbers_of_numpy_are_written_as_pythons(path: Path) -> None:
     [np.arange(3), np.longdouble(1), Path("x"), lambda: 0, slice(1), frozenset({1}), torch.nn.Linear(1, 1)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> None:
+def test_a_state_that_could_not_be_read_back_is_not_written(path: Path, value: object) -> None:
     save_checkpoint(path, {"step": 1})
     with pytest.raises(UserError, match=r"cannot store this state \(.+\), as reading it back") as caught:
         save_checkpoint(path, {"step": 2, "scheduler": {"order": [0, value]}}, keep=previous(path))
@@ -88,7 +88,7 @@ def test_what_would_not_be_read_is_not_written(path: Path, value: object) -> Non
     assert load_checkpoint(path) == {"step": 1} and list(path.parent.iterdir()) == [path]
 
 
-def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:
+def test_a_missing_or_foreign_file_raises_a_user_error(path: Path) -> None:
     with pytest.raises(UserError, match="There is no checkpoint"):
         load_checkpoint(path)
     torch.save([1, 2], path)
@@ -99,7 +99,7 @@ def test_a_missing_or_foreign_file_is_a_users_mistake(path: Path) -> None:
         load_checkpoint(path)
 
 
-def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
+def test_a_kill_while_writing_leaves_a_complete_checkpoint(path: Path) -> None:
     writer = path.parent / "writer.py"
     writer.write_text(
         "import sys, torch\nfrom pathlib import Path\nfrom groupwise.training.checkpoint import save_checkpoint\n"
@@ -108,19 +108,19 @@ def test_killed_at_any_moment_a_whole_checkpoint_remains(path: Path) -> None:
     )
     process = Command(str(writer), str(path), cwd=path.parent)
     until(path.exists, "a checkpoint")
-    time.sleep(0.137)  # some more; how many does not matter
+    time.sleep(0.137)  # it writes some more meanwhile
     process.send_signal(signal.SIGKILL)
     process.wait()
     state = load_checkpoint(path)
     assert torch.all(state["weights"] == state["step"])
 
 
-def test_a_flipped_bit_is_noticed_or_changes_nothing(path: Path) -> None:
-    """The sums inside a zip file cover its parts, and neither dates nor padding."""
+def test_a_flipped_bit_is_detected_or_changes_nothing(path: Path) -> None:
+    """The checksums in a zip file do not cover dates and padding."""
     state = {"weights": torch.arange(9.0), "noise_key": b"key"}
     save_checkpoint(path, state)
     content = path.read_bytes()
-    noticed = 0
+    detected = 0
     chance = random.Random(0)
     for place in {*chance.sample(range(len(content)), 60), *range(len(content) - 100, len(content))}:
         changed = bytearray(content)
@@ -130,8 +130,8 @@ def test_a_flipped_bit_is_noticed_or_changes_nothing(path: Path) -> None:
             torch.testing.assert_close(load_checkpoint(path), state, rtol=0, atol=0)
         except UserError as error:
             assert "truncated or altered" in str(error)
-            noticed += 1
-    assert noticed > 50
+            detected += 1
+    assert detected > 50
 
 
 @pytest.fixture
@@ -142,14 +142,14 @@ def two(path: Path) -> Path:
     return path
 
 
-def test_the_one_before_it_is_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_previous_checkpoint_is_kept(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [load_checkpoint(p)["step"] for p in (two, previous(two))] == [3, 2]
     assert sorted(p.name for p in two.parent.iterdir()) == ["checkpoint-previous.pt", "checkpoint.pt"]
     assert load_newest(two) == (two, {"step": 3})
     assert capsys.readouterr().err == ""
 
 
-def test_a_write_that_fails_leaves_both(two: Path, fill_the_disk: Callable[[], None]) -> None:
+def test_a_failed_write_leaves_both_checkpoints(two: Path, fill_the_disk: Callable[[], None]) -> None:
     (two.parent / "a folder").mkdir()
     with pytest.raises(UserError, match="cannot be written"):
         save_checkpoint(two.parent / "a folder", {"step": 4}, keep=None)
@@ -160,7 +160,7 @@ def test_a_write_that_fails_leaves_both(two: Path, fill_the_disk: Callable[[], N
 
 
 @pytest.mark.parametrize("harm", ["altered", "gone"])
-def test_the_one_before_it_takes_its_place_with_one_warning(
+def test_the_previous_checkpoint_is_loaded_with_one_warning(
     two: Path, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two.unlink() if harm == "gone" else two.write_bytes(two.read_bytes()[:-1])
@@ -176,7 +176,7 @@ def test_with_both_altered_the_run_is_refused(two: Path) -> None:
         load_newest(two)
 
 
-def test_a_damaged_file_beside_the_last_one_counts_too(two: Path) -> None:
+def test_a_checkpoint_that_its_reader_refuses_counts_as_altered(two: Path) -> None:
     def read(path: Path) -> dict[str, Any]:
         if (state := load_checkpoint(path))["step"] == 3:
             raise UserError("its stage is altered: restore it.")

@@ -1,4 +1,4 @@
-"""Replicas and shards equal one process: the same steps, and one noise however many processes there are."""
+"""Replicas and shards take the steps of one process, and noise is added once for any number of processes."""
 
 import math
 from pathlib import Path
@@ -37,13 +37,13 @@ def outcome(case, ranks):
 
 
 def _noises(ranks, kind, change=lambda trainer: None):
-    """What 16 steps without examples moved the parameters by, in units of the noise of one process, (16, P)."""
+    """How far each of 16 steps without examples moves the parameters, in units of one process's noise, (16, P)."""
     trainer = build(FIXED_LAYER, ranks, kind, sigma=1.0, batches=[[]] * 16, allocation="weighted")
     change(trainer)
-    places = [parameters(trainer)]
+    positions = [parameters(trainer)]
     for step in range(16):
         trainer.step(step)
-        places.append(parameters(trainer))
+        positions.append(parameters(trainer))
     groups = trainer.private.engine.groups
     units = {}
     for group in groups:  # std_k = σ·S·C_k/√d_k with S = √(Σ d_j); moved by 0.5/8 of it
@@ -51,7 +51,7 @@ def _noises(ranks, kind, change=lambda trainer: None):
         everything = sum(p.numel() for other in groups for p in other.parameters)
         units[group.name] = 0.5 / 8 * math.sqrt(everything) * (0.5 / math.sqrt(len(groups))) / math.sqrt(size)
     unit = [torch.full((p.numel(),), units[n.rpartition(".")[0]]) for n, p in trainer.task.model.named_parameters()]
-    return torch.stack(places).diff(dim=0) / torch.cat(unit)
+    return torch.stack(positions).diff(dim=0) / torch.cat(unit)
 
 
 def _add_noise_on_every_rank(trainer):
@@ -88,25 +88,25 @@ def _on_four(rank, world):
 
 
 def _resumed(ranks, case, folder):
-    """Parameters after all steps in one go, and with a checkpoint after the second; and as they were written."""
+    """Parameters after all steps in one session, after resuming from the second step, and in the written file."""
     clip, kind, make_task = RESUMED[case]
-    whole, first, second = (build(clip, ranks, kind, 1.0, ADAM, task=make_task()) for _ in range(3))
-    steps(whole)
+    expected, first, second = (build(clip, ranks, kind, 1.0, ADAM, task=make_task()) for _ in range(3))
+    steps(expected)
     first.step(0)
     first.step(1)
     first.save(folder / case, {})
-    ranks.barrier()  # written
+    ranks.barrier()  # the checkpoint is written
     second.load_state_dict(load_checkpoint(folder / case))
     steps(second, 2)
     second.save_model(folder / f"{case}.pt")
     ranks.barrier()
     plain = make_task().model
     plain.load_state_dict(load_checkpoint(folder / f"{case}.pt"))
-    return parameters(whole), parameters(second), torch.cat([value.flatten() for value in plain.state_dict().values()])
+    return parameters(expected), parameters(second), torch.cat([v.flatten() for v in plain.state_dict().values()])
 
 
 class TiedTask(PointsTask):
-    """Two layers of one parameter."""
+    """Two layers share one parameter."""
 
     def __init__(self):
         super().__init__()
@@ -156,13 +156,13 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_one(two, case):
+def test_two_processes_match_one(two, case):
     for process in two:
         same(process["outcomes"][case], outcome(case, Ranks()))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_so_are_four_of_which_some_hold_no_part_of_the_smallest_parameter(four, kind):
+def test_four_processes_match_one_though_some_shards_are_empty(four, kind):
     for process in four:
         same(process[kind][1], outcome(f"{kind} adaptive_layer", Ranks()))
 
@@ -174,16 +174,16 @@ def test_replicas_are_equal_bit_for_bit(two, case):
 
 
 def chi_square(noise):
-    """The sum of squares of n standard normals, as a number of its own standard deviations from n."""
+    """How many standard deviations the sum of squares of n standard normals is from n."""
     return float(noise.square().sum() - noise.numel()) / math.sqrt(2 * noise.numel())
 
 
-def test_the_noise_is_one_whatever_the_number_of_processes(one_noise, two, four):
+def test_the_noise_is_that_of_one_process_for_any_number_of_processes(one_noise, two, four):
     noises = [one_noise, *two[0]["noises"].values(), *(noise for noise, _ in four[0].values())]
     for noise in noises:
         assert abs(chi_square(noise)) < 5 and abs(float(noise.sum())) < 5 * math.sqrt(noise.numel())
     for ddp in (two[0]["noises"]["ddp"], four[0]["ddp"][0]):
-        torch.testing.assert_close(ddp, one_noise, rtol=0, atol=1e-9)  # every replica drew the very same
+        torch.testing.assert_close(ddp, one_noise, rtol=0, atol=1e-9)  # all replicas draw the same noise
 
 
 def test_noise_on_every_rank_is_caught(two):
@@ -193,25 +193,25 @@ def test_noise_on_every_rank_is_caught(two):
 
 
 def halves(noise):
-    """Correlation between what two processes add to their halves of the weight of a layer, in standard deviations."""
+    """Correlation of the noise that two processes add to their halves of a weight, in standard deviations."""
     start = 5 * 8 + 8 + 8 + 8  # after the stem and the first norm: (12, 8)
     a, b = noise[:, start : start + 48].flatten(), noise[:, start + 48 : start + 96].flatten()
     return float((a * b).sum()) / math.sqrt(a.numel())
 
 
-def test_shards_get_noises_of_their_own(two):
+def test_shards_get_independent_noise(two):
     assert abs(halves(two[0]["noises"]["fsdp"])) < 5
     assert halves(two[0]["one stream"]) > 20
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_checkpoint_goes_on_where_it_was_and_the_weights_fit_the_plain_model(two, case):
+def test_a_checkpoint_resumes_bit_for_bit_and_written_weights_fit_the_plain_model(two, case):
     for process in two:
-        whole, resumed, written = process["resumed"][case]
-        assert torch.equal(whole, resumed) and torch.equal(whole, written)
+        expected, resumed, written = process["resumed"][case]
+        assert torch.equal(expected, resumed) and torch.equal(expected, written)
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_what_shards_cannot_clip_is_refused(two, mistake):
+def test_tied_weights_and_flat_clipping_are_refused_for_shards(two, mistake):
     for process in two:
         assert REFUSED[mistake][2] in process["refused"][mistake] and "\n" not in process["refused"][mistake]

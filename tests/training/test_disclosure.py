@@ -1,4 +1,4 @@
-"""Nothing in an exported folder comes from the training data without noise, byte by byte and field by field."""
+"""An exported folder contains nothing that depends on the training data without noise."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ SHORT, LONG = "so\t0", " ".join(f"one {i} more" for i in range(60)) + "\t1"
 
 
 def exported(folder: Path, own: str, *overrides: str):
-    """Train privately on the common rows and one row of its own; returns the exported folder, row and config."""
+    """Train privately on `COMMON` and the row `own`; return the exported folder, the row of results and the config."""
     files = folder / "data" / "glue" / "SST-2"
     files.mkdir(parents=True)
     for name, rows in (("train", [own, *COMMON]), ("dev", COMMON[:8])):
@@ -53,7 +53,7 @@ Export = tuple[Path, dict[str, Any], RunConfig]
 
 @pytest.fixture(scope="module")
 def neighbours(tmp_path_factory) -> Callable[..., tuple[Export, Export]]:
-    """Two neighbours' exports by further settings; weights that no step moves make what is released equal on both."""
+    """Exports of runs on two neighbouring data sets; no step moves the weights, so both release the same."""
 
     @cache
     def train(*more: str) -> tuple[Export, Export]:
@@ -67,41 +67,41 @@ def neighbours(tmp_path_factory) -> Callable[..., tuple[Export, Export]]:
 
 @pytest.mark.parametrize("more", [(), ("data.holdout=0.2",)])
 def test_with_equal_releases_two_neighbours_export_the_same_bytes(neighbours, more):
-    """The one has a short example where the other has a long one; their files' SHA-256, the longest example, the count
-    of cut ones, training metrics and drawn batches all differ."""
+    """One data set has a short example where the other has a long one. So the SHA-256 of the data, the longest example,
+    the number of truncated ones, the training metrics and the batches differ."""
     (one, row, config), (other, another, _) = neighbours(*more)
     differ = {key for key in row if row[key] != another[key]}
     assert {"nonprivate/train_loss", "nonprivate/data.longest", "nonprivate/data.cut_examples"} <= differ or more
     assert contents(one) == contents(other)
 
-    told = json.loads((one / "provenance.json").read_text())
-    assert set(told) == TOP and set(told["git"]) == {"sha", "dirty"} and set(told["privacy"]) == PLAN
-    assert told["config"] == json.loads(json.dumps(stable_config(config)))
-    assert told["privacy"]["private"] is False, "the noise was seeded"
-    assert list(told["sha256"]) == ["model.safetensors"]
+    saved = json.loads((one / "provenance.json").read_text())
+    assert set(saved) == TOP and set(saved["git"]) == {"sha", "dirty"} and set(saved["privacy"]) == PLAN
+    assert saved["config"] == json.loads(json.dumps(stable_config(config)))
+    assert saved["privacy"]["private"] is False, "the noise was seeded"
+    assert list(saved["sha256"]) == ["model.safetensors"]
     choice = "data.holdout=0.2 and data.train_limit=64" if more else "data.train_limit=64"
-    assert told["privacy"]["neighbours_differ_by"] == f"one of the N examples that {choice} left to train on"
-    assert row["plan.neighbours_differ_by"] == told["privacy"]["neighbours_differ_by"]
+    assert saved["privacy"]["neighbours_differ_by"] == f"one of the N examples that {choice} left to train on"
+    assert row["plan.neighbours_differ_by"] == saved["privacy"]["neighbours_differ_by"]
     held_out = set() if more else {"valid/accuracy", "valid/loss"}
-    assert set(told["metrics"]) == held_out
+    assert set(saved["metrics"]) == held_out
 
 
-def test_all_that_differs_in_the_row_without_noise_says_so(neighbours):
-    """What is measured of the machine, in `system.`, may differ too: docs/privacy.md says why."""
+def test_results_that_depend_on_the_data_without_noise_are_named_nonprivate(neighbours):
+    """Measurements of the machine, in `system.`, may differ too: docs/privacy.md explains why."""
     (_, row, _), (_, another, _) = neighbours()
     differ = {key for key in row | another if row.get(key) != another.get(key)}
     own = {"finished_at", "paths.data", "paths.results"}
     assert all(key.startswith(("nonprivate/", "system.")) for key in differ - own), differ
 
 
-def test_without_noise_the_data_are_named_as_the_weights_give_them_away(tmp_path):
+def test_an_export_without_noise_describes_its_data(tmp_path):
     out, _, _ = exported(tmp_path, SHORT, "clip=none")
-    told = json.loads((out / "provenance.json").read_text())
-    assert set(told) == {*TOP, "data"} and told["data"]["sha256"] and "nonprivate/train_loss" in told["metrics"]
-    assert told["privacy"]["epsilon"] == "inf" and told["privacy"]["private"] is False
+    saved = json.loads((out / "provenance.json").read_text())
+    assert set(saved) == {*TOP, "data"} and saved["data"]["sha256"] and "nonprivate/train_loss" in saved["metrics"]
+    assert saved["privacy"]["epsilon"] == "inf" and saved["privacy"]["private"] is False
 
 
-def test_what_a_new_task_says_of_its_data_is_held_back_until_it_is_known_to_be_public():
+def test_unknown_fields_of_a_data_description_are_named_nonprivate():
     described = {"train_examples": 3, "longest": 9, "sha256": {"x": "0"}, "source": "40 rows", "mean_length": 2.5}
     assert set(row_of_data(described)) == {
         "data.train_examples", "nonprivate/data.longest", "nonprivate/data.sha256", "nonprivate/data.source",

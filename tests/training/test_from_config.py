@@ -1,4 +1,4 @@
-"""Optimisers are torch's; the learning rate is a pure function of the step; thresholds without noise are refused."""
+"""Optimisers, learning-rate schedules and thresholds follow their configuration."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def plan(groups: int, budget: float, sigma: float = 1.0) -> PrivacyPlan:
     return make_plan(**given, noise_multiplier=sigma, num_groups=groups, quantile_budget=budget)
 
 
-def test_one_threshold_is_not_rescaled_to_what_it_was() -> None:
+def test_a_single_threshold_is_not_rescaled() -> None:
     for groups, moves in ((1, True), (2, False)):
         thresholds = make_thresholds(ClipConfig(), plan(groups, 0.0, sigma=0.0))
         thresholds.update(torch.full((groups,), 10.0), 10, None, 0)
@@ -58,7 +58,7 @@ def test_warmup_rises_linearly_and_wastes_no_step_at_zero(schedule: str) -> None
     assert max(seen) == seen[10] == 2.0
 
 
-def test_the_rate_falls_as_its_schedule_says() -> None:
+def test_the_learning_rate_follows_its_schedule() -> None:
     assert rates("constant") == [2.0] * 100
     linear, cosine = rates("linear"), rates("cosine")
     assert (linear[0], linear[50], linear[-1]) == (2.0, 1.0, pytest.approx(2.0 / 100))

@@ -1,4 +1,4 @@
-"""What is recorded of a microbatch does on other examples what the eager microbatch does, to the bit."""
+"""A recorded microbatch that is replayed on other examples matches the eager microbatch bit for bit."""
 
 from pathlib import Path
 
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 
 def recorded(trainer, tape=None):
-    """The same trainer, whose microbatches a tape holds."""
+    """The same trainer, with its microbatches recorded on a tape."""
     graphs = Graphs(tape or Tape(), trainer.task.model)
     trainer.private.sums = TaskSums(trainer.task, trainer.private.sums.size, graphs)
     return trainer
 
 
 def eagerly(trainer):
-    """The same trainer, whose eager microbatches are filled up as those that are recorded."""
+    """The same trainer, with eager microbatches that get fillers as recorded ones do."""
     trainer.private.sums.rounds = True
     return trainer
 
@@ -49,7 +49,7 @@ def with_dropout(trainer):
 
 
 def scaled(trainer, factor):
-    """The losses times what a function of a batch gives."""
+    """The same trainer, with losses multiplied by `factor(batch)`."""
     losses = trainer.task.losses
     trainer.task.losses = lambda model, batch: losses(model, batch) * factor(batch)
     return trainer
@@ -116,21 +116,21 @@ def test_make_private_records_batches_of_any_structure(workers, monkeypatch):
     assert torch.equal(*taken) and tape.launches >= 2
 
 
-def whole(task, clip, *more):
+def smoke_trainer(task, clip, *more):
     """A trainer of a task of `run.py`, at smoke size."""
     config = compose_run(
         [f"task={task}", "scale=smoke", f"clip={clip}", "debug.noise_seed=3", "privacy.accountant=rdp", *more], CONF
     )
-    made = make_task(config, CPU)
-    engine = make_engine(made.model, config.clip)
-    plan = plan_run(config, made.train_size, None if engine is None else len(engine.groups))
+    built = make_task(config, CPU)
+    engine = make_engine(built.model, config.clip)
+    plan = plan_run(config, built.train_size, None if engine is None else len(engine.groups))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("groupwise.build.verify", only_traced)  # both runs are of one engine, right or wrong
-        return build_trainer(config, made, engine, plan, CPU, Ranks(), None)
+        patch.setattr("groupwise.build.verify", only_traced)  # the two runs are only compared with each other
+        return build_trainer(config, built, engine, plan, CPU, Ranks(), None)
 
 
 def evenly(trainer):
-    """Microbatches that run eagerly, padded as those that are recorded."""
+    """The same trainer, with eager microbatches that are padded as recorded ones are."""
     task = trainer.task
     task.losses_of = lambda rows: task.losses(task.model, task.read(rows, even=True))
     return eagerly(trainer)
@@ -145,18 +145,18 @@ def evenly(trainer):
         pytest.param("e2e", "adaptive_layer", ("model.dropout=0.1",), marks=pytest.mark.slow),
     ],
 )
-def test_so_have_the_papers_tasks(task, clip, more, monkeypatch):
-    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)  # its masks then ask for no values
+def test_recorded_runs_of_the_papers_tasks_have_the_bits_of_eager_ones(task, clip, more, monkeypatch):
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)  # masks then need no values
     tape, options = Tape(), ("train.microbatch=4", *more)
-    eager = state(evenly(whole(task, clip, *options)))
-    graphs = recorded(whole(task, clip, *options), tape)
+    eager = state(evenly(smoke_trainer(task, clip, *options)))
+    graphs = recorded(smoke_trainer(task, clip, *options), tape)
     found = state(graphs)
     assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
     assert tape.launches
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_waits_for_the_device_ends_with_torchs_error():
+def test_losses_that_wait_for_the_device_raise_torchs_error():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     scaled(trainer, lambda read: 1.0 + 0.0 * float(read["x"].sum()))
     with pytest.raises(RuntimeError, match="capturing"):
@@ -165,29 +165,29 @@ def test_what_waits_for_the_device_ends_with_torchs_error():
 
 OWN = np.random.default_rng(0)
 CALLS = iter(range(1, 1000))
-STEPS_OF_THEIR_OWN = {"generator": lambda task: float(OWN.random()), "counter": lambda task: float(next(CALLS) ** 3)}
+CHANGING_NUMBERS = {"generator": lambda task: float(OWN.random()), "counter": lambda task: float(next(CALLS) ** 3)}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("own", STEPS_OF_THEIR_OWN.values(), ids=STEPS_OF_THEIR_OWN)
-def test_a_number_of_the_models_own_that_changes_with_each_call_is_refused(own):
+@pytest.mark.parametrize("number", CHANGING_NUMBERS.values(), ids=CHANGING_NUMBERS)
+def test_a_python_number_that_changes_with_each_call_is_refused(number):
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
-    scaled(trainer, lambda _: 1.0 + own(trainer.task))
+    scaled(trainer, lambda _: 1.0 + number(trainer.task))
     with pytest.raises(UserError, match="at launch 1 of a graph its losses differ"):
         state(recorded(trainer))
 
 
-def by_a_tensor_of_its_own(task, rows):
+def change_a_tensor(task, rows):
     task.weight = torch.tensor(1.0 + int(rows[0]))
 
 
-def by_a_number_of_its_own(task, rows):
+def change_a_number(task, rows):
     task.weight = 1.0 + int(rows[0])
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("change", [by_a_tensor_of_its_own, by_a_number_of_its_own])
-def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(change):
+@pytest.mark.parametrize("change", [change_a_tensor, change_a_number])
+def test_values_that_change_outside_of_the_batch_are_refused_at_launch(change):
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3))
     read, task = trainer.task.read, trainer.task
     task.read = lambda rows, even=False: (change(task, rows), read(rows))[1]
@@ -197,7 +197,7 @@ def test_what_changes_beside_the_inputs_is_refused_when_a_graph_is_launched(chan
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_inputs_that_would_stand_still_are_refused():
+def test_a_batch_on_another_device_is_refused():
     trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=2))
     read = trainer.task.read
     trainer.task.read = lambda rows, even=False: read(rows) | {"more": read(rows)["x"].to("meta")}
@@ -206,22 +206,22 @@ def test_inputs_that_would_stand_still_are_refused():
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_plain_arguments_have_graphs_of_their_own():
-    def made(wrap):
+def test_batches_with_different_python_numbers_have_different_graphs():
+    def run(wrap):
         trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3))
         read = trainer.task.read
         trainer.task.read = lambda rows, even=False: read(rows) | {"weight": 1.0 + int(rows[0]) % 2}
         return state(wrap(scaled(trainer, lambda read: read["weight"])))
 
     tape = Tape()
-    found, eager = made(lambda trainer: recorded(trainer, tape)), made(eagerly)
+    found, eager = run(lambda trainer: recorded(trainer, tape)), run(eagerly)
     assert torch.equal(found[0], eager[0]) and found[2] == eager[2] and tape.launches >= 3
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("change", ["gradients", "weights", "mode"])
-def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change):
-    def made(wrap):
+def test_new_gradients_new_weights_or_another_mode_replay_no_old_graph(change):
+    def run(wrap):
         trainer = wrap(with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=3)))
         for step in range(STEPS):
             trainer.step(step)
@@ -234,10 +234,10 @@ def test_what_lies_elsewhere_or_runs_otherwise_has_another_graph_or_none(change)
                 model.train(step == 1)
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
-    assert torch.equal(made(recorded), made(eagerly))
+    assert torch.equal(run(recorded), run(eagerly))
 
 
-def test_another_device_and_what_cannot_be_recorded_are_refused():
+def test_cpus_and_settings_that_cannot_be_recorded_are_refused():
     with pytest.raises(UserError, match="needs an NVIDIA GPU, but this run is on cpu"):
         recorder_of(CPU)
     for options in (
@@ -251,20 +251,20 @@ def test_another_device_and_what_cannot_be_recorded_are_refused():
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_batch_that_is_begun_again_with_masks_has_graphs_of_its_own():
-    def made(wrap):
+def test_a_batch_that_is_begun_again_with_masks_has_other_graphs():
+    def run(wrap):
         trainer = with_dropout(make_trainer(ADAPTIVE_LAYER, microbatch=4))
         trainer.task.x[int(trainer.private.sampler.indices(1)[9])] = float("nan")
         return state(wrap(trainer))
 
     tape = Tape()
-    found, eager = made(lambda trainer: recorded(trainer, tape)), made(eagerly)
+    found, eager = run(lambda trainer: recorded(trainer, tape)), run(eagerly)
     assert torch.equal(found[0], eager[0]) and found[0].isfinite().all() and found[2][1:] == eager[2][1:]
     assert tape.launches
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_shape_warms_up_and_what_is_forgotten_warms_up_again():
+def test_a_shape_is_recorded_after_a_warm_up_and_again_after_forget():
     trainer = recorded(with_dropout(make_trainer(NONE)))
     trainer.private.clear()
 
@@ -274,7 +274,7 @@ def test_a_shape_warms_up_and_what_is_forgotten_warms_up_again():
             trainer.private.sums.run(trainer.private, 0, 0, range(count), present)
         return len(graphs_of(trainer))
 
-    assert after(5) == 0  # which makes the gradients
+    assert after(5) == 0  # allocates the gradients
     assert after(4, 4, 3) == 0 and after(4) == 1 and after(3) == 1 and after(3, 4) == 2
     graphs_of(trainer).forget()
     assert after(4, 4) == 0 and after(4) == 1

@@ -1,4 +1,4 @@
-"""Memory that runs out in a step: the same batch with fewer examples at a time, the same noise, the same update."""
+"""A step that runs out of memory is repeated with smaller microbatches, and gives the same update."""
 
 import gc
 import math
@@ -41,7 +41,7 @@ MODES = (NONE, FLAT, GHOST, ADAPTIVE_LAYER, ADAPTIVE_BLOCK)
 
 
 class FailingOnce(TorchDispatchMode):
-    """Raise at the n-th operation, once; counts them all."""
+    """Raises once, at operation number `at`; counts all operations."""
 
     def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def sums_of_the_first_batch(trainer: Any) -> None:
 
 
 def trained(clip: Any, microbatch: int, at: int = 0, kind: str = "CPU") -> tuple[Any, int]:
-    """After all steps, the first of which failed at operation `at` of its backward and forward passes."""
+    """A trainer after all steps, of which the first fails once at operation `at`; and that step's operations."""
     trainer = make_trainer(clip, microbatch=microbatch)
     failing = FailingOnce(at, ERRORS[kind])
     add = trainer.private.sums.add
@@ -81,25 +81,25 @@ def trained(clip: Any, microbatch: int, at: int = 0, kind: str = "CPU") -> tuple
 
 
 @pytest.mark.parametrize("clip", MODES, ids=lambda clip: clip.name)
-def test_wherever_it_runs_out_the_update_is_that_of_half_the_physical_batch(clip, capsys):
+def test_running_out_of_memory_anywhere_gives_the_update_of_half_the_microbatch(clip, capsys):
     half, _ = trained(clip, 8)
     _, operations = trained(clip, 16)
     for at in range(1, operations, max(1, operations // 6)):
-        whole, _ = trained(clip, 16, at)
-        assert whole.private.sums.size == 8
-        assert torch.equal(weights(whole), weights(half))
+        retried, _ = trained(clip, 16, at)
+        assert retried.private.sums.size == 8
+        assert torch.equal(weights(retried), weights(half))
         if half.private.thresholds is not None:
-            assert torch.equal(whole.private.thresholds.clip_thresholds, half.private.thresholds.clip_thresholds)
+            assert torch.equal(retried.private.thresholds.clip_thresholds, half.private.thresholds.clip_thresholds)
         assert capsys.readouterr().err == "warning: memory ran out; continuing with 8 examples at once.\n"
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_every_allocators_words_are_understood(kind):
-    whole, _ = trained(FLAT, 16, 20, kind)
-    assert whole.private.sums.size == 8
+def test_every_allocators_error_is_recognised(kind):
+    retried, _ = trained(FLAT, 16, 20, kind)
+    assert retried.private.sums.size == 8
 
 
-def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
+def test_dropout_is_that_of_half_the_microbatch_from_the_beginning():
     ends = []
     for microbatch, at in ((8, 0), (16, 30)):
         trainer = make_trainer(FLAT, microbatch=microbatch)
@@ -111,7 +111,7 @@ def test_dropout_is_that_of_a_run_that_had_half_from_the_beginning():
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_what_is_no_lack_of_memory_is_not_tried_again():
+def test_other_errors_are_not_retried():
     trainer = make_trainer(FLAT)
     with FailingOnce(10, lambda: RuntimeError("a bug")), pytest.raises(RuntimeError, match="a bug"):
         sums_of_the_first_batch(trainer)
@@ -119,7 +119,7 @@ def test_what_is_no_lack_of_memory_is_not_tried_again():
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_nothing_of_the_part_that_did_not_fit_is_held():
+def test_a_microbatch_that_did_not_fit_leaves_no_tensors():
     trainer = make_trainer(ADAPTIVE_BLOCK, microbatch=16)
     gc.collect()
     with FailingOnce(60, ERRORS["CPU"]):
@@ -134,7 +134,7 @@ def test_nothing_of_the_part_that_did_not_fit_is_held():
     )
 
 
-def test_outside_of_a_step_it_is_one_sentence():
+def test_running_out_of_memory_outside_of_a_step_is_one_sentence():
     with pytest.raises(UserError, match=r"lower train\.microbatch, eval\.batch_size"), oom_as_user_error():
         raise ERRORS["GPU"]()
     with pytest.raises(RuntimeError, match="a bug"), oom_as_user_error():
@@ -142,7 +142,7 @@ def test_outside_of_a_step_it_is_one_sentence():
     assert not is_oom(ValueError("DefaultCPUAllocator"))
 
 
-def test_an_evaluation_that_does_not_fit_goes_on_with_half_as_many_at_once(capsys):
+def test_an_evaluation_out_of_memory_continues_with_half_the_batch(capsys):
     trainer, asked = make_trainer(NONE), []
 
     def evaluate(split: str, batch_size: int, limit: int | None, final: bool) -> dict[str, float]:
@@ -169,7 +169,7 @@ def chosen(width: int, most: int = 1024) -> int:
     return choose_microbatch(losses, model, torch.device("cpu"), np.arange(most))
 
 
-def test_it_is_a_power_of_two_within_the_limits(monkeypatch):
+def test_a_chosen_microbatch_is_a_power_of_two_within_the_limits(monkeypatch):
     monkeypatch.setattr(memory, "CPU_BUDGET", 1 << 20)
     sizes = [chosen(width) for width in (16, 1024, 8192, 1 << 20)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] >= sizes[3] == 1
@@ -187,7 +187,7 @@ def test_nearly_every_batch_needs_as_few_microbatches_as_one_of_the_expected_siz
     assert chosen <= size * (1 + 4 / math.sqrt(batch_size)) + 1
 
 
-def test_it_leaves_the_random_numbers_alone():
+def test_choosing_a_microbatch_leaves_the_generator_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
@@ -198,10 +198,10 @@ def test_it_leaves_the_random_numbers_alone():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_a_gpus_budget_is_of_all_its_memory_less_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_budget_is_a_share_of_its_memory_without_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     total = SimpleNamespace(total_memory=1_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", None)  # what is free changes from one start to the next
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)  # not used: free memory differs between runs
     model = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
     device = torch.device("cuda", 0)
     assert memory.gpu_budget(model, device) == pytest.approx(0.6 * (1_000_000 - 2 * 4 * 40_000))
@@ -218,7 +218,7 @@ from groupwise.training.memory import keep_freed_blocks
 
 kept = sys.argv[1] == "kept" and keep_freed_blocks()
 for turn in range(12):
-    if turn == 10:  # the first turns find room beside what is small
+    if turn == 10:  # the first turns still grow the heap
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.ones(9 << 20), torch.ones(12 << 20), torch.ones(10 << 20)]
     del held
@@ -226,21 +226,21 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is told by glibc's mallopt")
-def test_freed_blocks_are_filled_with_zeros_once(tmp_path: Path):
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is output by glibc's mallopt")
+def test_keep_freed_blocks_avoids_page_faults(tmp_path: Path):
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
 
     def faults(word: str) -> tuple[str, int]:
-        code, told, errors = Command(str(script), word, cwd=tmp_path).finish()
+        code, output, errors = Command(str(script), word, cwd=tmp_path).finish()
         assert code == 0, errors
-        kept, count = told.split()
+        kept, count = output.split()
         return kept, int(count)
 
     pages = 2 * (124 << 20) // resource.getpagesize()
     assert faults("kept") == ("True", pytest.approx(0, abs=pages // 100))
     kept, count = faults("as it is")
-    assert kept == "False" and count > pages // 100, "else there is nothing to keep, and the call can go"
+    assert kept == "False" and count > pages // 100, "otherwise keep_freed_blocks is useless"
 
 
 GROWTH = """
@@ -252,7 +252,7 @@ def held():
 
 keep_freed_blocks()
 before, small = held(), []
-for size in range(40):  # what is small lies behind each, so nothing is at the heap's end
+for size in range(40):  # a small block behind each keeps it from the heap's end
     block = torch.ones((4 << 20) + (size << 16))
     small.append(bytes(100_000))
     del block
@@ -262,8 +262,8 @@ print(grown, held() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is told by glibc's mallopt")
-def test_what_is_free_between_blocks_returns(tmp_path: Path):
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is output by glibc's mallopt")
+def test_return_freed_memory_returns_gaps_between_blocks(tmp_path: Path):
     script = tmp_path / "growth.py"
     script.write_text(GROWTH)
     code, printed, errors = Command(str(script), cwd=tmp_path).finish()

@@ -1,4 +1,4 @@
-"""`make_private` on parameters in shards equals one process: two processes, in their users' own loop."""
+"""`make_private` with FSDP shards on two processes takes the same steps as one process."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def network(shards: bool, **options) -> Network:
 
 
 def private_of(case: str, ranks, model, sigma: float = 0.0, batches=BATCHES, optimizer=None, losses=None):
-    """With microbatches of 3 and batches that are given; noise, where there is any, from a seed."""
+    """A private training with microbatches of 3, given batches and seeded noise."""
     optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
     private = groupwise.make_private(
         model, optimizer, data(), losses or cross_entropy, noise_multiplier=sigma, steps=len(batches), batch_size=8,
@@ -50,7 +50,7 @@ def private_of(case: str, ranks, model, sigma: float = 0.0, batches=BATCHES, opt
     return private
 
 
-def told(private) -> tuple[torch.Tensor, list[float], int]:
+def snapshot(private) -> tuple[torch.Tensor, list[float], int]:
     """All weights, thresholds and the number of steps."""
     weights = private.state_dict()["model"].values()
     return torch.cat([value.flatten() for value in weights]), private.engine.thresholds.tolist(), private.executed
@@ -60,13 +60,13 @@ def outcome(case: str, ranks, shards: bool):
     model = network(shards)
     private = private_of(case, ranks, model)
     list(private.steps())
-    found = told(private), private.engine.counts.tolist()
+    found = snapshot(private), private.engine.counts.tolist()
     private.detach()
     return found
 
 
 def resumed(ranks, shards: bool):
-    """Weights after all steps in one go, and with an evaluation, a state and another object after the second."""
+    """Snapshots after all steps in one go, and with an evaluation and a resumption after the second step."""
     ends = []
     for stops in (False, True):
         model = network(shards)
@@ -74,7 +74,7 @@ def resumed(ranks, shards: bool):
         if stops:
             list(private.steps(2))
             with torch.no_grad():
-                model(data().tensors[0])  # leaves the outermost parameters whole
+                model(data().tensors[0])  # leaves the outermost parameters unsharded
             state = private.state_dict()
             assert all(type(value) is torch.Tensor for value in state["model"].values())
             private.detach()
@@ -83,7 +83,7 @@ def resumed(ranks, shards: bool):
             private.load_state_dict(state)
             private.core.sampler = Batches(BATCHES)
         list(private.steps())
-        ends.append(told(private))
+        ends.append(snapshot(private))
         private.detach()
     return ends
 
@@ -109,7 +109,7 @@ def refusals(ranks) -> dict[str, str]:
 
 
 def sums_in_the_losses(ranks) -> bool:
-    """Whether losses see the gradients of the microbatches before."""
+    """Whether the losses see gradients of earlier microbatches."""
     model, seen = network(True), []
 
     def losses(model, batch):
@@ -123,14 +123,14 @@ def sums_in_the_losses(ranks) -> bool:
 
 
 def averages(model) -> torch.Tensor:
-    """Gradients as the user's own training has them, on examples that differ between the processes."""
+    """Gradients of ordinary training, on examples that differ between the processes."""
     model.zero_grad()
     model(data().tensors[0][torch.distributed.get_rank() :][:4]).square().sum().backward()
     return torch.cat([parameter.grad.full_tensor().flatten() for parameter in model.parameters()])
 
 
 def given_back(ranks) -> list[torch.Tensor]:
-    """Of a model that was never private; after `detach`; after a `make_private` that failed."""
+    """Gradients of a model that was never private, after `detach`, and after a `make_private` that failed."""
     never, detached, failed = network(True), network(True), network(True)
     private_of("adaptive_layer", ranks, detached).detach()
     with pytest.raises(UserError, match="batch_size is missing"):
@@ -156,8 +156,8 @@ def two():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_take_the_steps_of_one(two, case):
-    """The batches hold every kind: one process has a microbatch more, one has no example, nobody has one."""
+def test_two_processes_match_one(two, case):
+    """In some batch one process has a microbatch more, in another one it has no example, and one batch is empty."""
     (weights, thresholds, executed), _ = outcome(case, Ranks(), False)
     for process in two:
         (found, at, steps), _ = process["outcomes"][case]
@@ -165,13 +165,13 @@ def test_two_processes_take_the_steps_of_one(two, case):
         assert at == pytest.approx(thresholds, rel=1e-12)
 
 
-def test_the_shards_average_again_when_it_is_over(two):
+def test_shards_average_gradients_again_after_detach(two):
     for process in two:
         never, detached, failed = process["given back"]
         assert torch.equal(never, detached) and torch.equal(never, failed)
 
 
-def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
+def test_an_evaluation_and_a_resumption_change_nothing(two):
     for process in two:
         (whole, at, _), (again, then, steps) = process["resumed"]
         assert torch.equal(whole, again) and at == then and steps == len(BATCHES)
@@ -186,10 +186,10 @@ def test_an_evaluation_and_a_resumption_in_between_change_nothing(two):
         ("halves", "leave mp_policy out"),
     ],
 )
-def test_what_cannot_be_clipped_in_shards_is_refused_in_one_sentence(two, name, words):
+def test_shards_that_cannot_be_clipped_are_refused_in_one_sentence(two, name, words):
     for process in two:
         assert words in process["refused"][name] and "\n" not in process["refused"][name]
 
 
-def test_the_losses_see_no_sums_in_shards(two):
+def test_the_losses_do_not_see_summed_gradients_of_shards(two):
     assert not any(process["sums in the losses"] for process in two)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The progress line of a run: when it is written, and what it shows."""
 
 import io
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ def lines_of(stream: io.StringIO) -> list[str]:
     return stream.getvalue().strip().split("\r")
 
 
-def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None:
+def test_a_log_file_gets_few_lines_and_one_at_the_end() -> None:
     stream = io.StringIO()
     with Progress(NOISELESS, 0, 100, file=stream) as bar:
         for number in range(1, 101):
@@ -25,7 +25,7 @@ def test_in_a_log_file_there_is_a_line_now_and_then_and_one_at_the_end() -> None
     assert "0/100" in first and "100/100" in last
 
 
-def test_a_line_tells_epsilon_and_the_last_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_shows_epsilon_and_the_last_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "ELSEWHERE", 0.0)
     stream = io.StringIO()
     with Progress(NOISED, 0, 2, file=stream) as bar:
@@ -36,7 +36,7 @@ def test_a_line_tells_epsilon_and_the_last_note(monkeypatch: pytest.MonkeyPatch)
     assert "2/2" in last and "ε 3.00 of 3" in last and last.count("valid 61.0 %") == 1
 
 
-def test_a_resumed_run_begins_where_it_was_left() -> None:
+def test_a_resumed_run_begins_at_its_step() -> None:
     stream = io.StringIO()
     with Progress(NOISELESS, 990, 1000, file=stream) as bar:
         for number in range(991, 1001):
@@ -44,7 +44,7 @@ def test_a_resumed_run_begins_where_it_was_left() -> None:
     assert "990/1000" in lines_of(stream)[0] and "1000/1000" in lines_of(stream)[-1]
 
 
-def test_only_the_main_process_shows_it_and_bounds_epsilon() -> None:
+def test_disabled_progress_writes_nothing_and_computes_no_epsilon() -> None:
     stream = io.StringIO()
     with Progress(SimpleNamespace(noise_multiplier=1.0), 0, 1, file=stream, disable=True) as bar:
         bar.step(1)

@@ -1,4 +1,4 @@
-"""What the processes of a run agree on, and sums over replicas alone."""
+"""The processes of a run: their places, sums over replicas, shares of a batch, and values that all agree on."""
 
 from unittest.mock import patch
 
@@ -80,7 +80,7 @@ def test_sums_take_few_messages(processes):
     assert all(sorted(process[7]) == [1, 6, 50, 96] for process in processes)
 
 
-def test_all_agree_on_sums(processes):
+def test_all_processes_get_the_same_sums_and_messages(processes):
     assert [process[3] for process in processes] == [[6.0, 2.0, 1.0]] * 4
     assert [process[5] for process in processes] == ["key 0"] * 4
     assert [process[6] for process in processes] == [[[0], [1], [2], [3]]] * 4
@@ -91,7 +91,7 @@ def test_the_stages_of_a_replica_share_a_batch(processes):
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4, 7])
-def test_shares_are_the_batch_and_as_long_as_each_other(replicas):
+def test_shares_partition_the_batch_evenly(replicas):
     shares = []
     for replica in range(replicas):
         one = Ranks.__new__(Ranks)

@@ -1,4 +1,4 @@
-"""The contract of a run's folder."""
+"""The folder of a run: its files, how it is resumed and locked, and what is refused."""
 
 import json
 import os
@@ -38,14 +38,14 @@ def finished(config: RunConfig) -> RunRecord:
     return record
 
 
-def test_looking_writes_nothing(config: RunConfig, tmp_path: Path) -> None:
+def test_opening_a_record_writes_nothing(config: RunConfig, tmp_path: Path) -> None:
     record = RunRecord.open(config)
     assert (record.finished, record.resumable) == (False, False)
     assert record.folder == tmp_path / "results" / "runs" / config_hash(config)[:12]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_begins_with_what_it_is_and_where_it_came_from(config: RunConfig) -> None:
+def test_begin_writes_configuration_and_provenance(config: RunConfig) -> None:
     record = begun(config)
     assert load_config(record.folder / "config.yaml") == config
     assert (record.folder / "config.hash").read_text().strip() == config_hash(config)
@@ -70,7 +70,7 @@ def test_the_row_is_flat_and_carries_its_provenance(config: RunConfig) -> None:
     assert not any(isinstance(value, dict | list) for value in row.values())
 
 
-def test_overwrite_starts_afresh(config: RunConfig) -> None:
+def test_overwrite_starts_from_the_beginning(config: RunConfig) -> None:
     folder = finished(config).folder
     config.overwrite = True
     record = RunRecord.open(config)
@@ -78,10 +78,10 @@ def test_overwrite_starts_afresh(config: RunConfig) -> None:
     record.begin()
     assert not (folder / "DONE").exists() and not (folder / "metrics.jsonl").exists()
     save_checkpoint(record.checkpoint, {"step": 1})
-    assert record.resumable  # its own checkpoint is no longer what was to be thrown away
+    assert record.resumable  # the new run's own checkpoint
 
 
-def test_a_line_cut_off_by_a_kill_is_forgotten(config: RunConfig) -> None:
+def test_a_truncated_line_of_metrics_is_dropped(config: RunConfig) -> None:
     record = begun(config)
     record.log(1, {"loss": 1.0})
     with open(record.folder / "metrics.jsonl", "a") as file:
@@ -122,7 +122,7 @@ def test_resume_takes_the_folder_it_is_given(config: RunConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["absent", "empty"])
-def test_resume_from_what_is_no_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
+def test_resume_from_a_folder_without_a_run_is_refused(config: RunConfig, tmp_path: Path, what: str) -> None:
     (tmp_path / "empty").mkdir()
     config.resume = str(tmp_path / what)
     with pytest.raises(UserError, match=r"is not a folder|not a run's config"):
@@ -161,13 +161,13 @@ def test_git_state_tells_a_clean_checkout_from_a_changed_one(tmp_path: Path) -> 
     assert "+x = 2" in changed["diff"]
 
 
-def test_a_folder_inside_somebody_elses_checkout_is_not_that_checkout(tmp_path: Path) -> None:
+def test_a_folder_inside_another_checkout_has_no_git_state(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "inner").mkdir()
     assert git_state(tmp_path / "inner")["sha"] is None
 
 
-def test_nothing_that_may_hold_the_key_is_left_before_done_is_written(
+def test_files_that_may_hold_the_key_are_removed_before_done_is_written(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = begun(config)
@@ -187,7 +187,7 @@ def test_nothing_that_may_hold_the_key_is_left_before_done_is_written(
     assert seen == [[]]
 
 
-def test_a_run_that_was_killed_just_before_done_is_done(config: RunConfig) -> None:
+def test_a_run_that_was_killed_just_before_done_is_finished(config: RunConfig) -> None:
     folder = finished(config).folder
     when = (folder / "DONE").read_text()
     (folder / "DONE").unlink()
@@ -197,7 +197,7 @@ def test_a_run_that_was_killed_just_before_done_is_done(config: RunConfig) -> No
     assert (folder / "DONE").read_text() == when
 
 
-def test_a_result_beside_a_checkpoint_is_no_end(config: RunConfig) -> None:
+def test_a_run_with_a_result_and_a_checkpoint_is_not_finished(config: RunConfig) -> None:
     folder = finished(config).folder
     (folder / "DONE").unlink()
     save_checkpoint(folder / "checkpoint.pt", {"step": 1})
@@ -207,7 +207,7 @@ def test_a_result_beside_a_checkpoint_is_no_end(config: RunConfig) -> None:
     assert not (folder / "result.json").exists()
 
 
-def test_the_checkpoint_before_the_last_is_enough_and_takes_its_place(config: RunConfig) -> None:
+def test_the_previous_checkpoint_is_enough_and_replaces_the_last(config: RunConfig) -> None:
     first = begun(config)
     last, before = first.checkpoint, previous(first.checkpoint)
     for step in (1, 2):
@@ -222,7 +222,7 @@ def test_the_checkpoint_before_the_last_is_enough_and_takes_its_place(config: Ru
     assert RunRecord.open(config).resumable
 
 
-def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(config: RunConfig) -> None:
+def test_partial_files_of_a_killed_write_are_removed_on_resume(config: RunConfig) -> None:
     first = begun(config)
     save_checkpoint(first.checkpoint, {"step": 1})
     (first.folder / ".checkpoint.pt.abc.partial").write_bytes(b"half a key")
@@ -232,7 +232,7 @@ def test_what_a_killed_write_left_is_removed_when_the_run_goes_on(config: RunCon
 
 
 @pytest.mark.parametrize("what", ["finished", "has a newer checkpoint"])
-def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: RunConfig, what: str) -> None:
+def test_begin_is_refused_if_another_process_changed_the_run_after_open(config: RunConfig, what: str) -> None:
     first = begun(config)
     save_checkpoint(first.checkpoint, {"step": 1})
     second = RunRecord.open(config)
@@ -247,7 +247,7 @@ def test_a_process_that_looked_while_another_was_at_it_does_not_go_on(config: Ru
     assert {path: path.read_bytes() for path in first.folder.iterdir()} == before
 
 
-def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) -> None:
+def test_a_full_disk_raises_a_user_error(config: RunConfig) -> None:
     record = begun(config)
     (record.folder / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"^the disk: No space left on device; fix that"), environment_errors():
@@ -255,7 +255,7 @@ def test_a_full_disk_is_a_users_mistake_wherever_it_is_met(config: RunConfig) ->
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"loss": 1}', '{"step": "one"}', "\xff\xfe"])
-def test_metrics_that_somebody_else_wrote_are_refused(config: RunConfig, line: str) -> None:
+def test_altered_metrics_are_refused(config: RunConfig, line: str) -> None:
     record = begun(config)
     (record.folder / "metrics.jsonl").write_bytes(line.encode("latin-1") + b"\n")
     with pytest.raises(UserError, match="missing or was altered"):
@@ -283,7 +283,7 @@ def test_the_evaluation_at_the_end_is_not_logged_twice(config: RunConfig) -> Non
     assert record.metrics() == [{"step": 4, "loss": 1.0}]
 
 
-def test_a_result_that_is_cut_off_is_a_users_mistake(config: RunConfig) -> None:
+def test_a_truncated_result_raises_a_user_error(config: RunConfig) -> None:
     record = finished(config)
     (record.folder / "result.json").write_text('{"hash": ')
     with pytest.raises(UserError, match=r"result\.json is missing or was altered"):

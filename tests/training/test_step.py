@@ -1,4 +1,4 @@
-"""One logical batch, one release: however it is cut into microbatches, whatever computes the norms."""
+"""A step releases one noised sum for each logical batch, for any microbatch size and any norm method."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch import nn
 
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.privacy import PoissonSampler
-from groupwise.training import private_step as a_step
+from groupwise.training import private_step
 from groupwise.training.step import Trainer
 from tests.tiny_training import (
     ADAPTIVE_BLOCK,
@@ -60,7 +60,7 @@ def after(trainer: Trainer) -> torch.Tensor:
 @pytest.mark.parametrize(
     "clip", [NONE, FLAT, GHOST, FIXED_LAYER, ADAPTIVE_LAYER, ADAPTIVE_FLAT, ADAPTIVE_BLOCK], ids=lambda clip: clip.name
 )
-def test_the_physical_batch_changes_neither_update_nor_thresholds(clip):
+def test_the_microbatch_size_changes_neither_update_nor_thresholds(clip):
     whole = make_trainer(clip, microbatch=64)
     expected = after(whole)
     for microbatch in (1, 4):
@@ -95,15 +95,15 @@ def test_noise_uses_the_thresholds_that_clipped(monkeypatch):
         seen.append((sensitivity.thresholds.clone(), trainer.private.engine.thresholds.clone()))
         return release(sensitivity, **settings)
 
-    release = a_step.release_gradients
-    monkeypatch.setattr(a_step, "release_gradients", spy)
+    release = private_step.release_gradients
+    monkeypatch.setattr(private_step, "release_gradients", spy)
     after(trainer)
     for noised, clipped in seen:
         torch.testing.assert_close(noised, clipped.double(), rtol=1e-12, atol=0)
     assert not torch.equal(seen[0][0], seen[1][0])
 
 
-def test_state_goes_back_and_forth():
+def test_a_trainer_resumes_from_its_state():
     adam = OptimConfig(name="adam", learning_rate=0.01, schedule="cosine", warmup=0.4)
     whole = make_trainer(ADAPTIVE_LAYER, optim=adam)
     expected = after(whole)
@@ -114,10 +114,10 @@ def test_state_goes_back_and_forth():
     rates = second.report(second.step(2))["learning_rate"]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.task.model.parameters()]), expected)
     assert torch.equal(second.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds)
-    assert rates == make_trainer_rate(adam, 2)
+    assert rates == learning_rate_after(adam, 2)
 
 
-def make_trainer_rate(optim: OptimConfig, step: int) -> float:
+def learning_rate_after(optim: OptimConfig, step: int) -> float:
     trainer = make_trainer(NONE, optim=optim)
     return [trainer.report(trainer.step(s))["learning_rate"] for s in range(step + 1)][-1]
 

@@ -1,4 +1,4 @@
-"""Metrics go to the files always, and beside them where they are asked to."""
+"""Metrics are always written to the run's files, and also to another tracker if one is chosen."""
 
 import sys
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def begun(tmp_path: Path, tracker: str) -> RunRecord:
     return record
 
 
-def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(
+def test_a_failing_tracker_is_dropped_with_one_warning_and_files_are_still_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing:
@@ -40,7 +40,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning_and_the_files_go_on(
     assert len(record.metrics()) == 2
 
 
-def test_a_tracker_that_is_not_installed_is_a_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_raises_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     record = begun(tmp_path, "wandb")
     with pytest.raises(UserError, match="tracker=files"):
@@ -64,11 +64,11 @@ def test_tensorboard_writes_events_into_the_runs_folder(tmp_path: Path) -> None:
     assert len(record.metrics()) == 4
 
 
-def test_a_resumed_run_goes_on_in_wandb_and_one_that_began_anew_is_another(
+def test_a_resumed_run_keeps_its_wandb_id_and_an_overwritten_one_gets_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[object] = []
-    fake = SimpleNamespace(init=lambda **given: told.append(given["id"]), Settings=lambda **given: given)
+    ids: list[object] = []
+    fake = SimpleNamespace(init=lambda **given: ids.append(given["id"]), Settings=lambda **given: given)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     record = begun(tmp_path, "wandb")
     FilesTracker(record)
@@ -78,8 +78,8 @@ def test_a_resumed_run_goes_on_in_wandb_and_one_that_began_anew_is_another(
     again = RunRecord.open(record.config)
     again.begin()
     FilesTracker(again)
-    first, resumed, anew = told
-    assert first == resumed != anew
+    first, resumed, overwritten = ids
+    assert first == resumed != overwritten
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_mlflow_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert run.data.params["clip.name"] == "adaptive_layer" and run.info.status == "FINISHED"
 
 
-def test_without_mlflow_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mlflow_is_refused_with_advice_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(UserError, match="tracker=mlflow needs the package mlflow: install it"):
         validate(RunConfig(tracker=TrackerConfig(name="mlflow")))

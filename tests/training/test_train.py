@@ -1,4 +1,4 @@
-"""Two processes go through a session in lock-step: one of them writes, and a stop that reaches either stops both."""
+"""A session on two processes: the main one writes, and a stop signal to either stops both."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.training.data_parallel import BATCHES, PointsTask, build
 
 
 def session(folder, ranks, stops=False, resumes=False):
-    """One session in `folder`; returns its row, or the name of what ended it."""
+    """One session in `folder`; return its row, or "stopped" if it was interrupted."""
     config = RunConfig(paths=PathsConfig(results=str(folder)))
     config.train.batch_size, config.train.checkpoint_every, config.eval.batch_size = 8, 3600, 8
     trainer = build(ADAPTIVE_LAYER, ranks, sigma=1.0, task=PointsTask())
@@ -88,11 +88,11 @@ def test_the_main_process_alone_returns_the_row_and_writes_the_record(found, tmp
         assert {**there, "seconds": 0} == pytest.approx({**here, "seconds": 0}, rel=1e-9)
 
 
-def test_a_step_takes_two_messages_the_gradients_and_one_small_one(found):
+def test_a_step_sends_the_gradients_and_one_small_message(found):
     processes, _ = found
     size = sum(parameter.numel() for parameter in PointsTask().model.parameters())
     for _, messages, _, _ in processes:
-        assert messages == [size + 8, 4] * len(BATCHES)  # with 8 counts; two flags, the loss, and who was left out
+        assert messages == [size + 8, 4] * len(BATCHES)  # with 8 counts; flags, loss and dropped examples
 
 
 def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
@@ -105,25 +105,25 @@ def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def _ask(self, *_, **__):
+def _interrupt(self, *_, **__):
     os.kill(os.getpid(), signal.SIGTERM)
     raise AssertionError("it goes on")
 
 
-def _run_out(self, *_, **__):
+def _out_of_memory(self, *_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize(("ends", "told"), [(_ask, None), (_run_out, torch.OutOfMemoryError)])
-def test_a_run_whose_last_evaluation_does_not_end_goes_on_with_it_alone(ends, told, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("evaluate", "error"), [(_interrupt, None), (_out_of_memory, torch.OutOfMemoryError)])
+def test_a_run_resumes_with_an_interrupted_last_evaluation_alone(evaluate, error, tmp_path, monkeypatch):
     whole = session(tmp_path / "whole", Ranks())
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(PointsTask, "evaluate", ends)
-        if told is None:
+        patch.setattr(PointsTask, "evaluate", evaluate)
+        if error is None:
             assert session(tmp_path / "broken", Ranks()) == "stopped"
         else:
-            with pytest.raises(told):
+            with pytest.raises(error):
                 session(tmp_path / "broken", Ranks())
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.setattr(Trainer, "step", None)  # nothing is trained again
@@ -135,7 +135,7 @@ def test_a_run_whose_last_evaluation_does_not_end_goes_on_with_it_alone(ends, to
 
 
 @pytest.mark.parametrize(("error", "words"), [(-1, "released 0 of"), (+1, "released 5 of|spent epsilon")])
-def test_the_account_is_of_the_steps_that_were_released(error, words, tmp_path, monkeypatch):
+def test_the_record_accounts_for_exactly_the_released_steps(error, words, tmp_path, monkeypatch):
     step = PrivateStep.step
 
     def miscounted(self):
@@ -155,18 +155,18 @@ def test_the_account_is_of_the_steps_that_were_released(error, words, tmp_path, 
 
 
 @pytest.mark.parametrize("altered", ["data.json", "metrics.jsonl", "privacy.json"])
-def test_a_record_that_was_altered_is_refused_before_anything_of_it_is_replaced(tmp_path, altered):
+def test_an_altered_record_is_refused_before_any_other_file_changes(tmp_path, altered):
     assert session(tmp_path, Ranks(), stops=True) == "stopped"
     (folder,) = (tmp_path / "runs").iterdir()
     (folder / altered).write_text("[]\n")
-    told = ("command.txt", "config.yaml", "git.json", "environment.json", "diff.patch")
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told}
+    rewritten = ("command.txt", "config.yaml", "git.json", "environment.json", "diff.patch")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in rewritten}
     with pytest.raises(UserError, match="missing or was altered"):
         session(tmp_path, Ranks(), resumes=True)
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in told} == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in rewritten} == before
 
 
-def test_weights_that_are_out_are_not_replaced_by_a_replay(tmp_path, monkeypatch):
+def test_kept_weights_are_not_replaced_when_steps_are_replayed(tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.training.train.kept_steps", lambda *_: {1, 3, 4})
     assert session(tmp_path, Ranks(), stops=True) == "stopped"
     (folder,) = (tmp_path / "runs").iterdir()

@@ -1,4 +1,4 @@
-"""What goes to a GPU goes from page-locked memory and waits for nothing; elsewhere it is a plain copy."""
+"""Tensors are copied to a GPU from pinned memory without waiting, and elsewhere by a plain copy."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was asked for of tensors, in the place of a GPU."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of `pin_memory` and `to`, which need no GPU here."""
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: done.append(("pin",)) or self)
@@ -23,9 +23,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return done
 
 
-def test_a_gpu_is_not_waited_for(asked: list[tuple[Any, ...]]) -> None:
+def test_a_copy_to_a_gpu_is_pinned_and_does_not_wait(calls: list[tuple[Any, ...]]) -> None:
     to_device(torch.arange(3), CUDA)
-    assert asked == [("pin",), ("to", CUDA, {"non_blocking": True})]
+    assert calls == [("pin",), ("to", CUDA, {"non_blocking": True})]
 
 
 def test_an_expanded_tensor_is_copied_as_it_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_an_expanded_tensor_is_copied_as_it_cannot_be_pinned(monkeypatch: pytest
     assert pinned[0].is_contiguous() and pinned[0].tolist() == [[0, 1, 2]] * 2
 
 
-def test_values_stay_what_they_were() -> None:
+def test_values_and_row_numbers_are_unchanged() -> None:
     assert to_device(np.array([1, 2], dtype=np.int32), CPU).tolist() == [1, 2]
     for examples in ([4, 0], range(2), np.array([3, 1], dtype=np.int32), np.arange(6)[::2], []):
         index = row_numbers(examples, CPU)

@@ -1,4 +1,4 @@
-"""Rows of examples that are left out need no zeros as long as none is; a batch with one is begun again, with zeros."""
+"""Rows are not masked until an example is left out; a batch with such an example is begun again with masks."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def sums(model: nn.Module) -> torch.Tensor:
 @on_a_gpu
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("mode", FEW)
-def test_sums_without_masks_are_those_with_them_or_spoiled(mode, bad):
+def test_sums_without_masks_match_masked_ones_or_are_nonfinite(mode, bad):
     model, x = network(bad)
     found = {}
 
@@ -47,7 +47,7 @@ def test_sums_without_masks_are_those_with_them_or_spoiled(mode, bad):
                 found[masks, last] = sums(model)
                 assert engine.has_nonfinite == (engine.nonfinite > 0 and not masks)
                 if last and masks is False:
-                    assert torch.equal(found[False, 1], found[True, 1])  # where nobody is left out, nothing is lost
+                    assert torch.equal(found[False, 1], found[True, 1])  # no example is left out
         with pytest.raises(UserError, match="masks_rows was False: begin the batch again"):
             engine.sensitivity("add_remove")
         assert engine.nonfinite == 1
@@ -67,14 +67,14 @@ class Masking(TaskSums):
 
 @on_a_gpu
 @pytest.mark.parametrize("clip", [ADAPTIVE_LAYER, FIXED_LAYER, GHOST], ids=lambda clip: clip.name)
-def test_a_spoiled_batch_is_begun_again_with_masks(clip):
+def test_a_batch_with_a_nonfinite_example_is_begun_again_with_masks(clip):
     batches = [make_trainer(clip).private.sampler.indices(step) for step in range(STEPS)]
-    spoiling = int(batches[1][9])
+    bad_row = int(batches[1][9])
 
     def run(masks: bool, bad: bool) -> tuple[torch.Tensor, list[int], bool]:
         trainer, seen = make_trainer(clip, microbatch=8), []
         if bad:
-            trainer.task.x[spoiling] = float("nan")
+            trainer.task.x[bad_row] = float("nan")
         if masks:
             trainer.private.sums = Masking(trainer.task, 8)
         read = trainer.task.read
@@ -84,7 +84,7 @@ def test_a_spoiled_batch_is_begun_again_with_masks(clip):
 
     (always, once, _), (later, again, _) = run(True, True), run(False, True)
     assert torch.equal(later, always) and later.isfinite().all()
-    twice = sum(len(batch) for batch in batches if spoiling in batch)
-    assert sum(again) == sum(once) + twice  # other batches are computed as they would have been
+    twice = sum(len(batch) for batch in batches if bad_row in batch)
+    assert sum(again) == sum(once) + twice  # other batches are computed once
     (always, once, _), (later, again, masks) = run(True, False), run(False, False)
     assert torch.equal(later, always) and again == once and not masks
