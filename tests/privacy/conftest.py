@@ -1,4 +1,4 @@
-"""Shared by the privacy tests: nothing remembered, and the law that released noise must follow."""
+"""Fixtures of the privacy tests: empty caches, and a test that noise is normal."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from scipy import stats
 
 from groupwise.privacy import accounting, calibration
 
-# On a busy machine a first example may take long; that is no failure.
+# On a busy machine a first example may be slow.
 settings.register_profile("groupwise", deadline=None)
 settings.load_profile("groupwise")
 
 
 @pytest.fixture
 def cold():
-    """The test starts with nothing remembered."""
+    """Clear the caches of ε and σ."""
     accounting._composed.cache_clear()
     calibration._search.cache_clear()
     yield
@@ -25,7 +25,7 @@ def cold():
 
 @pytest.fixture
 def follows_normal_only() -> Callable[[np.ndarray, float], None]:
-    """(sample, std) -> asserts that the sample passes as N(0, std²), and as nothing near it: the test can fail."""
+    """(sample, std) -> asserts that the sample passes a test for N(0, std²), and that altered samples fail it."""
 
     def follows_normal(sample: np.ndarray, std: float) -> bool:
         """Whether a Kolmogorov-Smirnov test lets the sample pass as N(0, std²)."""

@@ -1,4 +1,4 @@
-"""ε of every accountant: published figures, the analytic Gaussian, order, monotony, and who answers when PRV cannot."""
+"""ε of every accountant: published figures, the analytic Gaussian, order, monotonicity, and fallbacks for PRV."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ PUBLISHED = (1.5, 0.04, 2250, 1e-5)  # 90 epochs at rate 0.04: the setting of Op
 
 @pytest.fixture
 def broken_prv(monkeypatch):
-    """A PRV accountant that always fails, as prv_accountant does when its quadrature gives out."""
+    """A PRV accountant that always fails, as prv_accountant does when its quadrature fails."""
 
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
@@ -61,7 +61,7 @@ def test_without_sampling_the_bounds_bracket_the_analytic_gaussian(sigma, steps)
     ],
 )
 def test_prv_is_no_looser_than_rdp_and_covers_pld(mechanism):
-    """PLD composes both directions, adding and removing an example: PRV's one must not fall below their worse."""
+    """PLD composes adding and removing an example, PRV only one of them, which must not fall below the worse."""
     bounds = epsilon_prv(*mechanism)
     assert bounds.lower <= bounds.estimate <= bounds.upper <= epsilon_rdp(*mechanism)
     assert bounds.lower <= epsilon_pld(*mechanism) <= bounds.upper
@@ -80,17 +80,17 @@ def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise(accountant):
     assert upper(sigma=3.0) < middle < upper(sigma=1.6)
 
 
-def test_pld_answers_with_a_note_when_prv_fails(broken_prv):
+def test_pld_is_used_with_a_note_when_prv_fails(broken_prv):
     mechanism = (12.0, 0.3, 50, 1e-5)
     bounds = epsilon_bounds(*mechanism)
     assert "PLD" in bounds.note
     assert "no grid of the PRV accountant passes its own checks" in bounds.note
-    assert "Error" not in bounds.note and "fail" not in bounds.note  # a first run reads it, and its bound holds
+    assert "Error" not in bounds.note and "fail" not in bounds.note  # new users read it, and the bound is valid
     assert bounds.upper == epsilon_pld(*mechanism)
     assert bounds.lower <= bounds.upper
 
 
-def test_bounds_widen_rather_than_fill_the_memory(monkeypatch):
+def test_bounds_widen_if_the_grid_would_be_too_large(monkeypatch):
     tight = epsilon_prv(1.0, 0.02, 301, 1e-5)
     monkeypatch.setattr(accounting, "MAX_GRID", 2**12)
     accounting._coarse.cache_clear()
@@ -100,15 +100,15 @@ def test_bounds_widen_rather_than_fill_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("sigma", [0.0, math.nan, math.inf])
-def test_what_is_no_noise_is_refused(sigma):
+def test_zero_and_nonfinite_noise_is_refused(sigma):
     with pytest.raises(UserError, match="noise_multiplier"):
         epsilon_bounds(sigma, 0.1, 1, 1e-5)
 
 
 @pytest.mark.parametrize("mu", [0.01, 0.3, 1.0, 20.0, 25.5, 50.0, 300.0])
 @pytest.mark.parametrize("delta", [1e-9, 1e-5])
-def test_the_gaussians_epsilon_is_that_of_balle_and_wang(delta, mu):
-    """δ(ε) = Φ(-near) - e^ε Φ(-far), with φ(near)·Φ(-far)/φ(far) for the latter: e^ε would overflow."""
+def test_gaussian_epsilon_matches_balle_and_wang(delta, mu):
+    """δ(ε) = Φ(-near) - e^ε Φ(-far), where the last term is φ(near)·Φ(-far)/φ(far), since e^ε overflows."""
     epsilon = gaussian_epsilon(delta, mu)
     near, far = epsilon / mu - mu / 2, epsilon / mu + mu / 2
     found = norm.sf(near) - norm.pdf(near) * math.sqrt(math.pi / 2) * erfcx(far / math.sqrt(2))
@@ -121,7 +121,7 @@ def test_without_sampling_the_central_limit_is_exact():
 
 
 @pytest.mark.parametrize(("mechanism", "half"), [((1.0, 0.02, 300, 1e-5), 0.002), ((0.5, 0.02, 300, 1e-5), None)])
-def test_prv_brackets_to_a_fifth_of_a_percent_or_to_a_hundredth(mechanism, half):
+def test_prv_bounds_are_within_a_fifth_of_a_percent_or_0_01(mechanism, half):
     bounds = epsilon_prv(*mechanism)
     half = 0.01 if half is None else half * bounds.estimate
     assert bounds.upper - bounds.estimate == pytest.approx(half, rel=0.1)
@@ -149,7 +149,7 @@ def domains(monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, 7, 300])
 @pytest.mark.parametrize("eps_error", [0.013, 0.1])
-def test_the_grid_has_the_error_that_is_asked_and_a_fast_length(domains, steps, eps_error):
+def test_the_grid_has_the_requested_error_and_a_length_that_is_fast_for_fft(domains, steps, eps_error):
     accounting._compose(1.0, 0.02, steps, 1e-5, eps_error)
     ((domain, half_width, mesh),) = domains
     assert len(domain) % 2 == 0 and next_fast_len(len(domain), real=True) == len(domain)
@@ -179,7 +179,7 @@ def test_losses_leave_the_domain_no_more_often_than_the_theorem_allows(sigma, ra
     ],
 )
 def test_small_samples_and_few_steps_take_a_small_grid(domains, monkeypatch, mechanism):
-    """They took up to four minutes and gigabytes: losses were rounded to 1/1000 of the spread of a step's."""
+    """These took up to four minutes and gigabytes when losses were rounded to 1/1000 of a step's spread."""
     made = []
     real = privacy_loss_distribution.from_gaussian_mechanism
 
@@ -195,13 +195,13 @@ def test_small_samples_and_few_steps_take_a_small_grid(domains, monkeypatch, mec
 
 
 @pytest.mark.parametrize("bounds", [(0.9, math.nan, 1.1), (-math.inf, 1.0, 1.1), (math.nan,) * 3])
-def test_bounds_that_are_not_finite_are_not_believed(monkeypatch, bounds):
+def test_nonfinite_bounds_of_prv_are_replaced_by_plds(monkeypatch, bounds):
     monkeypatch.setattr(PRVAccountant, "compute_epsilon", lambda *_: bounds)
     accounting._coarse.cache_clear()
     assert epsilon_prv(2.0, 1.0, 3, 1e-5).note.startswith("by the PLD accountant, since")
 
 
-def test_where_nothing_else_answers_rdp_does_and_is_named(broken_prv, monkeypatch):
+def test_rdp_is_used_with_a_note_when_prv_and_pld_fail(broken_prv, monkeypatch):
     def fail(*_):
         raise MemoryError
 
@@ -227,7 +227,7 @@ def test_accountants_are_silent(caplog):
 
 
 @pytest.mark.parametrize(("sigma", "steps"), [(0.5, 1), (5.0, 30), (90.0, 10)])
-def test_rdp_misses_little_by_its_choice_of_orders(sigma, steps):
+def test_the_choice_of_orders_costs_rdp_at_most_half_a_percent(sigma, steps):
     """Without sampling the curve is α/2σ² a step, and the best order is found by a search."""
 
     def epsilon(order):
@@ -241,7 +241,7 @@ def test_rdp_misses_little_by_its_choice_of_orders(sigma, steps):
 @pytest.mark.parametrize(
     "mechanism", [(2.0, 0.02, 30, 1e-5), (0.5, 0.1, 4, 1e-5), (1.0, 0.5, 3, 1e-5), (0.6, 1e-3, 2000, 1e-7)]
 )
-def test_a_finer_mesh_moves_pld_by_next_to_nothing(monkeypatch, mechanism):
+def test_a_finer_mesh_hardly_changes_pld(monkeypatch, mechanism):
     usual = epsilon_pld(*mechanism)
     monkeypatch.setattr(accountants, "MESH", accountants.MESH / 4)
     monkeypatch.setattr(accountants, "FINEST", accountants.FINEST / 4)

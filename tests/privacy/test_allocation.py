@@ -16,7 +16,7 @@ sigmas = st.floats(0.1, 100.0)
 
 
 def spends_the_budget(thresholds, stds, sigma) -> bool:
-    """The checker: the cost of all groups together is that of one Gaussian release at σ."""
+    """Whether all groups together cost as much as one Gaussian release at σ."""
     cost = float((torch.as_tensor(thresholds, dtype=torch.float64) / torch.as_tensor(stds)).square().sum())
     return math.isclose(cost, sigma**-2, rel_tol=1e-9)
 
@@ -44,7 +44,7 @@ def test_stages_of_one_and_of_several_groups_cost_one_release_at_sigma_together(
     thresholds = torch.tensor([c for stage in pipeline for c, _ in stage], dtype=torch.float64)
     assert spends_the_budget(thresholds, torch.cat(stds), sigma)
     assert spends_the_budget(thresholds, torch.cat(alone), sigma) == (len(pipeline) == 1)
-    assert spends_the_budget(thresholds, sigma * thresholds, sigma) == (total == 1)  # planted: no root of K
+    assert spends_the_budget(thresholds, sigma * thresholds, sigma) == (total == 1)  # planted bug: without √K
 
 
 @pytest.mark.parametrize("allocation", ["global", "weighted"])
@@ -89,6 +89,6 @@ def test_weights_are_those_of_the_paper():
         ([1.0], [1], math.inf, "global", "noise_multiplier"),
     ],
 )
-def test_refusals(thresholds, sizes, sigma, allocation, reason):
+def test_invalid_arguments_are_refused(thresholds, sizes, sigma, allocation, reason):
     with pytest.raises(UserError, match=reason):
         noise_stds(thresholds, sizes, sigma, allocation)

@@ -1,4 +1,4 @@
-"""What the best of a random number of runs costs: published values, exact laws, and what is refused."""
+"""ε of the best of a random number of runs: known values, a closed form, and refused arguments."""
 
 import re
 
@@ -12,13 +12,13 @@ from groupwise.privacy.accountants import best_run_epsilon, epsilon_rdp, logseri
 CIFAR = (3.074, 0.08192, 3662, 1e-5)
 
 
-def test_it_costs_what_the_theorem_says():
-    """Found by a second implementation of Theorem 2, which docs/errata.md quotes."""
+def test_best_run_epsilon_matches_theorem_2():
+    """The values are those of a second implementation, quoted in docs/errata.md."""
     assert best_run_epsilon(*CIFAR, 6) == pytest.approx(12.09, abs=0.005)
     assert best_run_epsilon(6.957, *CIFAR[1:], 6) == pytest.approx(5.01, abs=0.005)
 
 
-def test_concentrated_privacy_has_a_closed_form():
+def test_best_run_epsilon_matches_the_closed_form_for_one_gaussian():
     """Corollary 4, η = 0, for one Gaussian release of ρ = 1/2σ²: RDP ρλ + 2√(ρ log(1/γ)) - ρ + log E[K]/(λ-1)."""
     sigma, runs, delta = 4.0, 10.0, 1e-5
     rho, cost = 0.5 / sigma**2, -np.log1p(-logseries_argument(runs))
@@ -29,7 +29,7 @@ def test_concentrated_privacy_has_a_closed_form():
     assert best_run_epsilon(sigma, 1.0, 1, delta, runs) >= closed - 1e-9
 
 
-def test_it_costs_more_than_one_run_and_less_than_all():
+def test_the_best_run_costs_more_than_one_run_and_less_than_all():
     one, all_of_27 = (epsilon_rdp(0.8, 0.015, 1300 * runs, 1e-5) for runs in (1, 27))
     assert one < best_run_epsilon(0.8, 0.015, 1300, 1e-5, 27) < 0.5 * all_of_27
 
@@ -49,10 +49,10 @@ def test_other_numbers_of_runs_are_refused(runs):
         best_run_epsilon(*CIFAR, runs)
 
 
-def test_the_command_says_it_last(capsys):
-    asked = ["sigma=3", "n=5000", "batch=500", "steps=100", "delta=1e-5"]
-    assert main([*asked, "runs=10"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"Search: epsilon = {best_run_epsilon(3.0, 0.1, 100, 1e-5, 10):.4g} at delta = 1e-05" in said
-    assert float(re.search(r"logseries\(([\d.]+)\)", said)[1]) == pytest.approx(logseries_argument(10))
-    assert main([*asked, "runs=1"]) == 2 and capsys.readouterr().out == ""
+def test_the_command_prints_the_epsilon_of_the_best_run(capsys):
+    setting = ["sigma=3", "n=5000", "batch=500", "steps=100", "delta=1e-5"]
+    assert main([*setting, "runs=10"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"Search: epsilon = {best_run_epsilon(3.0, 0.1, 100, 1e-5, 10):.4g} at delta = 1e-05" in output
+    assert float(re.search(r"logseries\(([\d.]+)\)", output)[1]) == pytest.approx(logseries_argument(10))
+    assert main([*setting, "runs=1"]) == 2 and capsys.readouterr().out == ""

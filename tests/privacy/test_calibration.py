@@ -41,7 +41,7 @@ def _cells() -> list:
 
 
 @pytest.mark.parametrize(("epsilon", "delta", "rate", "steps", "golden"), _cells())
-def test_the_papers_cells(epsilon, delta, rate, steps, golden):
+def test_sigma_of_the_papers_cells_matches_the_table(epsilon, delta, rate, steps, golden):
     sigma, found = calibrate(epsilon, delta, rate, steps)
     assert found.note == ""
     assert sigma == pytest.approx(golden, rel=5e-3)
@@ -50,7 +50,7 @@ def test_the_papers_cells(epsilon, delta, rate, steps, golden):
 
 
 class TestSearch:
-    """The search itself, on curves for which an answer is known; each call of an accountant takes seconds."""
+    """The search on curves with known answers, because each call of an accountant takes seconds."""
 
     @pytest.fixture
     def search(self, monkeypatch):
@@ -78,21 +78,21 @@ class TestSearch:
             lambda sigma: 50.0 if sigma < 3.0 else 0.99965 if sigma < 3.01 else 1e-3,  # a cliff with a narrow ledge
             lambda sigma: 4.0 if sigma < 9.0 else 9.0 / sigma * 0.9995,  # flat at first
             lambda sigma: 2.0 - 1e-4 * sigma if sigma < 50 else 49.975 / sigma,
-            lambda sigma: 0.0 if sigma > 0.06 else 0.05995 / sigma,  # nothing at all at the first guess
+            lambda sigma: 0.0 if sigma > 0.06 else 0.05995 / sigma,  # 0 at the first guess
         ],
     )
-    def test_awkward_curves_are_met_too(self, search, curve):
+    def test_awkward_curves_are_solved(self, search, curve):
         (_, found), asked = search(curve)
         assert 0.999 <= found.upper <= 1.0
         assert len(asked) <= 40
 
     @pytest.mark.parametrize("below", [0.5, 0.0])
-    def test_a_curve_that_leaps_over_the_target_is_met_from_below(self, search, below):
+    def test_a_curve_that_jumps_over_the_target_is_solved_from_below(self, search, below):
         (sigma, found), _ = search(lambda sigma: 2.0 if sigma < 3 else below)
         assert found.upper == below
         assert 3.0 <= sigma <= 3.0 * (1 + 2e-6)
 
-    def test_a_target_that_no_noise_meets_is_refused_at_the_bounds_that_it_names(self, monkeypatch, search):
+    def test_a_target_that_no_noise_meets_is_refused_at_the_bounds_of_the_search(self, monkeypatch, search):
         for curve, low, high in ((lambda s: 2.0, 1e11, 1e12), (lambda s: 0.5, 1e-9, 1e-8)):
             asked = []
             monkeypatch.setattr(
@@ -110,7 +110,7 @@ class TestSearch:
 @pytest.mark.parametrize(
     "setting", [(3.0, 1e-5, 0.02, 300), pytest.param((0.3, 1e-5, 0.01, 100), marks=pytest.mark.slow)]
 )
-def test_a_calibration_takes_two_to_four_bounds_and_rdp_asks_for_more_noise(monkeypatch, setting):
+def test_a_calibration_takes_at_most_four_bounds_and_rdp_needs_more_noise(monkeypatch, setting):
     real, asked = calibration.epsilon_bounds, []
     monkeypatch.setattr(calibration, "epsilon_bounds", lambda *a: asked.append(a) or real(*a))
     sigma, _ = calibrate(*setting)
@@ -118,9 +118,9 @@ def test_a_calibration_takes_two_to_four_bounds_and_rdp_asks_for_more_noise(monk
     assert calibrate(*setting, "rdp")[0] > 1.02 * sigma
 
 
-def test_a_delta_that_sampling_alone_gives_is_refused_from_there_on():
-    ever = -math.expm1(10 * math.log1p(-0.001))
+def test_a_delta_that_sampling_alone_guarantees_is_refused():
+    drawn_ever = -math.expm1(10 * math.log1p(-0.001))
     with pytest.raises(UserError, match="Publishing the drawn examples"):
-        calibrate(1.0, ever, 0.001, 10, "rdp")
-    assert calibrate(1.0, 0.5 * ever, 0.001, 10, "rdp")[0] > 0
+        calibrate(1.0, drawn_ever, 0.001, 10, "rdp")
+    assert calibrate(1.0, 0.5 * drawn_ever, 0.001, 10, "rdp")[0] > 0
     assert calibrate(1.0, 0.4, 1.0, 10, "rdp")[0] > 0  # everything is drawn: no such limit

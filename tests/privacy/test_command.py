@@ -1,4 +1,4 @@
-"""`python -m groupwise.privacy`: σ for an ε, ε for a σ, and ε along the way."""
+"""`python -m groupwise.privacy`: σ for an ε, ε for a σ, and ε after each tenth of the steps."""
 
 import re
 import sys
@@ -11,13 +11,13 @@ from groupwise.privacy.__main__ import main
 SETTING = "n=5000 batch=500 steps=100 delta=1e-5"
 
 
-def said(words: str, monkeypatch, capsys) -> tuple[int, str, str]:
+def run(words: str, monkeypatch, capsys) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["privacy", *words.split()])
     return main(), *capsys.readouterr()
 
 
-def test_sigma_and_back(monkeypatch, capsys):
-    code, out, _ = said(f"epsilon=4 {SETTING}", monkeypatch, capsys)
+def test_sigma_for_an_epsilon_gives_that_epsilon_back(monkeypatch, capsys):
+    code, out, _ = run(f"epsilon=4 {SETTING}", monkeypatch, capsys)
     plan = make_plan(dataset_size=5000, expected_batch_size=500, steps=100, delta=1e-5, epsilon=4)
     assert code == 0 and out.startswith(plan.statement())
     rows = [line.split() for line in out.splitlines()[-10:]]
@@ -25,25 +25,25 @@ def test_sigma_and_back(monkeypatch, capsys):
     assert [row[1] for row in rows] == [f"{step / 10:.1f}" for step in range(10, 101, 10)]
     assert float(rows[4][2]) == round(plan.spent_epsilon(50), 4) and 3.99 < float(rows[-1][2]) <= 4
     sigma = re.search(r"sigma\s+=\s+([\d.]+)", out).group(1)
-    _, back, _ = said(f"sigma={sigma} {SETTING}", monkeypatch, capsys)
+    _, back, _ = run(f"sigma={sigma} {SETTING}", monkeypatch, capsys)
     assert abs(float(back.split()[-1]) - 4) < 0.01
-    theirs = f"noise_multiplier={sigma} {SETTING}".replace("batch", "batch_size").replace("n=", "dataset_size=")
-    assert said(theirs, monkeypatch, capsys) == (0, back, "")
+    aliases = f"noise_multiplier={sigma} {SETTING}".replace("batch", "batch_size").replace("n=", "dataset_size=")
+    assert run(aliases, monkeypatch, capsys) == (0, back, "")
 
 
 def test_epochs_are_steps_and_delta_has_a_default(monkeypatch, capsys):
-    _, out, _ = said("sigma=1 n=5000 batch=500 epochs=10", monkeypatch, capsys)
+    _, out, _ = run("sigma=1 n=5000 batch=500 epochs=10", monkeypatch, capsys)
     assert "100 steps" in out and f"delta = {5000**-1.1:g}" in out
 
 
-def test_help(monkeypatch, capsys):
+def test_help_is_printed(monkeypatch, capsys):
     for words in ("--help", "epsilon=3 -h"):
-        code, out, _ = said(words, monkeypatch, capsys)
+        code, out, _ = run(words, monkeypatch, capsys)
         assert code == 0 and out.startswith("Computes σ for a given ε") and "  delta= " in out
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (f"epsilon=4 sigma=1 {SETTING}", "give one of epsilon and sigma"),
         (SETTING, "give one of epsilon and sigma"),
@@ -60,6 +60,6 @@ def test_help(monkeypatch, capsys):
         (f"epsilon=4 {SETTING} accountant=moments", "accountant=moments is unknown"),
     ],
 )
-def test_mistakes_are_one_sentence(words, says, monkeypatch, capsys):
-    code, out, err = said(words, monkeypatch, capsys)
-    assert (code, out) == (2, "") and err.startswith("error: ") and says in err and err.count("\n") == 1
+def test_mistakes_are_one_sentence(words, message, monkeypatch, capsys):
+    code, out, err = run(words, monkeypatch, capsys)
+    assert (code, out) == (2, "") and err.startswith("error: ") and message in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Normals on a CPU: their law, its tails, and that no draw is 0 or comes out more often than others."""
+"""Normal draws on a CPU: their distribution and tails, and that no draw is 0 or more frequent than others."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def draw(size: int = 200_000, std: float = 1.0, step: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("divisor", [1.0, 512.0])
-def test_compiled_noise_is_numpys_but_for_the_last_bits(divisor: float) -> None:
+def test_compiled_noise_matches_numpys_up_to_rounding(divisor: float) -> None:
     sums = torch.randn(CHUNK + 1001, generator=torch.Generator().manual_seed(0))
     noised = [sums.clone(), sums.clone()]
     for secret, each in zip((True, False), noised, strict=True):
@@ -39,7 +39,7 @@ def test_compiled_noise_is_numpys_but_for_the_last_bits(divisor: float) -> None:
 
 
 @by_either
-def test_pairs_are_those_of_float64(pairs_of: Pairs) -> None:
+def test_pairs_match_a_computation_in_float64(pairs_of: Pairs) -> None:
     random = np.random.default_rng(5)
     radii = random.integers(LEAST, MOST, 50_000) >> random.integers(0, 63, 50_000)  # small words, too
     angles = random.integers(-(2**31), 2**31, 50_000).astype(np.int32)
@@ -51,8 +51,8 @@ def test_pairs_are_those_of_float64(pairs_of: Pairs) -> None:
 
 
 @by_either
-def test_no_word_gives_zero_and_none_an_infinite_draw(pairs_of: Pairs) -> None:
-    """Noise that is 0 lets a sum out as it is: of 125 million it was, in every step, some 3 to 12 times."""
+def test_no_word_gives_a_draw_of_zero_or_infinity(pairs_of: Pairs) -> None:
+    """Noise of 0 would release a sum as it is. It happened to 3 to 12 of 125 million sums in every step."""
     radii, angles = (words.ravel() for words in np.meshgrid(RADII, ANGLES))
     with np.errstate(all="raise"):
         drawn = pairs_of(radii, angles.astype(np.int32))
@@ -69,7 +69,7 @@ def test_a_radius_ends_at_nine_standard_deviations(pairs_of: Pairs) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("of", ["radius", "angle"])
 def test_small_draws_keep_their_digits(axis: int, of: str, pairs_of: Pairs) -> None:
-    """2000 words next to each other give draws near 0 that differ; of float32 numbers near 1 few would."""
+    """2000 adjacent words give different draws near 0, most of which float32 numbers near 1 could not tell apart."""
     near = np.arange(2000) if axis == 0 else 2**30 - 1 - np.arange(2000)
     one = np.full(2000, 2**62)
     radii, angles = (MOST - 2**11 * np.arange(2000), near * 0 + 2**29) if of == "radius" else (one, near)
@@ -95,7 +95,7 @@ def test_no_value_of_a_billion_draws_has_a_point_mass(compiled: bool) -> None:
     assert beyond == pytest.approx(573, abs=5 * math.sqrt(573))
 
 
-def test_known_answers_for_ever() -> None:
+def test_draws_match_known_answers() -> None:
     """A change here breaks the replay of runs that began before it, and so their guarantee."""
     assert draw(5, step=3).tolist() == pytest.approx(FEW, rel=1e-5)
     assert draw(CHUNK + 7)[CHUNK:][:2].tolist() == pytest.approx(SECOND_CHUNK, rel=1e-5)

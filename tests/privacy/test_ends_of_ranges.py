@@ -1,4 +1,4 @@
-"""ε and σ where numerical composition fails: next to no noise or budget, odd δ, countless steps."""
+"""ε and σ where numerical composition fails: extreme noise, budgets, δ and numbers of steps."""
 
 import math
 import warnings
@@ -29,7 +29,7 @@ def test_the_smallest_and_largest_targets_are_met_in_a_few_evaluations(epsilon):
     assert epsilon_bounds(sigma, RATE, STEPS, DELTA).upper == found.upper
 
 
-def test_without_sampling_the_smallest_are_the_analytic_gaussians():
+def test_extreme_targets_without_sampling_match_the_analytic_gaussian():
     for epsilon in (1e-3, 0.02, 300.0, 1e5):
         sigma = calibrate(epsilon, DELTA, 1.0, STEPS)[0]
         exact = gaussian_epsilon(DELTA, math.sqrt(STEPS) / sigma)
@@ -37,12 +37,12 @@ def test_without_sampling_the_smallest_are_the_analytic_gaussians():
 
 
 @pytest.mark.parametrize("sigma", [60.0, *(pytest.param(large, marks=pytest.mark.slow) for large in (300.0, 2000.0))])
-def test_pld_stands_in_for_small_epsilon_and_agrees_with_the_slow_prv(sigma):
-    stood_in = epsilon_bounds(sigma, RATE, 10, DELTA)
-    assert "PLD" in stood_in.note
-    slow = accounting._compose(sigma, RATE, 10, DELTA, 0.02 * stood_in.upper)
-    assert slow.lower <= stood_in.upper <= slow.upper
-    assert stood_in.upper == pytest.approx(slow.estimate, rel=5e-3)
+def test_pld_replaces_prv_for_small_epsilon_and_agrees_with_it(sigma):
+    fallback = epsilon_bounds(sigma, RATE, 10, DELTA)
+    assert "PLD" in fallback.note
+    slow = accounting._compose(sigma, RATE, 10, DELTA, 0.02 * fallback.upper)
+    assert slow.lower <= fallback.upper <= slow.upper
+    assert fallback.upper == pytest.approx(slow.estimate, rel=5e-3)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -77,7 +77,7 @@ def test_a_small_sample_of_many_examples_costs_little_by_rdp_too():
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("sigma", [5e-324, 1e-160])
-def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
+def test_negligible_noise_is_refused(accountant, sigma):
     with pytest.raises(UserError, match="finite number of at least 1e-12"):
         epsilon_bounds(sigma, RATE, STEPS, DELTA, accountant)
 
@@ -86,7 +86,7 @@ def test_no_noise_to_speak_of_is_refused_in_a_sentence(accountant, sigma):
     "delta",
     [*(pytest.param(large, marks=pytest.mark.slow) for large in (0.99, 0.5)), 0.02, 1e-11, 1e-13, 1e-100, 1e-320],
 )
-def test_any_delta_has_its_noise(delta):
+def test_every_delta_can_be_calibrated(delta):
     _, found = calibrate(1.0, delta, RATE, STEPS)
     assert 0.99 <= found.upper <= 1.0
     assert ("RDP" in found.note) == (delta < 1e-12)
@@ -94,20 +94,20 @@ def test_any_delta_has_its_noise(delta):
 
 @pytest.mark.parametrize("steps", [1, 10**9, 10**15, 2**62])
 @pytest.mark.parametrize("sigma", [1e-3, 1e9])
-def test_as_many_steps_as_there_are(steps, sigma):
+def test_any_number_of_steps_has_a_finite_epsilon(steps, sigma):
     bounds = epsilon_bounds(sigma, 1e-5, steps, DELTA)
     assert 0.0 <= bounds.upper < math.inf
 
 
 @pytest.mark.parametrize("accountant", ["prv", "pld"])
-def test_an_epsilon_past_what_composition_can_is_bounded_by_rdp(accountant):
+def test_an_epsilon_too_large_to_compose_is_bounded_by_rdp(accountant):
     bounds = epsilon_bounds(1e-3, RATE, STEPS, DELTA, accountant)
     assert bounds.upper == epsilon_rdp(1e-3, RATE, STEPS, DELTA)
     assert bounds.note.startswith("by the RDP accountant, since")
 
 
-def test_rdp_never_falls_to_nothing_by_rounding():
-    """At such noise a step costs less than the rounding of the sums that it is found by."""
+def test_rdp_is_never_rounded_to_zero():
+    """With so much noise a step costs less than the rounding error of the sums that compute its cost."""
     few = epsilon_rdp(1e4, RATE, 10**6, 1e-9)
     assert few > 0.0
     for sigma in (1e7, 1e9, 1e12):

@@ -1,4 +1,4 @@
-"""The release of a logical batch: sum, noise once, divide by the configured B; and what one example can move."""
+"""The release of a logical batch: noise is added to the sum once, and the result is divided by the configured B."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ def make_groups(*shapes, dtype=torch.float32) -> list[list[nn.Parameter]]:
 
 
 class Sums(NamedTuple):
-    """Sums in the .grad of groups of parameters, by no engine."""
+    """Summed gradients of groups of parameters, in the place of an engine."""
 
     relation: str
     groups: list[list[nn.Parameter]]
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """All of each group is here."""
+        """The numbers of elements, as no group is sharded."""
         return [sum(parameter.numel() for parameter in group) for group in self.groups]
 
 
@@ -59,7 +59,7 @@ def test_every_entry_has_noise_of_its_groups_scale_and_is_divided_by_the_configu
     torch.testing.assert_close(found, expected.to(dtype))
 
 
-def test_without_noise_the_mean_is_left():
+def test_without_noise_the_sum_is_only_divided():
     groups = make_groups([(3,)])
     assert release(groups, [1.0], noise_multiplier=0.0).tolist() == [0.0]
     assert flat(groups[0]).tolist() == [0.25] * 3

@@ -1,4 +1,4 @@
-"""The noise: its law, that it is never used twice, that it can be replayed, and whose key is a secret."""
+"""The noise: its distribution, independence between steps, exact replay, and the secrecy of its key."""
 
 import numpy as np
 import pytest
@@ -27,18 +27,18 @@ def draw(size=20_000, std=1.0, step=0, stream=0, source=SOURCE, dtype=torch.floa
 @of_every_kind
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("std", "step"), [(1e-30, 0), (1e-4, 5), (1.0, 0), (37.0, 5), (1e25, 0)])
-def test_the_law_is_normal_and_the_test_of_it_can_fail(follows_normal_only, source, dtype, std, step):
+def test_noise_is_normal_and_altered_noise_is_not(follows_normal_only, source, dtype, std, step):
     follows_normal_only(draw(std=std, step=step, source=source, dtype=dtype).double().numpy() / std, 1.0)
 
 
 @of_every_kind
-def test_the_tails_are_there(source):
+def test_tails_have_the_expected_weight(source):
     noise = draw(2_000_000, source=source).numpy()
     assert (np.abs(noise) > 4.0).sum() == pytest.approx(2e6 * 6.334e-5, abs=45)  # four standard errors
 
 
 @of_every_kind
-def test_entries_do_not_follow_from_each_other_within_a_pair_or_from_chunk_to_chunk(source):
+def test_entries_are_independent_within_pairs_and_between_chunks(source):
     noise = draw(300_000, source=source, dtype=torch.float64).numpy()
     assert len(np.unique(noise)) > 0.999 * len(noise)
     for lag in (1, 2, CHUNK // 2, CHUNK, SECURE_CHUNK):
@@ -48,7 +48,7 @@ def test_entries_do_not_follow_from_each_other_within_a_pair_or_from_chunk_to_ch
 
 @of_every_kind
 @pytest.mark.parametrize("other", [{"step": 1}, {"stream": 1}, {"stream": COUNT_STREAM}, {}], ids=str)
-def test_another_step_stream_or_key_is_independent_noise(source, other):
+def test_another_step_stream_or_key_gives_independent_noise(source, other):
     own = {"source": source, "dtype": torch.float64}
     noise, another = draw(**own), draw(**{**own, **(other or {"source": source.child("shard 0")})})
     assert abs(np.corrcoef(noise, another)[0, 1]) < 5 / np.sqrt(len(noise))
@@ -62,7 +62,7 @@ def test_step_and_stream_are_not_confused():
 
 @of_every_kind
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_replay_adds_the_very_same_noise(source, dtype):
+def test_a_replay_adds_the_same_noise(source, dtype):
     before = torch.get_rng_state()
     copy, noise = NoiseSource.from_state(source.state_dict()), draw(step=4, source=source, dtype=dtype)
     assert torch.equal(torch.get_rng_state(), before), "the global generators are left alone"
@@ -88,13 +88,13 @@ def test_the_memory_layout_changes_nothing(source, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
-def test_narrow_types_are_refused(dtype):
+def test_unsupported_dtypes_are_refused(dtype):
     with pytest.raises(UserError, match="convert the summed gradient to float32"):
         draw(dtype=dtype)
 
 
 @pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
-def test_a_std_that_is_none_is_refused(std):
+def test_an_invalid_std_is_refused(std):
     with pytest.raises(UserError, match="std"):
         draw(std=std)
 
@@ -124,14 +124,14 @@ def test_a_seed_is_no_secret():
     assert not NoiseSource(NoiseSource.from_seed(1).key, is_secret=False).is_secret
 
 
-def test_derived_keys_are_their_own():
+def test_derived_keys_depend_on_key_and_purpose():
     another = NoiseSource.from_seed(8)
     assert len({SOURCE.derive("sampling"), SOURCE.derive("other"), another.derive("sampling"), SOURCE.key}) == 4
     assert SOURCE.derive("sampling") == NoiseSource(SOURCE.key).derive("sampling")
 
 
 @pytest.mark.parametrize("key", [b"", b"too short", 32, "x" * 32, None])
-def test_a_key_that_is_none_is_refused(key):
+def test_an_invalid_key_is_refused(key):
     with pytest.raises(UserError, match="16 bytes"):
         NoiseSource(key)
 
@@ -147,18 +147,18 @@ def test_a_key_that_is_none_is_refused(key):
         ("secure", torch.float32, 300, -1, [-0.870887041091919, 0.9241552948951721]),
     ],
 )
-def test_another_process_or_version_goes_on_with_the_same_noise(kind, dtype, step, stream, known):
-    """Known answers. A change here breaks the replay of runs that began before it, and so their guarantee."""
+def test_noise_matches_known_answers(kind, dtype, step, stream, known):
+    """A change here breaks the replay of runs that began before it, and so their guarantee."""
     found = draw(len(known), step=step, stream=stream, dtype=dtype, source=KINDS[kind])
     assert found.tolist() == pytest.approx(known, rel=1e-6)
 
 
-def test_a_seed_and_a_purpose_stand_for_the_same_keys_for_ever():
+def test_keys_of_a_seed_and_of_a_purpose_match_known_answers():
     assert SOURCE.key.hex() == "814f7b0e89064a7ee794f4f0724e3fb260383abc1612127cc1bbc9830d134550"
     assert SOURCE.derive("sampling").hex() == "0bcd59247c3ffead5eb5f06564afe84c010790e08b4dca4c621baf20199cd717"
 
 
-def test_a_child_is_of_the_same_kind_with_noise_of_its_own():
+def test_a_child_has_the_same_kind_of_noise_and_another_key():
     child = SOURCE.child("stage 1")
     assert child.key == SOURCE.derive("stage 1") != SOURCE.child("stage 2").key
     assert not child.is_secret and NoiseSource.fresh().child("x").is_secret
@@ -196,24 +196,24 @@ def test_the_noise_does_not_depend_on_how_many_threads_draw_it(secure):
 @pytest.mark.parametrize("options", [{}, {"generator": "Philox"}, {"secure": True}])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_are_numbered_through_the_tensors_of_a_release(options, dtype):
-    """So none of two alike has the noise of the other; a std of 0 takes no number, and the divisor divides all."""
+    """So equal tensors get different noise; a tensor with a std of 0 uses no numbers, and all are divided."""
     source = NoiseSource(SOURCE.key, **options)
     sizes = [40_000, 3, 5, 200_000, 7]
     sums = [torch.ones(size, dtype=dtype) for size in sizes]
     source.add_gaussians_(sums, [2.0, 2.0, 0.0, 2.0, 2.0], 1, divisor=4.0)
     assert torch.equal(sums.pop(2), torch.full((5,), 0.25, dtype=dtype))
-    whole = torch.ones(sum(sizes) - 5, dtype=dtype)
-    source.add_gaussians_([whole], [2.0], 1, divisor=4.0)
-    assert torch.equal(torch.cat(sums), whole)
+    joined = torch.ones(sum(sizes) - 5, dtype=dtype)
+    source.add_gaussians_([joined], [2.0], 1, divisor=4.0)
+    assert torch.equal(torch.cat(sums), joined)
 
 
-def test_tensors_of_two_dtypes_have_noise_of_their_own():
+def test_tensors_of_different_dtypes_have_independent_noise():
     sums = [torch.zeros(20_000, dtype=dtype) for dtype in (*DTYPES, *DTYPES)]
     SOURCE.add_gaussians_(sums, [1.0] * 4, 0)
     assert np.abs(np.corrcoef(torch.stack([each.double() for each in sums])) - np.eye(4)).max() < 5 / np.sqrt(20_000)
 
 
-def test_a_state_goes_on_with_its_noise_and_one_of_before_is_refused():
+def test_a_state_keeps_its_generator_and_an_outdated_state_is_refused():
     source = NoiseSource(SOURCE.key, secure=True).settled(torch.device("cuda"))
     assert (source.generator, source.child("stage 1").generator) == ("Philox", "Philox")
     assert source.settled(torch.device("cpu")).generator == "Philox"
@@ -226,7 +226,7 @@ def test_a_state_goes_on_with_its_noise_and_one_of_before_is_refused():
         NoiseSource(bytes(16), True, generator="dice")
 
 
-def test_what_cannot_be_noised_is_refused_from_a_thread_too():
+def test_an_unsupported_dtype_is_refused_from_a_thread_too():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

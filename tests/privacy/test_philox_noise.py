@@ -1,4 +1,4 @@
-"""Noise by counting: Philox's known answers, the law, and the same draws in any layout, company or compiler."""
+"""Noise from Philox: known answers, and the same draws for every memory layout, chunk size and compiler."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_philox_gives_its_known_answers(counter: list[int], key: list[int], answ
 
 
 @pytest.mark.parametrize("place", range(16))
-def test_every_secret_byte_counts(place: int) -> None:
+def test_every_secret_byte_changes_all_draws(place: int) -> None:
     def noise(digest: bytes) -> Tensor:
         sums = torch.zeros(100)
         philox_noise.add_(digest, [(sums, 1.0, 0)], 1.0)
@@ -45,8 +45,8 @@ def test_every_secret_byte_counts(place: int) -> None:
 
 
 @pytest.mark.parametrize(("words", "least", "most"), [((0, 0), 9.4, 9.5), ((WORD, WORD), 1e-9, 1e-7)])
-def test_a_radius_is_never_0_and_ends_beyond_what_single_words_reach(monkeypatch, words, least, most) -> None:
-    """32 bits would end at 6.8."""
+def test_a_radius_is_never_0_and_uses_more_than_32_bits(monkeypatch, words, least, most) -> None:
+    """With 32 bits the largest radius would be 6.8."""
     first, second = (torch.tensor([word]) for word in words)
     monkeypatch.setattr(philox_noise, "philox", lambda counter, key: (first, second, first * 0, first * 0))
     assert least < float(draws(torch.tensor([0]), torch.zeros(4, dtype=torch.int64))) < most
@@ -70,13 +70,13 @@ def test_the_compiled_operations_draw_the_same() -> None:
         assert all(philox_noise._agree(compiled, CPU, dtype, count) for count in (1, 99))
 
 
-def off(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
+def slightly_wrong(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
     noise_(sums, rows, secret)
     sums.mul_(1 + 1e-9)
 
 
-@pytest.mark.parametrize("wrong", [off, lambda *given: 1 / 0])
-def test_what_compiles_to_other_draws_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
+@pytest.mark.parametrize("wrong", [slightly_wrong, lambda *given: 1 / 0])
+def test_a_compiled_kernel_that_fails_or_draws_other_noise_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     class Cuda:
         type = "cuda"
 
@@ -84,10 +84,10 @@ def test_what_compiles_to_other_draws_or_fails_is_not_used(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "tensor", lambda *given, device=None, **options: tensor(*given, **options))
     monkeypatch.setattr(torch, "arange", lambda *ends, device=None, **options: arange(*ends, **options))
-    for made, right in ((wrong, False), (lambda *given: noise_(*given), True)):
-        monkeypatch.setattr(torch, "compile", lambda function, dynamic, made=made: made)
+    for kernel, right in ((wrong, False), (lambda *given: noise_(*given), True)):
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic, kernel=kernel: kernel)
         if right:
-            assert kernel_on.__wrapped__(Cuda()) is made
+            assert kernel_on.__wrapped__(Cuda()) is kernel
         else:
             with pytest.warns(UserWarning, match="longer to draw: (its draws differ|division by zero)"):
                 assert kernel_on.__wrapped__(Cuda()) is noise_
@@ -95,7 +95,7 @@ def test_what_compiles_to_other_draws_or_fails_is_not_used(monkeypatch: pytest.M
     assert kernel_on.__wrapped__(Cuda()) is kernel_on(CPU) is noise_
 
 
-def test_known_answers_for_ever() -> None:
+def test_draws_match_known_answers() -> None:
     """A change here breaks the replay of runs that began before it, and so their guarantee."""
     found = draw(5, step=3, dtype=torch.float64)
     assert found.tolist() == pytest.approx(ANSWERS, rel=1e-13)

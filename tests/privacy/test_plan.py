@@ -1,4 +1,4 @@
-"""The plan: made from ε or σ, consistent or refused, unchangeable, and honest about what it promises."""
+"""A privacy plan: made from ε or σ, refused if inconsistent, and not called private where it guarantees nothing."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def make(**changes) -> PrivacyPlan:
     return make_plan(**{**SETTING, "epsilon": 3.0, "accountant": "rdp", **changes})
 
 
-def test_numbers_of_numpy_become_pythons():
+def test_numpy_numbers_become_python_numbers():
     numbers = {name: np.array(value)[()] for name, value in {**SETTING, "epsilon": 3.0, "num_groups": 2}.items()}
     made = make_plan(**numbers, quantile_budget=np.float64(0.25), accountant="rdp")
     assert {type(value) for value in dataclasses.asdict(made).values()} == {int, float, str}
@@ -34,7 +34,7 @@ def test_numbers_of_numpy_become_pythons():
     assert type(make(epsilon=None, noise_multiplier=np.float32(1.5)).noise_multiplier) is float
 
 
-def test_it_holds_the_settings_and_follows_the_formulas(plan):
+def test_a_plan_holds_its_settings_and_follows_the_formulas(plan):
     assert plan.sample_rate == 0.02
     assert (plan.adjacency, plan.sampling, plan.accountant, plan.note) == ("add_remove", "poisson", "prv", "")
     assert plan.epsilon == 3.0
@@ -49,7 +49,7 @@ def test_epsilon_of_a_given_sigma_is_an_upper_bound(plan):
     assert back.spent(200).epsilon == back.epsilon
 
 
-def test_what_was_spent_keeps_to_the_target(plan):
+def test_the_spent_epsilon_is_at_most_the_target(plan):
     report = plan.spent(200)
     assert report.epsilon <= plan.epsilon
     assert report.epsilon == report.prv.upper
@@ -58,7 +58,7 @@ def test_what_was_spent_keeps_to_the_target(plan):
     assert plan.spent_epsilon(100) == plan.spent(100).epsilon < report.epsilon < plan.spent(201).epsilon
 
 
-def test_what_was_spent_is_asked_of_the_plans_accountant_alone(monkeypatch):
+def test_spent_epsilon_uses_the_plans_accountant_alone(monkeypatch):
     plan = make()
     expected = {steps: plan.spent(steps).epsilon for steps in (1, 200)}
     monkeypatch.delattr(accounting, "epsilon_prv")
@@ -67,13 +67,13 @@ def test_what_was_spent_is_asked_of_the_plans_accountant_alone(monkeypatch):
     assert make(epsilon=math.inf).spent_epsilon(1) == math.inf
 
 
-def test_nothing_was_spent_before_the_first_step(plan):
+def test_nothing_is_spent_before_the_first_step(plan):
     assert plan.spent(0).epsilon == plan.spent_epsilon(0) == 0.0
     assert plan.progress(0) == 0.0
 
 
 @pytest.mark.parametrize("executed", [-1, 1.5, math.nan])
-def test_spending_needs_a_number_of_steps(plan, executed):
+def test_invalid_numbers_of_executed_steps_are_refused(plan, executed):
     for spend in (plan.spent, plan.spent_epsilon):
         with pytest.raises(UserError, match="executed_steps"):
             spend(executed)
@@ -88,12 +88,12 @@ def test_the_report_quotes_the_plans_accountant(accountant):
         assert (plan.spent(steps).pld is None) == (accountant != "pld")
 
 
-def test_it_survives_json(plan):
+def test_a_plan_is_read_back_from_json(plan):
     for original in (plan, make(epsilon=math.inf), make(sampling="shuffle", quantile_budget=0.1)):
         assert PrivacyPlan.from_dict(json.loads(json.dumps(original.to_dict(), allow_nan=False))) == original
 
 
-def test_a_saved_plan_of_another_shape_is_refused(plan):
+def test_a_saved_plan_with_other_fields_is_refused(plan):
     saved = plan.to_dict()
     saved.pop("delta")
     with pytest.raises(UserError, match="colour, delta differ;"):
@@ -119,7 +119,7 @@ NO_NOISE = {"noise_multiplier": 0.0, "count_noise_multiplier": 0.0, "gradient_no
         ({"adjacency": "replace"}, "add_remove"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_by_the_plan_itself(plan, change, reason):
+def test_an_inconsistent_plan_is_refused(plan, change, reason):
     with pytest.raises(UserError, match=reason):
         dataclasses.replace(plan, **change)
 
@@ -176,7 +176,7 @@ def test_shuffled_batches_are_never_called_private():
         ({"accountant": "gdp"}, "choose one of prv, pld, rdp"),
     ],
 )
-def test_refusals(changes, reason, monkeypatch):
+def test_invalid_arguments_are_refused_before_the_search(changes, reason, monkeypatch):
     def search(*_, **__):
         raise AssertionError("searched first")
 
@@ -195,7 +195,7 @@ def test_a_delta_of_one_over_n_warns_where_the_plan_is_made():
         make(delta=0.9 / 5000)
 
 
-def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(cold, monkeypatch):
+def test_the_epsilon_of_all_planned_steps_is_not_composed_again(cold, monkeypatch):
     plan = make_plan(**SETTING, noise_multiplier=1.0)
     composed = []
     compose = accounting._compose
@@ -204,7 +204,7 @@ def test_a_run_that_keeps_to_its_plan_composes_nothing_anew(cold, monkeypatch):
     assert plan.spent(100).epsilon < plan.epsilon and set(composed) == {100}
 
 
-def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(cold, monkeypatch):
+def test_a_plan_for_which_prv_failed_names_pld_and_keeps_its_bound(cold, monkeypatch):
     def fail(*_):
         raise RuntimeError("Discrete mean differs from continuous mean significantly.")
 
@@ -219,14 +219,14 @@ def test_when_pld_stood_in_the_plan_says_so_and_keeps_its_bound(cold, monkeypatc
     assert "PRV" not in headline
 
 
-def test_without_noise_no_delta_is_too_large_and_nothing_is_noted():
+def test_a_large_delta_without_noise_gives_neither_warning_nor_note():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert make(epsilon=math.inf, delta=0.5).note == ""
 
 
 @pytest.mark.parametrize("given", [{"epsilon": 0.5}, {"epsilon": 3.0}, {"epsilon": None, "noise_multiplier": 0.5}])
-def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(given):
+def test_progress_is_between_the_spent_epsilon_and_the_target(given):
     plan = make(**given)
     assert plan.is_private
     for steps in (5, 200):
@@ -235,7 +235,7 @@ def test_progress_is_no_less_than_what_was_spent_and_no_more_than_the_target(giv
     assert plan.progress(0) == 0.0 and plan.progress(300) > plan.epsilon
 
 
-def test_trainings_on_the_same_data_cost_less_together_than_the_sum_of_their_budgets():
+def test_composed_epsilon_is_less_than_the_sum_of_the_budgets():
     first, second = make(epsilon=2, accountant="prv"), make(epsilon=1.5, steps=50, accountant="prv")
     together = composed_epsilon([first, second], 1e-5)
     assert max(first.epsilon, second.epsilon) < together < first.epsilon + second.epsilon

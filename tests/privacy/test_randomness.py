@@ -1,4 +1,4 @@
-"""Masks from the key: a whole state each, the same for the same place, another for any other, and no trace left."""
+"""Random numbers from the key: they depend on key, step, start and process, and the generators are restored."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ KEY = NoiseSource(bytes(range(32)))
 
 
 def drawn(noise=KEY, step=3, start=64, process=1):
-    """Something from every default generator: torch by a mask, Python, numpy."""
+    """Draws from each default generator: a mask by torch, and numbers by Python and NumPy."""
     with secret_randomness(noise, step, start, process=process):
         mask = F.dropout(torch.ones(40, 25), 0.5)
         return mask, random.random(), np.random.random(3)
@@ -34,7 +34,7 @@ def drawn(noise=KEY, step=3, start=64, process=1):
     ],
     ids=str,
 )
-def test_any_other_key_step_start_or_process_has_others(other):
+def test_another_key_step_start_or_process_gives_other_numbers(other):
     mine, others = drawn(), drawn(**other)
     agreeing = float((mine[0] == others[0]).float().mean())
     assert abs(agreeing - 0.5) < 0.1  # 1000 fair coins: 6 standard deviations
@@ -50,7 +50,7 @@ def test_the_three_generators_do_not_repeat_each_other():
     assert len({*torchs, *pythons, *numpys}) == 150
 
 
-def test_afterwards_and_after_an_error_the_generators_are_where_they_were():
+def test_generators_are_restored_afterwards_and_after_an_error():
     def state():
         own = np.random.get_state()
         return torch.get_rng_state().tolist(), random.getstate(), own[1].tolist(), own[2:]
@@ -71,8 +71,8 @@ def test_afterwards_and_after_an_error_the_generators_are_where_they_were():
     assert F.dropout is plain
 
 
-def test_a_mask_takes_a_whole_word_of_the_generator_for_every_entry():
-    """Not one 32-bit seed for all of it, as torch does on some processors."""
+def test_a_mask_uses_a_word_of_the_generator_for_every_entry():
+    """On some processors torch by itself uses one 32-bit seed for the whole mask."""
     with secret_randomness(KEY, 0):
         mask = F.dropout(torch.ones(5000), 0.3) != 0
         after = torch.rand(1)
@@ -82,8 +82,8 @@ def test_a_mask_takes_a_whole_word_of_the_generator_for_every_entry():
 
 
 @pytest.mark.parametrize("word", [1, 2, 300, WORDS - 1])
-def test_seeds_that_agree_in_all_but_one_of_their_words_have_other_masks(monkeypatch, word):
-    """So in their low 32 bits too, and in their high ones: all words are used."""
+def test_every_word_of_the_seed_changes_the_masks(monkeypatch, word):
+    """So neither the low bits of a seed nor the high ones are ignored."""
     real = hashlib.shake_256
 
     class Flipped:
@@ -101,8 +101,8 @@ def test_seeds_that_agree_in_all_but_one_of_their_words_have_other_masks(monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_masks_have_the_law_that_was_asked_for(dtype):
-    """200000 coins each; wrong with probability 1e-6 if the law is right, and a rate off by 0.01 is always seen."""
+def test_masks_have_the_requested_rate(dtype):
+    """200000 draws each: a correct rate fails with probability 1e-6, and one that is off by 0.01 always fails."""
     with secret_randomness(KEY, 0):
         for rate in (0.1, 0.5, 0.9):
             kept = F.dropout(torch.ones(200_000, dtype=dtype), rate)
@@ -110,7 +110,7 @@ def test_masks_have_the_law_that_was_asked_for(dtype):
             assert float(kept.max()) == pytest.approx(1 / (1 - rate), rel=0.01)
 
 
-def test_masks_of_a_transposed_tensor_and_of_attention_are_masks():
+def test_transposed_tensors_and_attention_get_masks():
     with secret_randomness(KEY, 0):
         x = torch.ones(30, 20).t()
         assert 0 < int((F.dropout(x, 0.5) == 0).sum()) < 600
@@ -121,7 +121,7 @@ def test_masks_of_a_transposed_tensor_and_of_attention_are_masks():
     assert q.grad is not None
 
 
-def test_nothing_is_said_and_torchs_own_kernel_is_back_afterwards():
+def test_nothing_is_warned_and_torchs_own_kernel_is_restored():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn()
@@ -132,7 +132,7 @@ def test_nothing_is_said_and_torchs_own_kernel_is_back_afterwards():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_gpus_masks_follow_from_the_key_too():
+def test_masks_on_a_gpu_depend_on_the_key_too():
     def mask(step):
         with secret_randomness(KEY, step, device="cuda:0"):
             return F.dropout(torch.ones(1000, device="cuda:0"), 0.5)

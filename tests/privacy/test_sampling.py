@@ -1,4 +1,4 @@
-"""Poisson samples as they are accounted for; shuffled batches, which are not."""
+"""Poisson samples have the distribution that accountants assume; shuffled batches cover every epoch once."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_a_batch_may_be_empty(sampler):
     assert all(batch.dtype == np.int64 and batch.shape == (0,) for batch in empty)
 
 
-def test_a_rate_of_one_draws_everything_and_one_below_the_least_word_nothing():
+def test_a_rate_of_one_draws_everything_and_a_negligible_one_nothing():
     for sampler in (PoissonSampler(7, 1.0, 0), SecurePoissonSampler(7, 1.0, b"k" * 32)):
         assert sampler.indices(3).tolist() == list(range(7))
     assert SecurePoissonSampler(50, 1e-20, b"k" * 32).indices(0).tolist() == []
@@ -103,8 +103,8 @@ def test_shuffling_covers_each_epoch_exactly_once(batch_size):
         assert orders[0] != orders[1] != orders[2]
 
 
-def test_a_checkpoint_of_another_version_goes_on_with_the_same_batches():
-    """Known answers: a change here breaks the replay of runs that began before it."""
+def test_batches_match_known_answers():
+    """A change here breaks the replay of runs that began before it."""
     key = NoiseSource.from_seed(7).derive("sampling")
     assert PoissonSampler(40, 0.2, 3).indices(1).tolist() == [15, 20, 22, 24]
     assert PoissonSampler(40, 0.2, key).indices(7).tolist() == [14, 16, 19, 22, 27, 28, 33, 36, 39]

@@ -1,4 +1,4 @@
-"""The opt-in secure noise: its law, its lattice, the attack that the lattice stops, and its replay."""
+"""The opt-in secure noise: its keystream, its lattice, and the attack on low bits that the lattice prevents."""
 
 import sys
 
@@ -37,7 +37,7 @@ def test_extreme_words_give_finite_draws(monkeypatch):
 
 @pytest.mark.parametrize("std", [1e-6, 0.37, 1.0, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_leaves_is_the_rounded_sum_plus_a_whole_number_of_spacings(std, dtype):
+def test_a_release_is_the_rounded_sum_plus_a_multiple_of_the_spacing(std, dtype):
     spacing = lattice_spacing(std)
     assert 2.0**-41 < spacing / std <= 2.0**-40
     sums = torch.randn(5000, dtype=dtype, generator=torch.Generator().manual_seed(0))
@@ -57,14 +57,14 @@ def fine_bits(value: float, source: NoiseSource, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_low_bits_tell_sums_apart_by_default_and_not_when_secure(dtype):
     usual = NoiseSource.from_seed(7)
-    assert fine_bits(0.0, usual, dtype) > 0.2  # so the sum was not 1: certain, in more than a fifth of all outputs
+    assert fine_bits(0.0, usual, dtype) > 0.2  # these outputs prove that the sum was not 1
     assert fine_bits(1.0, usual, dtype) == 0.0
     secure = [fine_bits(value, SOURCE, dtype) for value in (0.0, 1.0)]
     # On the lattice of float64 no output has such bits; rounded to float32, small ones have, from either sum.
     assert secure == [0.0, 0.0] if dtype == torch.float64 else min(secure) > 0.1
 
 
-def test_without_the_package_the_way_out_is_named(monkeypatch):
+def test_a_missing_package_is_refused_with_advice_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(UserError, match="pip install cryptography"):
         Keystream(bytes(32))

@@ -1,4 +1,4 @@
-"""What a plan says of itself in words."""
+"""The printed statement of a plan."""
 
 import math
 
@@ -33,14 +33,14 @@ def test_figures_and_limits_are_in_the_text():
     assert "not a guarantee" not in text
 
 
-def test_shuffled_batches_are_as_published_and_no_guarantee():
+def test_shuffled_batches_are_stated_to_give_no_guarantee():
     text = make_plan(**SETTING, epsilon=3.0, sampling="shuffle").statement()
     assert "as published, not a guarantee" in " ".join(text.split())
     assert "for adding or removing" not in " ".join(text.split())
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
-def test_without_noise_nothing_is_promised(sampling):
+def test_without_noise_no_guarantee_is_stated(sampling):
     text = make_plan(**SETTING, epsilon=math.inf, sampling=sampling).statement()
     assert "no privacy guarantee" in text
     assert "epsilon =" not in text
@@ -49,7 +49,7 @@ def test_without_noise_nothing_is_promised(sampling):
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize("epsilon", [3.0, math.inf])
-def test_it_fits_a_terminal(sampling, epsilon):
+def test_a_statement_fits_80_columns(sampling, epsilon):
     plan = make_plan(**SETTING, epsilon=epsilon, sampling=sampling, num_groups=29, quantile_budget=0.01)
     lines = plan.statement().splitlines()
     assert max(map(len, lines)) <= 80

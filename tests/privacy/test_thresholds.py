@@ -1,4 +1,4 @@
-"""Private quantiles: what one example can change, where the thresholds go, and what is divided by what."""
+"""Adaptive thresholds: the sensitivity of their counts, where they converge, and each step's update."""
 
 import math
 
@@ -23,7 +23,7 @@ batches = st.integers(1, 30).flatmap(
 
 
 def distance_between_neighbours(release, bits: np.ndarray) -> float:
-    """The checker: how far the release moves, at most, when one example is left out."""
+    """How far the release moves, at most, when one example is left out."""
     whole = release(torch.as_tensor(bits.sum(0)), len(bits))
     without = [np.delete(bits, i, axis=0) for i in range(len(bits))]
     return max(float((whole - release(torch.as_tensor(b.sum(0)), len(b))).norm()) for b in without)
@@ -48,7 +48,7 @@ def test_the_checker_catches_counts_divided_by_the_drawn_size():
 
 
 def follow(norms: np.ndarray, batch: int, sigma_b: float, steps: int, quantile: float) -> np.ndarray:
-    """The thresholds after each step, on Poisson samples of per-example norms of a known law, (steps, K)."""
+    """The thresholds after each step, on Poisson samples of the given per-example norms, (steps, K)."""
     rng = np.random.default_rng(0)
     thresholds = make([50.0, 0.001], quantile, 0.3, sigma_b, batch)
     path = []
@@ -62,14 +62,14 @@ def follow(norms: np.ndarray, batch: int, sigma_b: float, steps: int, quantile: 
 
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.85])
 @pytest.mark.parametrize("sigma_b", [0.0, 10.0])
-def test_thresholds_reach_the_quantile_of_a_known_law(quantile, sigma_b):
+def test_thresholds_converge_to_the_target_quantile(quantile, sigma_b):
     norms = np.random.default_rng(1).lognormal(0.0, 1.0, 5000)
     settled = follow(norms, 200, sigma_b, 600, quantile)[300:].mean(0)
     below = [(norms <= settled[0]).mean(), (4 * norms <= settled[1]).mean()]
     assert below == pytest.approx([quantile, quantile], abs=0.03)
 
 
-def test_one_step_by_hand():
+def test_one_update_matches_a_computation_by_hand():
     thresholds = make()
     thresholds.update(torch.tensor([30, 90]), 90, None, 0)
     share = (np.array([30.0, 90.0]) - 45.0) / 100.0 + 0.5
@@ -83,7 +83,7 @@ def test_thresholds_stay_between_the_bounds():
     assert make([1e-3, 9.0], minimum=0.5, maximum=3.0).clip_thresholds.tolist() == [0.5, 3.0]
 
 
-def test_wild_noise_leaves_finite_thresholds():
+def test_huge_noise_leaves_finite_thresholds():
     thresholds = make(sigma_b=1e9)
     for step in range(20):
         thresholds.update(torch.zeros(2), 0, NoiseSource.from_seed(0), step)
@@ -130,7 +130,7 @@ def test_fixed_thresholds_never_move():
         ({"sigma_b": math.nan}, "count_noise_multiplier"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options, reason):
+def test_invalid_settings_are_refused(options, reason):
     with pytest.raises(UserError, match=f"^{reason} "):
         make(**options)
 
@@ -138,7 +138,7 @@ def test_settings_that_cannot_be_are_refused(options, reason):
 @pytest.mark.parametrize(
     ("counts", "examples"), [([-1, 0], 5), ([6, 0], 5), ([math.nan, 0], 5), ([0.5, 1.0], 5), ([[1, 1]], 5)]
 )
-def test_counts_that_cannot_be_are_refused(counts, examples):
+def test_invalid_counts_are_refused(counts, examples):
     with pytest.raises(UserError, match="counts"):
         make().update(torch.tensor(counts), examples, None, 0)
 
