@@ -307,7 +307,7 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),
         "one value per example",
     ),
-    "losses of other examples than were drawn": (
+    "losses of a wrong number of examples": (
         lambda: with_losses(lambda model, x, y: cross_entropy(model, (X[:9], Y[:9]))),
         r"examples gave losses of shape \(9,\)",
     ),

@@ -8,8 +8,8 @@ import groupwise.integrations  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
-def _as_loud_as_before():
-    """A trainer with `log_level` sets the level of the library for the whole process."""
+def _restore_verbosity():
+    """A trainer with `log_level` sets the verbosity of transformers for the whole process."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -18,14 +18,14 @@ def _as_loud_as_before():
 
 
 @pytest.fixture(autouse=True)
-def _no_garbage_looked_for(monkeypatch):
-    """Every training of a Trainer looks through all that a process holds, once and again, which took most of a test."""
+def _no_garbage_collection(monkeypatch):
+    """A Trainer collects garbage several times in each training, which took most of a test's time."""
     monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """The trainer of `tiny`, which has trained all its steps; its folder is as it left it."""
+def finished(tmp_path_factory):
+    """A trainer of `tiny` that has trained all its steps, and its folder."""
     from tests.integrations.tiny import trainer
 
     run = trainer(tmp_path_factory.mktemp("whole"))

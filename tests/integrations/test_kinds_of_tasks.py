@@ -1,4 +1,4 @@
-"""`PrivateTrainer` knows the losses of transformers' kinds of tasks: the model's own, one for each example."""
+"""`PrivateTrainer` computes per-example losses for each kind of task in transformers, equal to the model's loss."""
 
 import copy
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def private(folder: Path, model: nn.Module, data: Any, **options: Any) -> Privat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_losses_are_found_and_train(tmp_path, kind):
+def test_per_example_losses_match_the_models_loss_and_train(tmp_path, kind):
     torch.manual_seed(0)
     make, labels = KINDS[kind]
     model, data = make(), rows(labels)
@@ -94,7 +94,7 @@ def test_its_losses_are_found_and_train(tmp_path, kind):
 
 
 @pytest.mark.parametrize("make", [lambda: roberta(num_labels=5), KINDS["t5"][0]], ids=["classes", "tokens"])
-def test_smoothed_labels_are_those_of_transformers(tmp_path, make):
+def test_label_smoothing_matches_transformers(tmp_path, make):
     model = make().eval()
     labels = tokens if hasattr(model, "lm_head") else lambda g: {"labels": torch.randint(5, (), generator=g)}
     data = rows(labels)
@@ -104,14 +104,14 @@ def test_smoothed_labels_are_those_of_transformers(tmp_path, make):
     private(tmp_path, model, data, label_smoothing_factor=0.2).train()
 
 
-def test_smoothing_is_for_classes_and_tokens():
+def test_label_smoothing_is_refused_for_other_labels_than_classes_and_tokens():
     make, labels = KINDS["regression"]
     with pytest.raises(UserError, match="needs labels that are classes or tokens"):
         find_losses(make(), [batch_of(rows(labels, 1))], 1e-5, smoothing=0.1)
 
 
-def test_a_spans_loss_does_not_follow_the_padding():
-    """transformers' own does: the padding's logits are among those that the softmax is over."""
+def test_a_spans_loss_does_not_depend_on_padding():
+    """The loss of transformers does, because its softmax includes the logits of the padding."""
     model = roberta(AutoModelForQuestionAnswering).eval()
     short = batch_of(rows(KINDS["question answering"][1], 1)) | {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
     longer = copy.copy(short)
@@ -129,13 +129,13 @@ def test_an_answer_beyond_the_text_has_no_loss():
     assert first > 0 and beyond == 0
 
 
-def test_privacy_is_also_a_dict(tmp_path):
+def test_privacy_arguments_may_be_a_dict(tmp_path):
     assert PrivacyArguments.of({"epsilon": 3, "clip": "flat"}) == PrivacyArguments(epsilon=3, clip="flat")
     given = PrivacyArguments(epsilon=3)
     assert PrivacyArguments.of(given) is given
-    for wrong, says in (
+    for wrong, message in (
         ({"target_epsilon": 3}, r"privacy has no argument 'target_epsilon' \(did you mean epsilon\?\)"),
         ({"max_grad_norm": 3}, r"'max_grad_norm' \(did you mean threshold\?\)"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             PrivacyArguments.of(wrong)

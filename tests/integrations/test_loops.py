@@ -1,4 +1,4 @@
-"""What Lightning and Accelerate would do by themselves to a private model is refused in a sentence."""
+"""Optimizer steps that Lightning and Accelerate take by themselves are refused in one sentence."""
 
 import warnings
 
@@ -23,7 +23,7 @@ def prepared(**options):
     return accelerator, *accelerator.prepare(model, plain), plain
 
 
-def test_accelerates_optimizer_is_refused_and_the_one_inside_works():
+def test_accelerates_optimizer_is_refused_and_the_wrapped_one_works():
     _, model, wrapped, plain = prepared()
     with pytest.raises(UserError, match=r"wrapped in AcceleratedOptimizer.*optimizer\.optimizer"):
         make_private(model, wrapped, DATA, cross_entropy, **SETTINGS)
@@ -41,7 +41,7 @@ def test_a_loader_that_accelerate_has_prepared_gives_its_dataset():
 
 
 def module(step, automatic: bool, wrapped: bool = False):
-    """A Lightning module whose training step is ``step(self)``; it is fitted, and then returned."""
+    """Fit a Lightning module whose training step is ``step(self)``, and return it."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -61,11 +61,11 @@ def module(step, automatic: bool, wrapped: bool = False):
             return step(self)
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    made = lightning.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
+    fitter = lightning.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet)
     fitted = Module()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made.fit(fitted, range(1))
+        fitter.fit(fitted, range(1))
     return fitted
 
 
@@ -94,7 +94,7 @@ def test_lightnings_backward_between_steps_changes_nothing():
     assert fitted.private.executed == 1 and not any(map(torch.equal, gradients[0], left))
 
 
-def test_one_of_several_processes_does_not_draw_alone(monkeypatch):
+def test_a_step_in_one_of_several_processes_is_refused(monkeypatch):
     model = network()
     private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), DATA, cross_entropy, **SETTINGS)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -31,11 +31,11 @@ def resume(folder: Path, **options) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, whole) -> dict[str, Path]:
-    """What such a run leaves, by what became of it."""
+def folders(tmp_path_factory, finished) -> dict[str, Path]:
+    """The folders of a killed run and of one that ended."""
     killed = tmp_path_factory.mktemp("killed")
     kill(killed)
-    return {"killed": killed, "ended": Path(whole.args.output_dir)}
+    return {"killed": killed, "ended": Path(finished.args.output_dir)}
 
 
 def own_loss(folder: Path) -> None:
@@ -58,7 +58,7 @@ def twice(folder: Path) -> None:
 
 
 def other_optimizer(folder: Path) -> None:
-    """Its state is taken from the checkpoint, so that alone would not tell."""
+    """Its state would be loaded from the checkpoint and look right."""
     model = encoder()
     groups = trainer(folder, model).create_optimizer().param_groups
     other = torch.optim.Adam([{"params": group["params"]} for group in groups], lr=0.1)
@@ -159,11 +159,11 @@ AFTER_THE_END: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("way", REFUSALS | AFTER_A_KILL | AFTER_THE_END)
-def test_misuse_is_refused_in_a_sentence(tmp_path, way, folders):
-    if way not in REFUSALS:
-        copy_run(folders["killed" if way in AFTER_A_KILL else "ended"], tmp_path)
-    do, words = (REFUSALS | AFTER_A_KILL | AFTER_THE_END)[way]
+@pytest.mark.parametrize("misuse", REFUSALS | AFTER_A_KILL | AFTER_THE_END)
+def test_misuse_is_refused_in_a_sentence(tmp_path, misuse, folders):
+    if misuse not in REFUSALS:
+        copy_run(folders["killed" if misuse in AFTER_A_KILL else "ended"], tmp_path)
+    do, words = (REFUSALS | AFTER_A_KILL | AFTER_THE_END)[misuse]
     with pytest.raises(UserError, match=re.escape(words)) as refusal:
         do(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
@@ -181,7 +181,7 @@ ARGUMENTS = {
     "optim": "lomo",
     "train_sampling_strategy": "sequential",
 }
-"""Those that a machine without a GPU can be given."""
+"""Arguments that `TrainingArguments` accepts on a machine without a GPU."""
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -190,7 +190,7 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
     if name in ARGUMENTS:
         try:
             args = arguments(tmp_path, **{name: ARGUMENTS[name]})
-        except (ImportError, ValueError):  # of the library itself, where this machine has not what it needs
+        except (ImportError, ValueError):  # by transformers, where this machine lacks something
             setattr(args, name, ARGUMENTS[name])
     elif name == "n_gpu":
         args._n_gpu = 2
@@ -207,18 +207,18 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
 
 
 @pytest.mark.parametrize("given", [1.0, 0.5])
-def test_max_grad_norm_is_set_to_zero_with_a_sentence_where_it_was_asked_for(tmp_path, caplog, given, monkeypatch):
+def test_max_grad_norm_is_set_to_zero_with_a_warning_if_it_was_given(tmp_path, caplog, given, monkeypatch):
     logger = "groupwise.integrations.arguments"
-    monkeypatch.setattr(logging.getLogger(logger), "disabled", False)  # Hydra, in a test before, may have set it
+    monkeypatch.setattr(logging.getLogger(logger), "disabled", False)  # Hydra may have set it in an earlier test
     with caplog.at_level("WARNING", logger):
         args = arguments(tmp_path, max_grad_norm=given)
         check_arguments(args)
     assert args.max_grad_norm == 0
-    assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is what all who say nothing have
+    assert ("max_grad_norm=0.5 is set to 0" in caplog.text) == (given == 0.5)  # 1 is the default
     assert caplog.text.count("max_grad_norm") == (given == 0.5)
 
 
-def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):
+def test_a_failed_run_resumes_in_the_same_process(tmp_path, finished):
     run = trainer(tmp_path, callbacks=[Kill(5)])
     with pytest.raises(Killed):
         run.train()
@@ -226,9 +226,9 @@ def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path, whole):
         run.train()
     run.remove_callback(Kill)
     run.train(True)
-    assert torch.equal(weights(run.model), weights(whole.model))
+    assert torch.equal(weights(run.model), weights(finished.model))
 
 
-def test_the_page_names_no_argument_that_is_taken():
+def test_untested_arguments_of_the_page_are_checked():
     page = " ".join(PAGE.read_text().split()).split("untested arguments")[1].split("`max_grad_norm`")[0]
     assert set(re.findall(r"`(\w+)`", page)) <= {*SUPPORTED}

@@ -1,4 +1,4 @@
-"""The card of an exported model says what was promised, as the hub reads it, and no more than its provenance."""
+"""The card of an exported model states its guarantee in the hub's format, and nothing beyond its provenance."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ PLAN = make_plan(dataset_size=1000, expected_batch_size=100, steps=20, delta=1e-
 
 
 def card(folder: Path, **of_privacy) -> tuple[dict, str]:
-    """Its front matter and its text."""
+    """The card's front matter and its text."""
     metrics, config = (
         {"valid/accuracy": 71.25},
         {"task": "sst2", "model.name": "tiny", "clip.name": "flat", "data.x": 1},
@@ -23,7 +23,7 @@ def card(folder: Path, **of_privacy) -> tuple[dict, str]:
     return yaml.safe_load(front), text
 
 
-def test_it_says_what_was_promised(tmp_path):
+def test_a_card_states_the_guarantee(tmp_path):
     front, text = card(tmp_path, private=True, neighbours_differ_by="one training example")
     assert front == {"tags": ["differential-privacy", "dp-sgd", "groupwise"]}
     assert "| ε | 3 |" in text and "| δ | 1e-05 |" in text and f"σ | {PLAN['noise_multiplier']:.6g} |" in text
@@ -31,13 +31,13 @@ def test_it_says_what_was_promised(tmp_path):
     assert "`clip.name=flat`" in text and "valid/accuracy: 71.25" in text and "data.x" not in text
 
 
-def test_without_a_guarantee_it_claims_none(tmp_path):
+def test_a_card_without_a_guarantee_claims_none(tmp_path):
     front, text = card(tmp_path, private=False)
     assert front == {"tags": ["groupwise"]} and "no guarantee of differential privacy" in text
     assert "are (ε, δ)-DP" not in text
 
 
-def test_the_cost_of_the_first_weights_counts(tmp_path):
+def test_a_card_includes_the_cost_of_the_starting_weights(tmp_path):
     _, text = card(tmp_path, private=True, total={"epsilon": 5.0, "delta": 2e-5})
     assert "| ε | 5 |" in text and "| δ | 2e-05 |" in text
 
@@ -47,18 +47,18 @@ def test_an_infinite_epsilon_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("tags", [None, "mine", ["mine"]])
-def test_the_trainers_card_has_a_section_of_privacy(tmp_path, tags):
+def test_the_trainers_card_has_a_section_on_privacy(tmp_path, tags):
     run = trainer(tmp_path, budget=privacy(), max_steps=2, save_strategy="no")
     run.train()
     run.create_model_card(tags=tags)
     _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
     assert ("mine" in yaml.safe_load(front)["tags"]) == bool(tags)
-    assert "differential-privacy" not in front and "no guarantee" in text, "its noise is of a seed"
+    assert "differential-privacy" not in front and "no guarantee" in text, "its noise is seeded"
     assert text.count("## Privacy") == 1 and f"| ε | {run.private.plan.epsilon:.6g} |" in text
     assert "train_loss" not in text
 
 
-def test_the_trainers_table_of_results_names_its_epsilon(tmp_path):
+def test_the_trainers_table_of_results_contains_epsilon(tmp_path):
     evaluated = {"eval_dataset": Texts(), "eval_strategy": "steps", "eval_steps": 1}
     run = trainer(tmp_path, budget=privacy(), max_steps=2, save_strategy="no", **evaluated)
     run.train()

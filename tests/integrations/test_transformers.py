@@ -1,4 +1,4 @@
-"""`PrivateTrainer` is `make_private` in the Trainer's loop: the same bits, resumable, its key in no other file."""
+"""`PrivateTrainer` matches a loop with `make_private` bit for bit, resumes, and keeps its noise key in one file."""
 
 import base64
 import json
@@ -21,17 +21,17 @@ from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, 
 
 
 class Killed(Exception):
-    """Stands for a signal."""
+    """Stands for a signal that ends the process."""
 
 
 class Losses(TrainerCallback):
-    """Keeps the step that a training began at, and those whose losses it is told."""
+    """Records the step at which a training began, and the steps whose losses are logged."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.at, self.told = state.global_step, []
+        self.at, self.logged = state.global_step, []
 
     def on_log(self, args, state, control, logs, **kwargs):
-        self.told += [state.global_step] if "nonprivate/loss" in logs else []
+        self.logged += [state.global_step] if "nonprivate/loss" in logs else []
 
 
 class Kill(TrainerCallback):
@@ -50,8 +50,8 @@ def losses(model, inputs):
     return F.cross_entropy(logits, inputs["labels"], reduction="none")
 
 
-def loop_of_ones_own(model, steps: int = 8) -> torch.Tensor:
-    """What the trainer of `tiny` does, through `make_private` and by hand."""
+def loop_by_hand(model, steps: int = 8) -> torch.Tensor:
+    """The training of `tiny.trainer`, in a loop with `make_private`."""
     decayed = {"lr": 0.02, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(model.parameters(), **decayed)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (8 - step) / 8)
@@ -65,13 +65,13 @@ def loop_of_ones_own(model, steps: int = 8) -> torch.Tensor:
     return weights(model)
 
 
-def test_the_same_bits_as_a_loop_of_ones_own(tmp_path):
-    by_hand = loop_of_ones_own(encoder())
+def test_the_trainer_matches_a_loop_with_make_private_bit_for_bit(tmp_path):
+    by_hand = loop_by_hand(encoder())
     run = trainer(tmp_path, optim="adamw_torch", save_strategy="no")
     output = run.train()
     assert output.global_step == run.private.executed == 8
     assert torch.equal(weights(run.model), by_hand)
-    assert "forward" not in vars(run.model), "the model is as it was"
+    assert "forward" not in vars(run.model), "the model is detached"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def killed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("asked", [True, str, Path])
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, whole, killed, asked):
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, finished, killed, asked):
     copy_run(killed, tmp_path / "killed")
     torch.manual_seed(99)
     resumed = trainer(tmp_path / "killed", noise_source=NoiseSource.from_seed(99))
@@ -92,22 +92,22 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, whole, killed, asked):
     resumed.add_callback(begun)
     output = resumed.train(asked if asked is True else asked(tmp_path / "killed" / "checkpoint-3"))
     assert begun.at == (6 if asked is True else 3)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-    thresholds = [run.private.core.thresholds.clip_thresholds for run in (resumed, whole)]
+    assert torch.equal(weights(resumed.model), weights(finished.model))
+    thresholds = [run.private.core.thresholds.clip_thresholds for run in (resumed, finished)]
     assert torch.equal(*thresholds)
-    assert output.metrics["epsilon"] == whole.private.epsilon
-    lines = [[line for line in run.state.log_history if "grad_norm" in line] for run in (resumed, whole)]
+    assert output.metrics["epsilon"] == finished.private.epsilon
+    lines = [[line for line in run.state.log_history if "grad_norm" in line] for run in (resumed, finished)]
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
 
-def test_where_the_last_checkpoint_was_cut_off_the_one_before_it_is_taken_by_name(tmp_path, whole, killed):
+def test_an_incomplete_last_checkpoint_is_refused_and_an_earlier_one_resumes(tmp_path, finished, killed):
     copy_run(killed, tmp_path)
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
     with pytest.raises(UserError, match=r"checkpoint-6 is not a complete checkpoint .* an earlier one"):
         trainer(tmp_path).train(True)
     resumed = trainer(tmp_path)
     resumed.train(str(tmp_path / "checkpoint-3"))
-    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert torch.equal(weights(resumed.model), weights(finished.model))
 
 
 def test_epsilon_is_in_logs_state_and_metrics_and_losses_go_to_callbacks_alone(tmp_path):
@@ -120,7 +120,7 @@ def test_epsilon_is_in_logs_state_and_metrics_and_losses_go_to_callbacks_alone(t
     for line in kept:
         assert line["epsilon"] == pytest.approx(plan.spent(line["step"]).epsilon)
         assert not [name for name in line if "loss" in name and name != "eval_loss"], "a checkpoint may be published"
-    assert losses.told == [2, 4, 6, 8]
+    assert losses.logged == [2, 4, 6, 8]
     assert {line["step"] for line in kept if "eval_loss" in line} == {4, 8}
     assert output.metrics["epsilon"] == plan.epsilon == run.private.epsilon
     assert output.metrics["nonprivate/train_loss"] == output.training_loss
@@ -135,7 +135,7 @@ def test_steps_and_batch_size_follow_the_training_arguments(tmp_path):
 
 
 class Watch(TrainerCallback):
-    """Compares the gradients that callbacks see with what a step released."""
+    """Records the largest gradient that callbacks see in each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -163,7 +163,7 @@ def secrets_in(folder: Path, key: bytes) -> list[str]:
 
 
 class Uploads(TrainerCallback):
-    """Takes the whole folder where the callbacks of Comet, DagsHub and DVCLive do; notes whether the key is in it."""
+    """Searches the output folder for the key whenever the callbacks of Comet, DagsHub and DVCLive upload it."""
 
     def __init__(self, trainer) -> None:
         self.trainer, self.found = trainer, []
@@ -174,7 +174,7 @@ class Uploads(TrainerCallback):
     on_train_end = on_save
 
 
-def test_the_key_is_in_one_file_beside_the_folder_that_its_owner_alone_reads(tmp_path, caplog, capfd):
+def test_the_key_is_in_one_file_beside_the_folder_readable_by_its_owner_alone(tmp_path, caplog, capfd):
     folder = tmp_path / "out"
     run = trainer(folder, noise_source=None, callbacks=[Kill(7)], log_level="debug")
     with caplog.at_level("DEBUG"), pytest.raises(Killed):
@@ -194,7 +194,7 @@ def test_the_key_is_in_one_file_beside_the_folder_that_its_owner_alone_reads(tmp
 
 
 @pytest.mark.parametrize("spelt", [".", "../out", "../link", "inner/.."])
-def test_the_key_lies_outside_of_the_folder_however_that_is_spelt(tmp_path, monkeypatch, spelt):
+def test_the_key_is_outside_of_the_folder_for_every_spelling_of_its_path(tmp_path, monkeypatch, spelt):
     (tmp_path / "out" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to("out")
     monkeypatch.chdir(tmp_path / "out")
@@ -224,8 +224,8 @@ def causal() -> GPT2LMHeadModel:
     )
 
 
-def test_without_noise_a_step_of_a_causal_model_is_that_of_a_loop_over_single_examples(tmp_path):
-    """The mean over a sentence's own targets, which leaves out what is labelled -100, is what is clipped."""
+def test_a_step_of_a_causal_model_without_noise_matches_a_loop_over_examples(tmp_path):
+    """The loss of an example is the mean over its targets, without those labelled -100."""
     plain, data = causal().double().eval(), Sentences()
     model = causal().double()
     model.eval()
@@ -262,17 +262,17 @@ def test_adapters_resume_to_the_same_bits(tmp_path):
         return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM"))
 
     data = {"train_dataset": Sentences()}
-    whole = trainer(tmp_path / "whole", adapted(), **data)
-    whole.train()
+    finished = trainer(tmp_path / "finished", adapted(), **data)
+    finished.train()
     with pytest.raises(Killed):
         trainer(tmp_path / "killed", adapted(), callbacks=[Kill(5)], **data).train()
     resumed = trainer(tmp_path / "killed", adapted(), **data)
     resumed.train(True)
-    assert torch.equal(weights(resumed.model), weights(whole.model))
-    assert not torch.equal(weights(whole.model), weights(adapted()))
+    assert torch.equal(weights(resumed.model), weights(finished.model))
+    assert not torch.equal(weights(finished.model), weights(adapted()))
 
 
-def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path, whole):
+def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path, finished):
     half = trainer(tmp_path / "half", bf16=True)
     half.train()
     with pytest.raises(Killed):
@@ -280,7 +280,7 @@ def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path, whole):
     resumed = trainer(tmp_path / "killed", bf16=True)
     resumed.train(True)
     assert torch.equal(weights(resumed.model), weights(half.model))
-    assert not torch.equal(weights(whole.model), weights(half.model)), "it does compute in bfloat16"
+    assert not torch.equal(weights(finished.model), weights(half.model)), "it does compute in bfloat16"
 
 
 def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
@@ -292,7 +292,7 @@ def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
     assert all(text in parser.format_help() for text in ("--noise_multiplier", "--accountant", "--target_quantile"))
 
 
-def test_a_folder_of_another_run_is_not_taken_for_its_own(tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(Killed):
         trainer(tmp_path / "one", callbacks=[Kill(5)]).train()
     with pytest.raises(Killed):

@@ -16,7 +16,7 @@ EXAMPLES, VOCABULARY, PADDING, SEED = 60, 50, 1, 5
 
 
 class Texts(torch.utils.data.Dataset):
-    """Tokens of 4 to 11 numbers; the label says whether the first is large."""
+    """Texts of 4 to 11 tokens; the label says whether the first token is large."""
 
     def __init__(self, examples: int = EXAMPLES, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def privacy(**options: Any) -> PrivacyArguments:
 def trainer(
     folder: Path, model: nn.Module | None = None, budget: PrivacyArguments | None = None, **options: Any
 ) -> PrivateTrainer:
-    """The trainer of a predictable key; options are its own, or else those of `TrainingArguments`."""
+    """A trainer with a seeded key; options are those of `PrivateTrainer` or of `TrainingArguments`."""
     own = {"train_dataset": Texts(), "data_collator": collate, "noise_source": NoiseSource.from_seed(SEED)}
     names = (*own, "eval_dataset", "callbacks", "losses", "compute_metrics", "optimizers", "compute_loss_func")
     given = {name: options.pop(name) for name in names if name in options}

@@ -1,6 +1,6 @@
 """Several gloo processes on this machine, for tests that need more than one.
 
-The processes stay for the next call, because what they import takes seconds; each call has a process group of its own.
+The processes are kept for the next call, because their imports take seconds; each call makes a new process group.
 """
 
 import gc
@@ -42,8 +42,8 @@ _workers: list[_Worker] = []
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = PATIENCE) -> list[Any]:
     """Run ``function(rank, world, *args)`` in ``world`` gloo processes of one thread each; their results, by rank.
 
-    ``function`` stands at the top of its module and leaves no trace in its process; arguments and results can be
-    pickled. The default process group is up when it is called.
+    ``function`` is defined at the top of its module and does not change the state of its process; arguments and
+    results can be pickled. The default process group is initialised before the call.
 
     Raises:
         AssertionError: with the traceback of the process that failed first, or when ``timeout`` seconds have passed.
@@ -65,7 +65,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
 
 
 def _collect(pipes: dict[Any, int], deadline: float) -> dict[int, Any]:
-    """Results as they come; the first failure ends it, and the rest are not waited for."""
+    """Collect results as they arrive; the first failure raises, without waiting for the other processes."""
     found: dict[int, Any] = {}
     left = dict(pipes)
     while left:
@@ -82,10 +82,10 @@ def _collect(pipes: dict[Any, int], deadline: float) -> dict[int, Any]:
 
 
 def _live(pipe: Connection) -> None:
-    """A process's whole life."""
+    """The loop of a worker process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    gc.set_threshold(500_000, 10, 10)  # this and the next as in the tests' own process
+    gc.set_threshold(500_000, 10, 10)  # as in the process of the tests
     while True:
         try:
             work, meeting, rank, world, timeout = pipe.recv()
@@ -101,7 +101,7 @@ def _live(pipe: Connection) -> None:
         except BaseException:
             message = (True, traceback.format_exc())
         if not message[0]:
-            dist.destroy_process_group()  # while the folder of its store is there: without, it waits for minutes
+            dist.destroy_process_group()  # before its store's folder is removed, or it waits for minutes
         pipe.send_bytes(pickle.dumps(message))
         if message[0]:
             return

@@ -1,4 +1,4 @@
-"""Ranges of blocks: against every way there is, by hand, and on a model without memory."""
+"""Ranges of blocks for stages: the best of all splits, with the cost of embedding and head where they are."""
 
 import itertools
 import random
@@ -17,23 +17,23 @@ def loads(ranges, costs, entry, exit):
     return max(found)
 
 
-def every_way(blocks, stages):
+def every_split(blocks, stages):
     for inner in itertools.combinations(range(1, blocks), stages - 1):
         yield tuple(itertools.pairwise((0, *inner, blocks)))
 
 
-def test_the_best_of_all_ways():
+def test_even_out_finds_the_best_of_all_splits():
     draw = random.Random(0)
     for _ in range(150):
         blocks = draw.randint(1, 9)
         stages = draw.randint(1, blocks)
         costs = [draw.randint(1, 9) for _ in range(blocks)]
         entry, exit = draw.choice([0, 5, 20]), draw.choice([0, 5, 30])
-        best = min(loads(ranges, costs, entry, exit) for ranges in every_way(blocks, stages))
+        best = min(loads(ranges, costs, entry, exit) for ranges in every_split(blocks, stages))
         assert loads(even_out(costs, stages, entry, exit), costs, entry, exit) == best
 
 
-def test_embedding_and_head_weigh_where_they_are():
+def test_embedding_and_head_count_on_their_own_stages():
     model = gpt2(blocks=6, words=300)  # an embedding of 2400 parameters beside blocks of 872
     assert choose_ranges(model, 2) == ((0, 3), (3, 6))
     assert choose_ranges(model, 3) == ((0, 1), (1, 5), (5, 6))

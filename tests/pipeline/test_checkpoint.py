@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: whole or not at all, whoever fails; and weights that any number of stages can read."""
+"""Checkpoints of a pipeline are complete even if a process fails, and any number of stages can read the weights."""
 
 import io
 from contextlib import redirect_stderr
@@ -27,7 +27,7 @@ def own(rank: int, step: int) -> dict[str, Any]:
 
 
 def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Everything in one start of four processes; returns what this one saw."""
+    """Run all checks in one start of four processes; return what this one observed."""
     ranks = Ranks(STAGES)
     path = Path(folder) / "checkpoint.pt"
     seen: dict[str, Any] = {}
@@ -49,9 +49,9 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
             content = harmed.read_bytes()
             harmed.write_bytes(content[:-1])
         ranks.barrier()
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as stderr:
             _, newest = load_newest(path, partial(checkpoint.load, ranks=ranks, device=CPU), ranks)
-        seen[f"newest without {harmed and harmed.name[:5]}"] = newest["step"], told.getvalue().count("warning: ")
+        seen[f"newest without {harmed and harmed.name[:5]}"] = newest["step"], stderr.getvalue().count("warning: ")
         ranks.barrier()
         if rank == 1 and harmed:
             harmed.write_bytes(content)
@@ -100,14 +100,14 @@ def test_two_checkpoints_are_kept_and_the_key_is_in_no_stages_file(ran):
         assert not seen["key in a stage's file"]
 
 
-def test_one_file_that_is_altered_takes_all_stages_back_to_the_one_before_and_the_main_process_says_so(ran):
+def test_an_altered_file_takes_all_stages_back_to_the_previous_checkpoint(ran):
     for rank, seen in enumerate(ran[1]):
         assert seen["newest without None"] == (3, 0)
         assert seen["newest without stage"] == seen["newest without check"] == (0, rank == 0)
 
 
 @pytest.mark.parametrize("place", ["stage-1.pt", "checkpoint.pt"])
-def test_when_one_cannot_write_all_say_so_and_the_last_checkpoint_stands(ran, place):
+def test_a_failed_write_is_raised_by_all_and_keeps_the_last_checkpoint(ran, place):
     for seen in ran[1]:
         assert seen[f"full at {place}"] == "the disk is full: make room."
         assert seen[f"after full at {place}"] == seen["after 3"]
@@ -126,7 +126,7 @@ def test_any_number_of_stages_reads_the_weights(ran, name, stages):
         assert all(torch.equal(tensor, truth[stage.names()[own]]) for own, tensor in stage.state_dict().items())
 
 
-def test_a_small_model_is_also_one_file_as_any_task_leaves_it(ran):
+def test_a_small_model_is_also_written_as_one_file(ran):
     truth = make_model(Case()).state_dict()
     written = load_checkpoint(ran[0] / "model.pt")
     assert written.keys() == truth.keys()
@@ -142,7 +142,7 @@ def test_weights_of_another_model_are_refused(ran):
 
 
 class Alone:
-    """As much of `Ranks` as reading needs."""
+    """The part of `Ranks` that reading needs."""
 
     replica, stage, stages = 0, 0, 2
 

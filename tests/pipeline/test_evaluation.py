@@ -1,4 +1,4 @@
-"""Tasks in float64, their models cut into two stages: the metrics of the whole model, on every process."""
+"""Evaluation on two stages gives every process the metrics of the whole model, in float64."""
 
 import numpy as np
 import pytest

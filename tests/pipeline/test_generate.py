@@ -1,4 +1,4 @@
-"""Tiny models over single characters, cut into three stages: they write what the whole model writes."""
+"""Tiny models over single characters generate the same text on three stages as on one process."""
 
 import warnings
 
@@ -64,7 +64,7 @@ def settings_of(changes):
 
 
 def on_stages(rank, world):
-    """Texts by family and settings; then what goes wrong, and what is left behind."""
+    """Texts by family and settings, the state of the process afterwards, and an error."""
     tokenizer = make_tokenizer()
     prompts = tokenizer(PROMPTS).input_ids
     found = {}
@@ -116,11 +116,11 @@ def test_stages_write_what_the_whole_model_writes(found, expected, family, numbe
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_stages_are_as_before(found, family):
+def test_generation_leaves_modes_and_generators_unchanged(found, family):
     assert [rank[family, "left"] for rank in found] == [(True, True, True)] * 3
 
 
-def test_a_users_mistake_is_told_by_all(found):
+def test_a_user_error_is_raised_on_every_stage(found):
     for rank in found:
         kind, message = rank["too long"]
         assert kind == "UserError"
@@ -131,7 +131,7 @@ def test_some_of_the_processes_may_be_a_pipeline(found, expected):
     assert [rank.get("pair") for rank in found] == [None, expected["gpt2", 1], expected["gpt2", 1]]
 
 
-def test_one_stage_alone(expected, caplog):
+def test_one_stage_writes_what_the_whole_model_writes(expected, caplog):
     tokenizer = make_tokenizer()
     prompts = tokenizer(PROMPTS).input_ids
     stage = cut(make_model("gpt2"), ((0, 4),), 0)
@@ -140,4 +140,4 @@ def test_one_stage_alone(expected, caplog):
     )
     with pytest.raises(UserError, match="A prompt has 0 tokens"):
         generate_on_stages(StageLink(stage, CPU), tokenizer, [[]], settings_of({}))
-    assert not caplog.records, "transformers has nothing to complain about"
+    assert not caplog.records, "transformers logs no warning"

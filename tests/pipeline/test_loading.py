@@ -1,4 +1,4 @@
-"""A stage filled from files is the stage that the whole model would be cut into, and reads nothing else."""
+"""A stage loaded from files equals the stage cut from the whole model, and reads nothing else."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from groupwise.pipeline.loading import load_stage
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.torchvision_import import import_torchvision
 
-import_torchvision()  # before transformers, which falls without it
+import_torchvision()  # before transformers, whose import fails otherwise
 CPU = torch.device("cpu")
 BLOCKS = 4
 SHAPES = {
@@ -74,7 +74,7 @@ def loaded(settings, tokenizer, index, stages=3, seed=5, **options):
 
 
 def cut_whole(settings, tokenizer, index, adapters=None, stages=3):
-    """The ordinary way; with the given adapters."""
+    """The stage cut from the whole model, with the given adapters."""
     model = choose_trainable(load_causal(settings, tokenizer), settings)
     stage = cut(model, choose_ranges(model, stages, by_hand=[1, 2, 1] if stages == 3 else ()), index)
     stage.load_state_dict({k: v for k, v in (adapters or {}).items() if ".lora_" in k}, strict=False)
@@ -114,7 +114,7 @@ def read(monkeypatch):
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("shards", ["one file", "shards"])
-def test_a_stage_is_that_of_the_whole_model_and_reads_nothing_else(kind, shards, folders, tokenizer, read):
+def test_a_stage_equals_that_of_the_whole_model_and_reads_nothing_else(kind, shards, folders, tokenizer, read):
     settings = lora(kind, folders[kind, shards])
     for index in range(3):
         read.clear()
@@ -134,7 +134,7 @@ def test_a_stage_is_that_of_the_whole_model_and_reads_nothing_else(kind, shards,
     torch.testing.assert_close(x, whole.hidden(ids, **kwargs))
 
 
-def test_adapters_start_as_peft_starts_them_whatever_the_number_of_stages(folders, tokenizer):
+def test_adapters_are_initialised_as_by_peft_for_any_number_of_stages(folders, tokenizer):
     settings = lora("gpt2", folders["gpt2", "shards"])
     found = {}
     for stages in (1, 3):
@@ -155,7 +155,7 @@ def test_adapters_start_as_peft_starts_them_whatever_the_number_of_stages(folder
     assert not torch.equal(next(p for n, p in other.named_parameters() if "lora_A" in n), starts[0])
 
 
-def test_frozen_weights_of_half_precision(folders, tokenizer):
+def test_frozen_weights_may_have_half_precision(folders, tokenizer):
     settings = lora("gpt2", folders["gpt2", "one file"], frozen_dtype="bfloat16")
     for index in range(3):
         stage = loaded(settings, tokenizer, index)
@@ -174,7 +174,7 @@ def test_all_weights_can_train_where_the_head_is_untied(folders, tokenizer):
         loaded(tied, tokenizer, 0)
 
 
-def test_names_without_the_first_part_are_found(folders, tokenizer, tmp_path):
+def test_tensor_names_without_the_models_prefix_are_found(folders, tokenizer, tmp_path):
     from safetensors.torch import load_file, save_file
 
     source = folders["gpt2", "one file"]
@@ -186,7 +186,7 @@ def test_names_without_the_first_part_are_found(folders, tokenizer, tmp_path):
         assert_equal(found, loaded(lora("gpt2", source), tokenizer, index))
 
 
-def test_a_folder_that_lacks_something_is_refused(folders, tokenizer, tmp_path):
+def test_an_incomplete_folder_is_refused(folders, tokenizer, tmp_path):
     source = folders["gpt2", "shards"]
     settings = ModelConfig(source=str(tmp_path), untie=True)
     config = json.loads((source / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Masks on a pipeline, one stage of it: the same in the passes of one microbatch, secret, and others for the next."""
+"""Dropout masks of a pipeline stage are the same in all passes of a microbatch, and depend on the step."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ BATCH = np.arange(6)
 
 
 def gradients(grouping: str = "device", rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
-    """Clipped sums of one step of dropout, whatever the default generator was."""
+    """Clipped sums of one step with dropout, for any state of the default generator."""
     case = Case(stages=1, grouping=grouping, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Ranks(), (tuple(BATCH),))
     trainer.private.engine.set_thresholds(0.01)
@@ -25,17 +25,17 @@ def expected():
     return gradients()
 
 
-def test_masks_follow_the_step(expected):
+def test_masks_depend_on_the_step(expected):
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(gradients(step=1), expected, strict=True))
 
 
-def test_a_block_that_runs_again_in_the_backward_pass_has_the_masks_of_the_forward_pass(expected):
+def test_a_rematerialised_block_has_the_masks_of_its_forward_pass(expected):
     for found, once in zip(gradients(rematerialize=True), expected, strict=True):
         torch.testing.assert_close(found, once, rtol=0, atol=1e-13)
 
 
-def test_both_passes_of_flat_clipping_have_the_same_masks_and_those_of_one_pass(expected):
+def test_both_passes_of_flat_clipping_have_the_masks_of_one_pass(expected):
     """One stage is one group: per-device clipping in one pass is flat clipping in two."""
     for found, once in zip(gradients("flat"), expected, strict=True):
         torch.testing.assert_close(found, once, rtol=0, atol=1e-13)

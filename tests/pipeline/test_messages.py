@@ -1,4 +1,4 @@
-"""Nothing is exchanged for clipping or noise: message by message, a private step sends what a non-private one does."""
+"""Clipping and noise need no messages: a private step sends exactly the messages of a non-private one."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ Messages = Counter[tuple[str, int, int]]
 
 @contextmanager
 def counted() -> Iterator[Messages]:
-    """Every message that this process sends or receives inside, at the one door that all of torch goes through."""
+    """Count the messages that this process sends and receives, all of which go through `ProcessGroup`."""
     seen: Messages = Counter()
     before = {name: vars(dist.ProcessGroup)[name] for name in CALLS}
 
@@ -46,7 +46,7 @@ def counted() -> Iterator[Messages]:
 
 
 def steps(case: Case, ranks: Ranks) -> list[Messages]:
-    """What each step sends and receives, the sum for the log and the flags at its end apart."""
+    """The messages of each step, without the sum of metrics and flags at its end."""
     trainer: PipelineTrainer = make_trainer(case, ranks)
     found = []
     for step in range(len(BATCHES)):
@@ -78,7 +78,7 @@ def test_private_steps_send_exactly_what_non_private_ones_do():
         for step, batch in enumerate(BATCHES):
             count = -(-len(batch) // MICROBATCH)
             kinds = Counter(call for call, *_ in plain[step].elements())
-            asked = 1 if batch else 0  # whether all stages know their shapes, which torch asks before a step
+            asked = 1 if batch else 0  # torch exchanges before a step whether all stages know their shapes
             assert kinds == Counter({"send": count + asked, "recv": count + asked}) - Counter()
             twice = Counter({message: 2 * often for message, often in plain[step].items()})
             norms = Counter({("allreduce", 1, 8 * count * MICROBATCH): asked})

@@ -1,4 +1,4 @@
-"""Noise on a pipeline, in law: its scale on each stage, independence between stages, one budget for all of them."""
+"""Noise on a pipeline: its distribution on each stage, independence between stages, and one budget for all."""
 
 import math
 
@@ -24,12 +24,12 @@ def noise_of(case: Case, ranks: Ranks, groups: int | None = None) -> tuple[np.nd
         trainer.private.thresholds = FixedThresholds([THRESHOLDS[ranks.stage]] * len(trainer.private.engine.groups))
     if groups is not None:
         object.__setattr__(trainer.private.plan, "num_groups", groups)
-    drawn, thresholds, told = [], [], 0.0
+    drawn, thresholds, reported = [], [], 0.0
     for step in range(DRAWS):
         thresholds.append(trainer.private.thresholds.clip_thresholds.tolist())
-        told = trainer.report(ranks.agree(*trainer.step(step)))["noise_norm"]
+        reported = trainer.report(ranks.agree(*trainer.step(step)))["noise_norm"]
         drawn.append(np.concatenate([p.grad.flatten().numpy() for p in trainer.runner.stage.parameters()]))
-    return np.array(drawn), thresholds, told
+    return np.array(drawn), thresholds, reported
 
 
 def on_four_processes(rank: int, world: int) -> dict:
@@ -53,12 +53,12 @@ def drawn():
 
 
 def one_budget(stds: list[float], thresholds: tuple[float, ...]) -> bool:
-    """Σ_k (C_k/std_k)² = 1/σ², from stds on the sums that were measured on thousands of draws."""
+    """Whether Σ_k (C_k/std_k)² = 1/σ², for stds of the sums that were measured on thousands of draws."""
     spent = sum((c / std) ** 2 for c, std in zip(thresholds, stds, strict=True))
     return math.isclose(spent, 1 / SIGMA**2, rel_tol=0.03)
 
 
-def test_each_stage_draws_its_own_law_and_all_share_one_budget(drawn):
+def test_each_stage_has_noise_of_its_own_scale_and_all_share_one_budget(drawn):
     stages = [noise for noise, _, _ in drawn["device"][:2]]
     stds = [SIGMA * math.sqrt(2) * c for c in THRESHOLDS]
     for noise, std in zip(stages, stds, strict=True):
@@ -66,7 +66,7 @@ def test_each_stage_draws_its_own_law_and_all_share_one_budget(drawn):
         assert stats.kstest(noise.flatten(), "norm", args=(0, std / EXPECTED)).pvalue > 1e-3
     assert one_budget([noise.std() * EXPECTED for noise in stages], THRESHOLDS)
     norm = math.sqrt(sum(std**2 * noise.shape[1] for std, noise in zip(stds, stages, strict=True))) / EXPECTED
-    assert all(told == pytest.approx(norm) for _, _, told in drawn["device"])
+    assert all(reported == pytest.approx(norm) for _, _, reported in drawn["device"])
 
 
 def test_noise_without_the_root_of_the_number_of_stages_is_caught(drawn):
@@ -85,7 +85,7 @@ def test_stages_and_steps_are_independent_and_replicas_equal(drawn):
             assert abs(np.corrcoef(one.flatten(), other.flatten())[0, 1]) < 5 / math.sqrt(one.size)
 
 
-def test_each_stage_moves_its_threshold_by_noise_of_its_own(drawn):
+def test_each_stage_moves_its_threshold_by_independent_noise(drawn):
     logs = [np.log(np.array(thresholds)[:, 0]) for _, thresholds, _ in drawn["adaptive"]]
     moves = [np.diff(log) for log in logs]
     std = STEP * SIGMA * math.sqrt(2 / (4 * 0.1)) / EXPECTED  # η·σ_b/B with σ_b = σ√(K/4r)
@@ -96,7 +96,7 @@ def test_each_stage_moves_its_threshold_by_noise_of_its_own(drawn):
     assert not np.allclose(moves[0], moves[1])
 
 
-def test_one_group_over_all_stages_has_one_threshold_and_its_whole_noise_everywhere(drawn):
+def test_one_group_over_all_stages_has_one_threshold_and_one_noise_scale(drawn):
     found = drawn["flat"]
     assert all(thresholds == found[0][1] for _, thresholds, _ in found)
     scale = SIGMA / math.sqrt(1 - 0.1) / EXPECTED  # σ_new
@@ -104,7 +104,7 @@ def test_one_group_over_all_stages_has_one_threshold_and_its_whole_noise_everywh
         assert stats.kstest((noise / np.array(thresholds)).flatten(), "norm", args=(0, scale)).pvalue > 1e-3
 
 
-def test_a_stage_noise_is_as_secret_as_the_run_and_tells_nothing_of_its_key():
+def test_the_noise_key_of_a_stage_is_as_secret_as_the_runs_and_differs_from_it():
     noise = NoiseSource.fresh()
     keys = {noise.key, *(stage_noise(noise, stage).key for stage in range(4))}
     assert len(keys) == 5 and stage_noise(noise, 0).is_secret

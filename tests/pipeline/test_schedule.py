@@ -1,4 +1,4 @@
-"""What a step of a pipeline runs, and nothing more; what it keeps, and what it refuses."""
+"""The step of a pipeline: its passes, buffers and losses, examples that are left out, and errors."""
 
 import gc
 from collections import Counter
@@ -31,29 +31,29 @@ def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come():
 
 
 def drawn(trainer: PipelineTrainer, size: int, least: int = 1) -> list[Microbatch]:
-    """The microbatches of the first step, its examples as they are numbered."""
+    """The microbatches of the first step, with its examples in order."""
     return trainer.private.sums.feed.microbatches(trainer.private.sampler.indices(0), size, least)
 
 
 def on_two_stages(rank: int, world: int) -> dict:
-    """All that is looked at on two processes."""
+    """The results of all checks on two processes, by name."""
     ranks = Ranks(2)
     checks = (passes, buffers, losses, same_dropout, left_out)
     return {check.__name__: check(ranks) for check in checks}
 
 
 def passes(ranks: Ranks) -> dict:
-    """How often a block runs forward, and its output gets a gradient, in the first two steps that have examples."""
+    """How often the stage runs forward and backward, and a block forward, in the two steps that have examples."""
     found = {}
     for again in (False, True):
         trainer = make_trainer(Case(rematerialize=again), ranks)
         seen = Counter()
 
-        def look(_, __, output, seen=seen):
+        def count(_, __, output, seen=seen):
             seen["forward"] += 1
             output.register_hook(lambda _: seen.update(["backward"]))
 
-        trainer.runner.stage.register_forward_hook(look)
+        trainer.runner.stage.register_forward_hook(count)
         block = next(m for m in trainer.runner.stage.modules() if type(m).__name__ == "GPT2MLP")
         block.register_forward_pre_hook(lambda *_, seen=seen: seen.update(["block"]))
         steps = []
@@ -69,7 +69,7 @@ def passes(ranks: Ranks) -> dict:
 
 
 def buffers(ranks: Ranks) -> tuple:
-    """Receive buffers of six microbatches, and stages that outlive their step; without the garbage collector."""
+    """Numbers of microbatches, of receive buffers, and of stages that outlive their step without the collector."""
     trainer = make_trainer(Case(), ranks)
     microbatches = drawn(trainer, 2)
     kept: list[int] = []
@@ -109,7 +109,7 @@ def same_dropout(ranks: Ranks) -> float:
 
 
 def left_out(ranks: Ranks) -> tuple:
-    """Flat and per device: sums with an example that is not a number, and without it."""
+    """Flat and per device: sums with an example whose gradient is NaN, and without it."""
     found = []
     for grouping in ("flat", "device"):
         both = []
@@ -134,7 +134,7 @@ def seen():
     return run_ranks(on_two_stages, 2)
 
 
-def test_what_two_stages_run_and_keep(seen):
+def test_two_stages_run_the_expected_passes_and_keep_few_buffers(seen):
     for rank, found in enumerate(seen):
         for again, steps in found["passes"].items():
             for count, step in zip(COUNTS, steps, strict=True):
@@ -153,7 +153,7 @@ def test_losses_come_from_the_last_stage_in_order_and_without_fillers(seen):
     assert len(none) == 0
 
 
-def test_both_passes_of_flat_clipping_drop_the_same_out(seen):
+def test_both_passes_of_flat_clipping_have_the_same_dropout(seen):
     assert sum(found["same_dropout"] for found in seen) ** 0.5 == pytest.approx(0.01, rel=1e-9)
 
 
@@ -165,7 +165,7 @@ def test_an_example_without_a_finite_norm_is_left_out_on_every_stage(seen):
                 torch.testing.assert_close(gradient, other, rtol=0, atol=1e-9)
 
 
-def test_what_goes_wrong_inside_a_pass_is_told_in_one_sentence():
+def test_an_error_inside_a_pass_is_one_sentence():
     trainer = make_trainer(Case(stages=1), Ranks())
     microbatches = drawn(trainer, MICROBATCH)
     errors = {"lower it": UserError("lower it"), "Stage 0 ran out of its device's memory": torch.OutOfMemoryError()}

@@ -1,4 +1,4 @@
-"""Stages one after the other are the whole model: losses, gradients, names, key-value caches; and what is refused."""
+"""Stages in sequence match the whole model in losses, gradients, names and key-value caches."""
 
 import copy
 
@@ -14,7 +14,7 @@ from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.torchvision_import import import_torchvision
 from groupwise.training.from_config import autocast
 
-import_torchvision()  # before transformers, which falls without it
+import_torchvision()  # before transformers, whose import fails otherwise
 WORDS, WIDTH, BLOCKS, LENGTH = 23, 8, 4, 8
 LIKE_LLAMA = {"intermediate_size": 12, "num_key_value_heads": 1}
 SHAPES = {  # besides those that all have: what makes each different from the others
@@ -29,7 +29,7 @@ SHAPES = {  # besides those that all have: what makes each different from the ot
     "gemma": LIKE_LLAMA | {"head_dim": 4},
     "gemma2": LIKE_LLAMA | {"head_dim": 4, "sliding_window": 4},
 }
-EAGER = ("gpt_neo", "gptj", "gemma2")  # know no other attention
+EAGER = ("gpt_neo", "gptj", "gemma2")  # support no other attention
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value"]}
 
 
@@ -119,7 +119,7 @@ def stages_of(model, count, **options):
 
 
 def chained(stages, first, kwargs):
-    """As a pipeline does it: each stage has its own graph, and only activations and their gradients go between."""
+    """Run stages as a pipeline does: each has its own graph, and passes on only activations and their gradients."""
     x, inputs, outputs = first, [], []
     for stage in stages:
         if not stage.first:
@@ -150,14 +150,14 @@ def assert_same(found, wanted, names, tolerance=1e-12):
 
 
 COUNTS = {case: (1 + i % 2, 3 + i % 2) for i, case in enumerate(CASES)}
-"""One of few and one of many stages; the fast tests try these alone."""
+"""A small and a large number of stages for each case, for the fast tests."""
 
 
 @pytest.mark.parametrize(
     ("case", "counts"),
     [*COUNTS.items(), *(pytest.param(case, tuple(range(1, BLOCKS + 1)), marks=pytest.mark.slow) for case in CASES)],
 )
-def test_stages_one_after_the_other_are_the_whole_model(case, counts):
+def test_stages_in_sequence_match_the_whole_model(case, counts):
     make, kind = CASES[case]
     model, (ids, kwargs) = make(kind), texts()
     wanted = expected(model, ids, kwargs)
@@ -168,7 +168,7 @@ def test_stages_one_after_the_other_are_the_whole_model(case, counts):
 
 
 @pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16])
-def test_stages_in_half_precision_are_the_whole_model_to_the_last_bit(frozen):
+def test_stages_in_half_precision_match_the_whole_model_bit_for_bit(frozen):
     precision = autocast("bfloat16", torch.device("cpu"))
     model, (ids, kwargs) = with_adapters("gpt2", dtype=frozen), texts()
     assert stages_of(model, 2)[0].dtype is frozen
@@ -228,7 +228,7 @@ def test_a_stage_where_nothing_trains_is_refused():
         cut(model, ((0, 2), (2, 4)), 1)
 
 
-def test_a_model_that_is_not_known_is_refused():
+def test_an_unknown_model_is_refused():
     import transformers
 
     config = transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=WORDS)

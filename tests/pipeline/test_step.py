@@ -1,4 +1,4 @@
-"""Three steps of a pipeline against the plainest reference: a loop over single examples, clipped stage by stage."""
+"""Three steps of a pipeline match a float64 loop over single examples, clipped stage by stage."""
 
 import math
 import re
@@ -32,11 +32,11 @@ PRODUCT = [
     for stages, model, policy, again in product((2, 4), ("gpt2", "lora"), ("fixed", "adaptive"), (False, True))
 ]
 FIRST = {"gpt2": (2, "fixed", False), "lora": (2, "adaptive", True)}
-"""Of each model; with what differs from it in all three, every pair of values stands in some case."""
+"""One fast case of each model. The cases that differ from it in all three settings are fast too: all pairs occur."""
 
 
 def of_pairs(case: Case) -> bool:
-    """Whether a case is one of the few that hold every pair; the rest of `PRODUCT` takes its turn with the slow."""
+    """Whether a case is one of those that cover every pair of settings; the others of `PRODUCT` are slow."""
     own = (case.stages, case.policy, case.rematerialize)
     return len({value == first for value, first in zip(own, FIRST[case.model], strict=True)}) == 1
 
@@ -62,7 +62,7 @@ REPLICATED = [Case(grouping=grouping, policy="adaptive") for grouping in ("devic
 
 
 def run_cases(rank: int, world: int, by_stages: dict[int, list[Case]]) -> list[tuple[dict[str, Tensor], list, list]]:
-    """What each case leaves on this process: parameters by their names in the whole model, thresholds, reports."""
+    """The results of each case on this process: parameters by their names in the whole model, thresholds, reports."""
     found = []
     for stages, cases in by_stages.items():
         ranks = Ranks(stages)
@@ -139,7 +139,7 @@ def _loss(case: Case, model: nn.Module, example: int) -> Tensor:
 
 
 def _plain(case: Case) -> Case:
-    """What the reference depends on."""
+    """The settings that the reference depends on."""
     return Case(case.model, case.stages, grouping=case.grouping, policy=case.policy)
 
 
@@ -154,8 +154,8 @@ def _check(case: Case, ranks: list) -> None:
     if case.grouping != "none":
         found = [number for _, own, _ in (ranks[:1] if case.grouping == "flat" else ranks) for number in own]
         assert sorted(found) == pytest.approx(sorted(thresholds), rel=1e-9)
-    for _, _, told in ranks:
-        for report, expected in zip(told, reports, strict=True):
+    for _, _, reported in ranks:
+        for report, expected in zip(reported, reports, strict=True):
             for key in expected if case.grouping != "none" else ("nonprivate/loss",):
                 assert report[key] == pytest.approx(expected[key], abs=1e-9), (case, key)
 
@@ -172,14 +172,14 @@ def test_three_steps_on_four_processes_equal_the_loop_over_single_examples():
     for case, *ranks in zip(cases, *(own[: len(cases)] for own in found), strict=True):
         _check(case, ranks)
     for case, *ranks in zip(REPLICATED, *(own[len(cases) :] for own in found), strict=True):
-        _check(case, ranks[:2])  # the other replica holds the very same weights
+        _check(case, ranks[:2])  # the other replica has the same weights
         for own, other in zip(ranks[:2], ranks[2:], strict=True):
             assert all(torch.equal(weight, other[0][name]) for name, weight in own[0].items()), case
 
 
-@pytest.mark.slow  # what the pairs leave out
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
-def test_so_does_every_other_model_schedule_and_policy(stages):
+def test_three_steps_of_all_other_cases_equal_the_loop_over_single_examples(stages):
     cases = [case for case in PRODUCT if case.stages == stages and not of_pairs(case)]
     for case, *ranks in zip(cases, *run_ranks(run_cases, stages, {stages: cases}), strict=True):
         _check(case, ranks)

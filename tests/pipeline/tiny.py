@@ -32,7 +32,7 @@ BATCHES: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3, 5, 7, 9, 10, 12, 14, 15), (
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a pipeline."""
+    """The settings of one run of a pipeline."""
 
     model: str = "gpt2"
     stages: int = 2
@@ -82,14 +82,14 @@ def make_model(case: Case) -> nn.Module:
 
 
 class Given(Trained):
-    """A model and nothing else; data come from a feed."""
+    """A task that only has a model, as the data come from a feed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.train_size = model, EXAMPLES
 
 
 def make_trainer(case: Case, ranks: Ranks, batches=BATCHES) -> PipelineTrainer:
-    """This process's part of a run; alone, a pipeline of one stage."""
+    """The trainer of this process's stage; with one process, of a pipeline of one stage."""
     model = make_model(case)
     stage = cut(model, choose_ranges(model, case.stages), ranks.stage, rematerialize=case.rematerialize)
     device = torch.device("cpu")

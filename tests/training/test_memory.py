@@ -226,7 +226,7 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is output by glibc's mallopt")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt needs glibc")
 def test_keep_freed_blocks_avoids_page_faults(tmp_path: Path):
     script = tmp_path / "faults.py"
     script.write_text(FAULTS)
@@ -262,7 +262,7 @@ print(grown, held() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is output by glibc's mallopt")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt needs glibc")
 def test_return_freed_memory_returns_gaps_between_blocks(tmp_path: Path):
     script = tmp_path / "growth.py"
     script.write_text(GROWTH)
