@@ -1,4 +1,4 @@
-"""The pipeline's own code on tensors that do not exist: its bytes are those of the same code on real ones."""
+"""The footprint of the pipeline's code on fake tensors matches the memory that the same code takes on real ones."""
 
 from dataclasses import replace
 from functools import cache
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from benchmarks.meters import peak_bytes
-from groupwise.planner import footprint as imagining
+from groupwise.planner import footprint as module
 from groupwise.planner.footprint import Kind, Passes, Work, cut_out, inputs
 
 MIDDLE = Kind(2, False, False)
-footprint = cache(imagining.footprint)  # several tests look at one
+footprint = cache(module.footprint)  # several tests use the same one
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def work():
     return Work(GPT2Config(**sizes, **quiet), microbatch=4, length=24, rank=4, rematerialize=False)
 
 
-def test_weights_adapters_and_messages_by_hand(work):
+def test_bytes_of_weights_adapters_and_messages_match_a_count_by_hand(work):
     found = footprint(work, MIDDLE, "device")
     block = 12 * 32 * 32 + 13 * 32
     assert found.frozen == 2 * 4 * block
@@ -35,7 +35,7 @@ def test_weights_adapters_and_messages_by_hand(work):
     assert last.frozen == found.frozen + 4 * (50 * 32 + 2 * 32)
 
 
-def test_operations_by_hand(work):
+def test_numbers_of_operations_match_a_count_by_hand(work):
     """Products with the weights, two operations each; attention; LoRA. Backward: no gradients of frozen weights."""
     found = footprint(work, MIDDLE, "none")
     tokens, weights = 4 * 24, 12 * 32 * 32
@@ -46,7 +46,7 @@ def test_operations_by_hand(work):
     assert extra == found.forward_operations - 2 * (2 * tokens * 4 * 32 * 32)  # no block's last product is needed again
 
 
-def test_rematerialisation_keeps_the_inputs_of_blocks_alone(work):
+def test_rematerialisation_stores_only_the_inputs_of_blocks(work):
     kept, again = (footprint(replace(work, rematerialize=flag), MIDDLE, "device") for flag in (False, True))
     assert again.stored <= 4 * again.sent < kept.stored
     assert again.backward > kept.backward
@@ -71,7 +71,7 @@ def test_rematerialisation_keeps_the_inputs_of_blocks_alone(work):
         pytest.param("device", True, Kind(2, False, True), marks=pytest.mark.slow),
     ],
 )
-def test_imagined_bytes_are_measured_bytes(work, name, rematerialize, kind):
+def test_predicted_bytes_match_measured_bytes(work, name, rematerialize, kind):
     work = replace(work, rematerialize=rematerialize)
     found = footprint(work, kind, name)
 

@@ -45,7 +45,7 @@ def test_the_update_may_be_the_fullest_moment():
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 4), (16, 128)])
-def test_even_stages_wait_for_the_fraction_that_the_formula_says(stages, microbatches):
+def test_even_stages_have_the_bubble_fraction_of_the_formula(stages, microbatches):
     seconds = duration(microbatches, [1.0] * stages, [2.0] * stages, 0.0)
     assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
     assert 1 - 3.0 * microbatches / seconds == pytest.approx(bubble_fraction(stages, microbatches))
@@ -55,4 +55,4 @@ def test_the_slowest_stage_and_the_messages_count():
     """Two stages, one microbatch: F0, message, F1, B1, message, B0."""
     assert duration(1, [1.0, 2.0], [3.0, 4.0], 0.5) == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 3)
     long = duration(100, [1.0, 2.0], [1.0, 2.0], 0.0)
-    assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage never waits, but before and after
+    assert long == pytest.approx(100 * 4.0 + 2.0)  # the slow stage only waits at the beginning and at the end

@@ -46,11 +46,11 @@ def test_values_are_read_by_type():
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(argument, message, capsys):
     assert main([argument]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and re.search(message, said)
+    output = capsys.readouterr().err
+    assert output.startswith("error: ") and output.count("\n") == 1 and re.search(message, output)
 
 
 def test_help_names_every_key(capsys):
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert "devices=16" in said and all(f"  {key}=" in said for key in vars(PlanOptions()))
+    output = capsys.readouterr().out
+    assert "devices=16" in output and all(f"  {key}=" in output for key in vars(PlanOptions()))

@@ -1,4 +1,4 @@
-"""Whole plans for a tiny model: what fits, what does not and why, and what grows with what."""
+"""Plans for a tiny model: the chosen ranges and microbatch, what fits into memory, and what is refused."""
 
 import re
 from dataclasses import replace
@@ -12,7 +12,7 @@ from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
 
 SETTINGS = ["devices=2", "length=32", "batch=4", "examples=40", "rank=4", "dtype=float32", "microbatch=1"]
-"""As `options` has them."""
+"""The same settings as in `options`."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def estimate(options):
 
 @pytest.fixture
 def changed(options, estimate):
-    """An estimate that differs in what it makes of footprints, and not in these."""
+    """Makes an estimate with changed options that shares the footprints of `estimate`."""
 
     def make(**changes):
         other = Estimate(replace(options, **changes))
@@ -86,7 +86,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
         ({"length": 65}, "length=65 is more than the 64 positions"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused(options, change, message):
+def test_more_devices_or_positions_than_the_model_has_are_refused(options, change, message):
     with pytest.raises(UserError, match=message):
         make_plan(Estimate(replace(options, **change)))
 
@@ -94,13 +94,13 @@ def test_what_the_model_does_not_have_is_refused(options, change, message):
 def test_the_command_prints_a_plan(folder, estimate, capsys, monkeypatch):
     monkeypatch.setattr("groupwise.planner.estimate.footprint", estimate.imagined)  # of the same model and options
     assert main([f"model={folder}", *SETTINGS]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"bubble 20\.0%", said)  # 1/(4 + 1)
-    assert "per-device clipping" in said and "flat clipping in two passes" in said
-    assert "Recommended: devices=2, microbatch=1" in said.splitlines()[-1]
+    output = capsys.readouterr().out
+    assert re.search(r"bubble 20\.0%", output)  # 1/(4 + 1)
+    assert "per-device clipping" in output and "flat clipping in two passes" in output
+    assert "Recommended: devices=2, microbatch=1" in output.splitlines()[-1]
 
 
-def test_a_model_that_trains_wholly_has_no_frozen_weights(folder):
+def test_a_model_without_adapters_has_no_frozen_weights(folder):
     plan = make_plan(Estimate(PlanOptions(folder, devices=2, length=16, batch=2, rank=0, dtype="float32")))
     assert plan.memory[0].weights == 0 < plan.memory[0].state
 
@@ -108,11 +108,11 @@ def test_a_model_that_trains_wholly_has_no_frozen_weights(folder):
 def test_a_model_that_does_not_fit_says_what_it_needs_and_ends_with_2(folder, estimate, capsys, monkeypatch):
     monkeypatch.setattr("groupwise.planner.estimate.footprint", estimate.imagined)
     assert main([f"model={folder}", *SETTINGS, "memory=1.0001"]) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"does not fit on 2 devices .*: stage \d needs .*; give more devices", said)
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert re.search(r"does not fit on 2 devices .*: stage \d needs .*; give more devices", output)
+    assert output.count("\n") == 1
 
 
-def test_stages_beyond_three_blocks_are_told_from_three(estimate):
+def test_footprints_of_more_than_three_blocks_are_extrapolated(estimate):
     kind = Kind(4, False, False)
     assert estimate.footprint(estimate.work, kind, "device") == estimate.imagined(estimate.work, kind, "device")

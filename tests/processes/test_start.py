@@ -1,4 +1,4 @@
-"""Processes of a run: all end together, whatever happens to one, and the person reads one sentence."""
+"""The processes of a run: all end if one of them fails or is stopped, and the user gets one error message."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def config_of(stages: int, ranks: int = 1, folder: Path | str = "results") -> Ru
     return config
 
 
-# --- what a process does here; the folder for results says what happened where ---
+# --- functions that the processes run, and that write files into the folder for results ---
 
 
 def _wait() -> None:
@@ -55,7 +55,7 @@ def breaks(config: RunConfig, place: Place) -> dict:
 
 
 def ended(number: int) -> bool:
-    """Has that process left, or is it waiting to be taken note of?"""
+    """Whether the process has ended, possibly as a zombie."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -83,7 +83,7 @@ def waits(config: RunConfig, place: Place) -> dict:
 
 
 def gone(folder: Path) -> bool:
-    """Have all processes that greeted left?"""
+    """Whether all processes that ran `greets` have ended."""
     ids = [int(file.read_text().split()[3]) for file in folder.iterdir()]
     return not any(Path(f"/proc/{number}").exists() for number in ids)
 
@@ -96,7 +96,7 @@ def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE", 1.0)
 
 
-def test_every_process_knows_its_place_and_only_the_main_one_is_heard(tmp_path, capfd):
+def test_every_process_knows_its_place_and_only_the_main_one_prints(tmp_path, capfd):
     assert spawn(config_of(2, 2, tmp_path), greets) == {"rank": 0}
     assert capfd.readouterr().out == "hello from 0\n"
     assert [(tmp_path / str(rank)).read_text().split()[:3] for rank in range(4)] == [
@@ -105,20 +105,20 @@ def test_every_process_knows_its_place_and_only_the_main_one_is_heard(tmp_path, 
     assert gone(tmp_path)
 
 
-def test_a_mistake_in_any_process_is_the_mistake_of_the_run(capfd):
+def test_a_user_error_in_any_process_is_raised(capfd):
     with pytest.raises(UserError, match="the file is not there"):
         spawn(config_of(2), errs)
     assert capfd.readouterr().err == ""
 
 
-def test_a_bug_shows_its_own_traceback_and_not_what_followed_from_it(tmp_path, capfd):
+def test_only_the_process_that_failed_first_shows_its_traceback(tmp_path, capfd):
     with pytest.raises(ProcessFailed, match=r"stage 1 failed, so all were stopped.*same command resumes"):
         spawn(config_of(2, folder=tmp_path), breaks)
-    told = capfd.readouterr().err
-    assert "RuntimeError: a bug" in told and "closed by a peer" not in told
+    errors = capfd.readouterr().err
+    assert "RuntimeError: a bug" in errors and "closed by a peer" not in errors
 
 
-def test_when_one_is_killed_all_end_even_those_that_do_not_listen(tmp_path, capfd):
+def test_when_one_is_killed_all_end_even_those_that_ignore_sigterm(tmp_path, capfd):
     with pytest.raises(ProcessFailed, match="stage 1 of replica 0 was killed by SIGKILL") as failed:
         spawn(config_of(2, 2, tmp_path), dies)
     assert "\n" not in str(failed.value)
@@ -127,7 +127,7 @@ def test_when_one_is_killed_all_end_even_those_that_do_not_listen(tmp_path, capf
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_who_is_asked_to_stop_asks_all(tmp_path, number, monkeypatch):
+def test_a_signal_to_stop_is_passed_on_to_all_processes(tmp_path, number, monkeypatch):
     monkeypatch.setattr(processes, "GRACE", PATIENCE)  # until they have written that they were asked
 
     def ask() -> None:
@@ -141,7 +141,7 @@ def test_who_is_asked_to_stop_asks_all(tmp_path, number, monkeypatch):
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["asked", "asked"]
 
 
-def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
+def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
     code = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
         "import test_start as t\n"
@@ -151,11 +151,11 @@ def test_processes_do_not_outlive_the_one_that_watches(tmp_path):
     (tmp_path / "out").mkdir()
     script = tmp_path / "watches.py"
     script.write_text(code)
-    attacker = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
+    parent = os.posix_spawn(sys.executable, [sys.executable, str(script)], dict(os.environ))
     until(lambda: sum(1 for file in (tmp_path / "out").iterdir() if file.read_text()) == 2, "both processes")
     started = [int(file.read_text().split()[3]) for file in (tmp_path / "out").iterdir()]
-    os.kill(attacker, signal.SIGKILL)
-    os.waitpid(attacker, 0)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
     until(lambda: all(ended(number) for number in started), "the end of both")
 
 
@@ -179,7 +179,7 @@ SRUN = {
 }
 
 
-def test_torchrun_and_srun_say_which_process_this_is():
+def test_the_place_of_a_process_is_read_from_torchrun_and_srun():
     place = find_place(config_of(4, 2), TORCHRUN)
     assert (place.rank, place.world, place.local, place.sharing, place.meeting) == (5, 8, 1, 4, "env://")
     place = find_place(config_of(4, 2), SRUN)
@@ -191,7 +191,7 @@ def test_torchrun_and_srun_say_which_process_this_is():
 @pytest.mark.parametrize(
     "environment", [{}, SRUN | {"SLURM_NTASKS": "1"}, {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}]
 )
-def test_nobody_else_started_several(environment):
+def test_there_is_no_place_unless_a_launcher_started_several_processes(environment):
     assert find_place(config_of(4, 2), environment) is None
 
 
@@ -221,7 +221,7 @@ def test_another_number_of_processes_is_refused_once(environment):
 @pytest.mark.parametrize(
     ("nodes", "host"), [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],login", "gpu03"), ("r[1-2]n[10,12]", "r1n10")]
 )
-def test_the_first_of_slurms_machines_is_where_all_meet(nodes, host):
+def test_the_first_host_is_read_from_slurms_list_of_nodes(nodes, host):
     assert first_host(nodes) == host
 
 

@@ -7,5 +7,5 @@ from tests.checked import verify_once
 
 @pytest.fixture(autouse=True)
 def _checked_once(monkeypatch):
-    """Runs of one model and mode are checked before training once a process: all would be told the same."""
+    """Run the check before training once in this process for each model and clipping mode."""
     monkeypatch.setattr("groupwise.build.verify", verify_once)

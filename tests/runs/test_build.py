@@ -1,4 +1,4 @@
-"""The examples that are looked at before training are of different kinds, the longest first, and never too many."""
+"""Before training, few examples of different lengths are traced, and fewer are checked if memory runs out."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from trust.planted_bugs.worst import Given
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 1000])
-def test_the_longest_the_shortest_and_some_between(size):
+def test_the_longest_the_shortest_and_some_examples_between_are_traced(size):
     order = np.random.default_rng(0).permutation(size)
     chosen = examples_to_trace(order)
     assert len(chosen) == len(set(chosen)) == min(size, 6) and set(chosen) <= set(order)
@@ -23,7 +23,7 @@ def test_the_longest_the_shortest_and_some_between(size):
 
 
 class Scarce(Given):
-    """Memory for `room` examples."""
+    """A task that runs out of memory with more than `room` examples."""
 
     room = 7
 
@@ -34,7 +34,7 @@ class Scarce(Given):
 
 
 @pytest.mark.parametrize(("room", "checked"), [(7, 4), (4, 2)])
-def test_what_does_not_fit_is_checked_with_fewer_examples_before_a_step_halves_it(room, checked, capsys):
+def test_the_check_and_then_a_step_take_fewer_examples_if_memory_runs_out(room, checked, capsys):
     task = Scarce(torch.randn(40, 1, 1, 4, dtype=torch.float64))
     task.room = room
     config = RunConfig(clip=ClipConfig(policy="fixed", rescale=False), train=TrainConfig(microbatch=32))

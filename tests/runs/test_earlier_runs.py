@@ -1,4 +1,4 @@
-"""What the weights that a run starts from have cost: budgets on the same data add up, and none is believed unknown."""
+"""The cost of starting weights: budgets on the same data add up, and weights of unknown data are not private."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ TEXT = ("task=sst2", "scale=smoke", "clip=fixed_layer", "optim=sgd", "model.pool
 
 
 def trained(results: Path, *overrides: str):
-    """A run of one step; returns its row and folder."""
+    """Run one step; return the row of results and the folder."""
     words = ["train.steps=1", f"paths.results={results}", *overrides]
     words = words if any(word.startswith("task=") for word in words) else ["task=cifar", "scale=smoke", *words]
     config = compose_run([*words, *(() if "clip=none" in words else PRIVATE)], ROOT / "conf")
@@ -83,13 +83,13 @@ def test_a_record_that_cannot_be_read_is_refused_before_anything_is_written(priv
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_exported_model_as_source_counts_as_its_run_does(tmp_path, capsys):
-    """Its budget is added whatever its data were."""
+def test_the_budget_of_an_exported_model_is_added(tmp_path, capsys):
+    """Whatever its data were."""
     trained(tmp_path, *TEXT, "clip=none", f"export={tmp_path / 'plain'}")
     trained(tmp_path, *TEXT, "seed=1", f"export={tmp_path / 'noised'}")
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'noised'}", "model.fresh=false")
     assert row["plan.private"] is True and row["plan.total_epsilon"] > row["plan.epsilon"]
     capsys.readouterr()
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false")
-    assert row["plan.private"] is True and "plan.total_epsilon" not in row, "the plain run's data were made up"
+    assert row["plan.private"] is True and "plan.total_epsilon" not in row, "the plain run's data were synthetic"
     assert "add nothing to the budget" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Language tasks through the whole program: every mode at scale=smoke, exports, prompts, and what is refused."""
+"""Whole runs of language tasks at scale=smoke: every clipping mode, in-context learning, and refused settings."""
 
 import json
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 @pytest.fixture(scope="module", autouse=True)
 def _by_rdp_alone():
-    """Epsilon knows nothing of tasks, and the runs on images have the usual accountant."""
+    """Epsilon does not depend on the task, and runs on images use the default accountant."""
     with rdp_alone():
         yield
 
 
 @pytest.fixture
 def little_text() -> Iterator[None]:
-    """A tenth of the made-up text, where nothing is to be learned from it."""
+    """A tenth of the synthetic text, for tests in which nothing is learned from it."""
     with made_up_once(TRAIN=200, VALID=40, REQUESTS=8):
         yield
 
@@ -76,8 +76,8 @@ def test_every_task_trains_in_every_mode(little_text, tmp_path, task, mode, caps
 
 
 @pytest.mark.parametrize("task", [pytest.param("mnli", marks=pytest.mark.slow), "e2e"])
-def test_flat_and_ghost_and_any_microbatch_are_the_same_run(little_text, tmp_path, task):
-    same = [
+def test_flat_and_ghost_clipping_give_the_same_loss_for_any_microbatch(little_text, tmp_path, task):
+    common = [
         "model.dropout=0",
         "model.attention_dropout=0",
         "debug.noise_seed=3",
@@ -91,14 +91,14 @@ def test_flat_and_ghost_and_any_microbatch_are_the_same_run(little_text, tmp_pat
         "eval.train_limit=4",
     ]
     losses = [
-        run(smoke(tmp_path, task, *same, mode, f"train.microbatch={size}"))["valid/loss"]
+        run(smoke(tmp_path, task, *common, mode, f"train.microbatch={size}"))["valid/loss"]
         for mode, size in (("clip=flat", 64), ("clip=flat", 3), ("clip=ghost", 5))
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
-def test_learning_is_real(tmp_path):
-    """The made-up sentiment is learned, without privacy, by a small model in seconds."""
+def test_the_synthetic_sentiment_is_learned(tmp_path):
+    """Without privacy, by a small model in seconds."""
     row = run(
         smoke(tmp_path, "sst2", "clip=none", "data.train_limit=1000", "train.steps=60", "optim.learning_rate=5e-3")
     )
@@ -111,7 +111,7 @@ def test_delta_and_batch_follow_the_number_of_examples(little_text, tmp_path):
     assert row["plan.expected_batch_size"] == 20  # a quarter
 
 
-def test_the_midi_model_starts_from_public_text_and_says_so(little_text, tmp_path, capsys):
+def test_the_midi_model_starts_from_public_text_which_is_reported(little_text, tmp_path, capsys):
     row = run(smoke(tmp_path, "e2e", "model=gpt2_midi", "train.steps=1", "eval.generate.limit=0"))
     assert row["plan.private"] is True and row["model.fresh"] is False
     vocabulary = "vocabulary from sgd_dialogues.txt.xz, webnlg2017-train.json"
@@ -119,16 +119,16 @@ def test_the_midi_model_starts_from_public_text_and_says_so(little_text, tmp_pat
     assert "Public in-domain text: vocabulary from sgd_dialogues" in capsys.readouterr().out
 
 
-def test_in_context_trains_nothing_and_says_that_it_is_not_private(little_text, tmp_path, capsys):
+def test_in_context_learning_trains_nothing_and_is_not_private(little_text, tmp_path, capsys):
     row = run(smoke(tmp_path, "samsum", "clip=none", "eval.shots=2", "eval.prompt_set=1"))
     assert row["plan.private"] is False and row["plan.steps"] == 0 and "test/rouge1" in row
     assert "NOT PRIVATE" in capsys.readouterr().out
     assert (folder_of(tmp_path) / "outputs-test.jsonl").exists()
 
 
-def test_lora_in_bfloat16_over_frozen_halves(little_text, tmp_path):
-    halves = ("train.precision=bfloat16", "model.frozen_dtype=bfloat16")
-    row = run(smoke(tmp_path, "samsum", "clip=flat", *halves, "train.steps=2", "eval.generate.limit=1"))
+def test_lora_trains_over_frozen_bfloat16_weights(little_text, tmp_path):
+    bfloat16 = ("train.precision=bfloat16", "model.frozen_dtype=bfloat16")
+    row = run(smoke(tmp_path, "samsum", "clip=flat", *bfloat16, "train.steps=2", "eval.generate.limit=1"))
     weights = torch.load(folder_of(tmp_path) / "model.pt", weights_only=True)
     kinds = {("lora" in name, value.dtype) for name, value in weights.items()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)} and row["test/rouge1"] >= 0
@@ -150,7 +150,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("task", "overrides", "words"), REFUSED)
-def test_a_mistake_is_one_sentence_and_nothing_is_written(little_text, tmp_path, monkeypatch, task, overrides, words):
+def test_mistakes_are_one_sentence_and_nothing_is_written(little_text, tmp_path, monkeypatch, task, overrides, words):
     data = tmp_path / "data"
     (data / "glue" / "QNLI").mkdir(parents=True)
     (data / "glue" / "QNLI" / "dev.tsv").write_text("index\tquestion\tsentence\tlabel\n0\ta?\tb\tentailment\n")

@@ -1,4 +1,4 @@
-"""Pipelines through the whole program: every mode at scale=smoke, what is refused, and what a kill or a stop leaves."""
+"""Whole runs of pipelines at scale=smoke: every clipping mode, refused settings, and resuming after a kill or stop."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("debug.noise_seed=1", "privacy.accountant=rdp")
-"""Batches that can be repeated, and the quick accountant: every process would find the same epsilon anew."""
+"""Seeded batches, and the quick accountant, because every process computes epsilon itself."""
 SILENT = "eval.generate.limit=0"
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", SILENT, "train.steps=3")
 CELLS: dict[str, tuple[str, ...]] = {
@@ -48,7 +48,7 @@ MISTAKES = {
 
 
 def smoke(folder: Path | str, *overrides: str) -> RunConfig:
-    """A run of two stages, whose batches can be repeated."""
+    """The configuration of a run of two stages, with seeded batches."""
     given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", *SAME, *overrides]
     return compose_run(given, ROOT / "conf")
 
@@ -60,7 +60,7 @@ def folder_of(results: Path) -> Path:
 
 @contextmanager
 def quickly() -> Iterator[None]:
-    """A tenth of the made-up text, for nothing is to be learned from it, and RDP alone."""
+    """A tenth of the synthetic text, as nothing is learned from it, and RDP alone."""
     with made_up_once(TRAIN=200, REQUESTS=8), rdp_alone():
         yield
 
@@ -72,7 +72,7 @@ def _quickly() -> Iterator[None]:
 
 
 def all_cells(results: Path, rank: int) -> None:
-    """Each cell and each mistake in the same two processes, one after the other; the first leaves the rows."""
+    """Each cell and each mistake in the same two processes, one after the other; the first writes the results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     rows: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_every_mode_trains_and_leaves_the_record_of_any_run(cells, name):
+def test_every_mode_trains_and_writes_a_complete_record(cells, name):
     results, rows = cells
     folder, row = folder_of(results / name), rows[name]
     assert (folder / "DONE").exists() and json.loads((folder / "result.json").read_text()) == row
@@ -119,7 +119,7 @@ def test_texts_are_generated_on_the_pipeline(cells):
     assert len(lines) == 4 and {"source", "output", "references"} == json.loads(lines[0]).keys()
 
 
-def test_a_stage_reads_its_weights_from_a_folder_and_they_are_those_of_the_model(cells):
+def test_a_stage_reads_the_models_weights_from_a_folder(cells):
     given = torch.load(folder_of(cells[0] / "from a folder") / "model.pt")
     source = load_file(ROOT / "pretrained" / "gpt2_mini" / "model.safetensors")
     name = "transformer.h.3.mlp.c_fc"
@@ -140,7 +140,7 @@ def test_each_stage_follows_its_own_quantile(cells):
 
 
 @pytest.mark.parametrize("name", AS_ONE_PROCESS)
-def test_flat_and_unclipped_pipelines_are_the_same_run_as_one_process(cells, tmp_path, name):
+def test_flat_and_unclipped_pipelines_match_one_process(cells, tmp_path, name):
     row = run(smoke(tmp_path, *CELLS[name], "pipeline.stages=1"))
     one, two = (torch.load(folder_of(results) / "model.pt") for results in (tmp_path, cells[0] / name))
     assert one.keys() == two.keys()
@@ -172,7 +172,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_that_the_processes_find_is_told_by_all(cells, name):
+def test_mistakes_that_the_processes_find_are_refused_and_write_nothing(cells, name):
     assert MISTAKES[name][1] in cells[1][name]
     assert not (cells[0] / name).exists()
 
@@ -191,10 +191,10 @@ def wait_for_steps(results: Path, steps: int) -> None:
     until(lambda: any(len(f.read_text().splitlines()) >= steps for f in files("runs/*/metrics.jsonl")), f"step {steps}")
 
 
-def sentences(told: str) -> list[str]:
-    """What stderr says besides its progress and the warning of a large delta."""
-    said = [line for line in told.splitlines() if line.strip()]
-    return [line for line in said if "step/s" not in line and not line.startswith("warning: delta")]
+def sentences(errors: str) -> list[str]:
+    """The lines of stderr, without progress and the warning of a large delta."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return [line for line in lines if "step/s" not in line and not line.startswith("warning: delta")]
 
 
 def weights(results: Path) -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def weights(results: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
+def test_a_run_resumes_to_the_same_bits_after_a_kill_and_after_a_stop(tmp_path):
     whole = start(tmp_path / "whole", *LONG)
     whole.communicate(timeout=PATIENCE)
     assert whole.returncode == 0
@@ -212,22 +212,22 @@ def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
     wait_for_steps(results, 3)
     stages = stages_of(killed)
     os.kill(stages[1], signal.SIGKILL)
-    _, told = killed.communicate(timeout=PATIENCE)
+    _, errors = killed.communicate(timeout=PATIENCE)
     assert killed.returncode == 1
-    [line] = sentences(told)
+    [line] = sentences(errors)
     assert line.startswith("error: the process of stage 1 was killed by SIGKILL")
     assert not any(Path(f"/proc/{stage}").exists() for stage in stages)
     assert not (folder_of(results) / "DONE").exists() and not (folder_of(results) / "result.json").exists()
     pointer = torch.load(folder_of(results) / "checkpoint.pt")
     for stage in range(2):
-        torch.load(folder_of(results) / pointer["folder"] / f"stage-{stage}.pt")  # whole
+        torch.load(folder_of(results) / pointer["folder"] / f"stage-{stage}.pt")  # complete
 
     stopped = start(results, *LONG)
     wait_for_steps(results, int(pointer["step"]) + 3)
     stopped.send_signal(signal.SIGTERM)
-    _, told = stopped.communicate(timeout=PATIENCE)
+    _, errors = stopped.communicate(timeout=PATIENCE)
     assert stopped.returncode == 130
-    [line] = sentences(told)
+    [line] = sentences(errors)
     assert line.startswith("interrupted")
 
     resumed = start(results, *LONG)
@@ -242,7 +242,7 @@ def test_after_a_kill_and_after_a_stop_a_run_goes_on_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_same_run_and_its_output_is_one_process_alone(tmp_path):
+def test_torchrun_starts_the_same_run_and_one_process_prints(tmp_path):
     plain = start(tmp_path / "plain", *CELLS["per_device"])
     plain.communicate(timeout=PATIENCE)
     assert plain.returncode == 0
@@ -263,7 +263,7 @@ def test_torchrun_starts_the_same_run_and_its_output_is_one_process_alone(tmp_pa
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_meet_and_tell_a_mistake_once(tmp_path):
+def test_tasks_of_srun_connect_and_print_a_mistake_once(tmp_path):
     task = {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_ID": "0",
@@ -282,8 +282,8 @@ def test_tasks_of_srun_meet_and_tell_a_mistake_once(tmp_path):
         )
         for number in "01"
     ]
-    told = [process.communicate(timeout=PATIENCE)[1] for process in tasks]
+    errors = [process.communicate(timeout=PATIENCE)[1] for process in tasks]
     assert [process.returncode for process in tasks] == [2, 2]
-    [line] = "".join(told).splitlines()
+    [line] = "".join(errors).splitlines()
     assert line.startswith("error: ") and "larger than the training set" in line
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Whole runs at scale=smoke: the record they leave, what they refuse before writing anything, and kill -9."""
+"""Whole runs at scale=smoke: their records, mistakes that are refused before anything is written, and kill -9."""
 
 import itertools
 import json
@@ -19,11 +19,11 @@ from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 RDP = "privacy.accountant=rdp"
-"""The quick accountant, where the claim is about something else than epsilon."""
+"""The quick accountant, for tests that do not check epsilon."""
 GIVEN = ("privacy.epsilon=null", "privacy.noise_multiplier=0.001")
-"""So little noise that epsilon has a closed form: a process of its own would compose it anew."""
+"""So little noise that epsilon has a closed form, because each new process would have to compose it."""
 PLANNED = "train.steps=2"
-"""Of most runs here: one plan is calibrated, and its epsilon composed, once for all of them."""
+"""The steps of most runs here, so that their plan is calibrated, and its epsilon composed, only once."""
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer", "adaptive_flat", "fixed_block", "adaptive_block")
 
 
@@ -61,12 +61,12 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
         assert privacy["spent"]["epsilon"] <= 8.0 and privacy["spent"]["rdp"] > privacy["spent"]["epsilon"]
     printed = capsys.readouterr().out
     assert "Privacy:" in printed and "Spent:" in printed and "accuracy" in printed
-    told = [line for line in printed.splitlines() if not line.startswith("Record: ")]
-    assert max(map(len, told)) <= 80
+    lines = [line for line in printed.splitlines() if not line.startswith("Record: ")]
+    assert max(map(len, lines)) <= 80
     run(smoke(tmp_path, f"clip={mode}", PLANNED))
     again = capsys.readouterr().out.splitlines()
     assert again[0].startswith("Already done: ")
-    assert again[1:] == told[-2:]  # what it spent, and what it reached
+    assert again[1:] == lines[-2:]  # the spent epsilon, and the final metrics
 
 
 def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys):
@@ -76,13 +76,13 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_shuffled_run_is_no_guarantee(tmp_path, capsys):
+def test_a_shuffled_run_is_not_private(tmp_path, capsys):
     row = run(smoke(tmp_path, "privacy=shuffle", PLANNED))
     assert row["plan.private"] is False
     assert "not a guarantee" in capsys.readouterr().out
 
 
-def test_what_is_no_private_release_is_named_so(tmp_path):
+def test_metrics_that_are_not_private_are_named_nonprivate(tmp_path):
     run(smoke(tmp_path, PLANNED))
     lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line)}
@@ -114,7 +114,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_is_one_sentence_before_anything_is_written(tmp_path, mistake, monkeypatch):
+def test_mistakes_are_one_sentence_before_anything_is_written(tmp_path, mistake, monkeypatch):
     if mistake == "no GPU" and torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("http_proxy", "https_proxy"):  # a download must fail at once, wherever the test runs
@@ -137,22 +137,22 @@ def paper(tmp_path: Path, *overrides: str):
     return compose_run(["task=cifar", f"paths.results={tmp_path}", *small, RDP, *overrides], ROOT / "conf", typed=False)
 
 
-def test_the_papers_cell_without_a_gpu_asks_for_a_scale_or_the_cpu_and_writes_nothing(tmp_path, monkeypatch):
+def test_the_papers_scale_without_a_gpu_is_refused_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="2 epochs of wide_resnet") as error:
         run(paper(tmp_path))
-    told = str(error.value)
-    assert "no GPU" in told and "scale=" in told and "train.device=cpu" in told and "\n" not in told
+    message = str(error.value)
+    assert "no GPU" in message and "scale=" in message and "train.device=cpu" in message and "\n" not in message
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("override", ["train.device=cpu", "train.steps=1", "scale=mini", "explain=true"])
-def test_who_says_what_is_meant_is_not_asked(tmp_path, monkeypatch, override):
+def test_an_explicit_device_scale_or_number_of_steps_needs_no_gpu(tmp_path, monkeypatch, override):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     require_gpu_for_the_paper(paper(tmp_path, override))
 
 
-def test_a_run_that_was_interrupted_says_after_which_step_it_goes_on_and_needs_no_gpu(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_prints_its_step_and_needs_no_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = paper(tmp_path, "train.checkpoint_every=0")
     step = Trainer.step
@@ -172,13 +172,13 @@ def finished(folder: Path) -> tuple[dict[str, torch.Tensor], dict, dict]:
 
 
 def killed_after(step: int, process: Command, runs: Path) -> bool:
-    """Kill a run a little after its files show that step; false if it ended before."""
+    """Kill a run a little after its files show that step; return False if it ended before."""
 
-    def come() -> bool:
+    def reached() -> bool:
         lines = [line for file in runs.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
         return len(lines) >= step or process.poll() is not None
 
-    until(come, f"step {step}, or the end")
+    until(reached, f"step {step}, or the end")
     process.send_signal(signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
 
@@ -193,16 +193,16 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path, times)
         "train.microbatch=8",
         *GIVEN,
     ]
-    code, _, told = command(tmp_path / "whole", *settings).finish()
-    assert code == 0, told
+    code, _, errors = command(tmp_path / "whole", *settings).finish()
+    assert code == 0, errors
     expected = finished(next((tmp_path / "whole" / "runs").iterdir()))
     kills, chance = 0, random.Random(0)
-    for chain in itertools.count():  # on a busy machine a run may be done before its time has come: then another
+    for chain in itertools.count():  # on a busy machine a run may end before it is killed: try another one
         runs = tmp_path / f"killed-{chain}" / "runs"
         for step in sorted(chance.choices(range(1, 9), k=times)):
             kills += killed_after(step, command(runs.parent, *settings), runs)
-        code, _, told = command(runs.parent, *settings).finish()
-        assert code == 0, told
+        code, _, errors = command(runs.parent, *settings).finish()
+        assert code == 0, errors
         model, thresholds, plan = finished(next(runs.iterdir()))
         assert all(torch.equal(model[name], expected[0][name]) for name in expected[0])
         assert thresholds == expected[1] and plan == expected[2]
@@ -212,7 +212,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(tmp_path, times)
     assert steps == [*range(1, 13), 12]  # no step twice, none missing; the last line is the final evaluation
 
 
-def test_a_polite_stop_saves_and_says_how_to_go_on(tmp_path):
+def test_sigint_saves_a_checkpoint_and_says_how_to_resume(tmp_path):
     settings = ["train.steps=4000", "train.checkpoint_every=1000", *GIVEN]
     process = command(tmp_path, *settings)
 

@@ -1,4 +1,4 @@
-"""Weights of an earlier run, read by another number of stages."""
+"""A run starts from the weights of an earlier run, also with another number of stages."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.pipeline.tiny import gpt2
 BLOCKS = 3
 
 
-def made(seed):
+def image_model(seed):
     torch.manual_seed(seed)
     return WideResNet(
         depth=10, width=1, num_classes=3, in_channels=1, norm_groups=4,
@@ -26,7 +26,7 @@ def text_model(seed):
     return gpt2(BLOCKS, tie_word_embeddings=False)
 
 
-def test_three_stages_files_start_two_stages_and_a_whole_model(tmp_path):
+def test_weights_of_three_stages_start_two_stages_and_a_whole_model(tmp_path):
     whole = text_model(0).state_dict()
     for index in range(BLOCKS):
         stage = cut(text_model(0), tuple((i, i + 1) for i in range(BLOCKS)), index)
@@ -41,13 +41,13 @@ def test_three_stages_files_start_two_stages_and_a_whole_model(tmp_path):
         assert all(torch.equal(tensor, whole[stage.names()[name]]) for name, tensor in stage.state_dict().items())
 
 
-def test_what_is_no_run_or_another_model_is_refused(tmp_path):
+def test_folders_without_weights_and_weights_of_another_model_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no model\.pt"):
-        start_from(made(0), str(tmp_path))
-    weights = made(0).state_dict()
+        start_from(image_model(0), str(tmp_path))
+    weights = image_model(0).state_dict()
     save_checkpoint(tmp_path / "model.pt", {name: t for name, t in weights.items() if not name.startswith("stem")})
     with pytest.raises(UserError, match=r"has no stem.*: give the weights of the same model"):
-        start_from(made(0), str(tmp_path))
+        start_from(image_model(0), str(tmp_path))
     nan, sparse, short = (weights["stem.weight"] * torch.nan, weights["stem.weight"].to_sparse(), torch.zeros(3))
     for broken, words in (
         (nan, "NaN or infinite"),
@@ -57,4 +57,4 @@ def test_what_is_no_run_or_another_model_is_refused(tmp_path):
     ):
         save_checkpoint(tmp_path / "model.pt", {**weights, "stem.weight": broken})
         with pytest.raises(UserError, match=words):
-            start_from(made(0), str(tmp_path))
+            start_from(image_model(0), str(tmp_path))
