@@ -39,8 +39,8 @@ def texts(notebook: Any) -> Iterator[str]:
 
 
 def test_a_notebook_equals_its_script_and_has_outputs_without_errors(maker, script):
-    made, committed = maker.notebook_of(script), jupytext.read(script.with_suffix(".ipynb"))
-    assert [(cell.cell_type, cell.source) for cell in made.cells] == [
+    built, committed = maker.notebook_of(script), jupytext.read(script.with_suffix(".ipynb"))
+    assert [(cell.cell_type, cell.source) for cell in built.cells] == [
         (cell.cell_type, cell.source) for cell in committed.cells
     ], "make notebooks makes it again"
     assert [cell.execution_count for cell in code(committed)] == list(range(1, len(code(committed)) + 1))

@@ -204,7 +204,7 @@ def test_a_wheel_is_built_offline_contains_all_files_and_trains(tmp_path: Path) 
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name.startswith(f"groupwise-{groupwise.__version__}-")
     with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
+        archived = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
     needed = {
         str(file.relative_to(SOURCE))
@@ -213,8 +213,8 @@ def test_a_wheel_is_built_offline_contains_all_files_and_trains(tmp_path: Path) 
         if file.suffix != ".so"
     }
     assert "groupwise/py.typed" in needed and "groupwise/data/synthetic/reviews.yaml" in needed
-    assert needed <= held, sorted(needed - held)
-    assert shutil.which("cc") is None or [name for name in held if name.startswith("groupwise/privacy/_normals.")]
+    assert needed <= archived, sorted(needed - archived)
+    assert shutil.which("cc") is None or [name for name in archived if name.startswith("groupwise/privacy/_normals.")]
     done = run(BLOCKED.format(blocked=modules_beyond_the_library()) + STEP, tmp_path, tmp_path / "installed")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("trained ")

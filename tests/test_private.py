@@ -64,18 +64,18 @@ def weights(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["adaptive_layer", "ghost"])
 def test_weights_match_the_trainer_of_a_run_with_the_same_key_bit_for_bit(mode):
-    task, own = Points(), Points()
+    task, other = Points(), Points()
     budget = {"quantile_budget": 0.1} if mode == "adaptive_layer" else {}
     clip = resolve_clip(mode, 1.0, budget)
     config = RunConfig(clip=clip, optim=OptimConfig(name="adam", learning_rate=0.05))
     config.train.microbatch, config.debug.noise_seed = MICROBATCH, SEED
     engine = make_engine(task.model, clip)
-    private = start(own, clip=mode, **budget)
+    private = start(other, clip=mode, **budget)
     trainer = build_trainer(config, task, engine, private.plan, torch.device("cpu"), Ranks(), None)
     for step in range(STEPS):
         trainer.step(step)
     assert go_on(private) == STEPS
-    assert torch.equal(weights(own.model), weights(task.model))
+    assert torch.equal(weights(other.model), weights(task.model))
     assert torch.equal(private.core.thresholds.clip_thresholds, trainer.private.thresholds.clip_thresholds)
     assert private.executed == trainer.private.executed == STEPS
 

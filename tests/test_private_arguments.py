@@ -26,8 +26,8 @@ def plan(**options: Any) -> Any:
     return make_plan(**{**given, "noise_multiplier": 1.0, "quantile_budget": 0.01, "accountant": "rdp", **options})
 
 
-def with_plan(made: Any, **options: Any) -> None:
-    Use(**{"plan": made, "noise_multiplier": None, "steps": None, "batch_size": None, "delta": None, **options})
+def with_plan(plan: Any, **options: Any) -> None:
+    Use(**{"plan": plan, "noise_multiplier": None, "steps": None, "batch_size": None, "delta": None, **options})
 
 
 def foreign_parameters() -> None:

@@ -107,13 +107,13 @@ def test_a_dataloader_gives_dataset_workers_and_collate_fn_with_a_warning(worker
     seen: list[int] = []
     loader = DataLoader(DATA, 4, shuffle=True, collate_fn=collate, num_workers=workers)
     with pytest.warns(UserWarning, match=r"Its sampler and batch size are not, as every step draws") as warned:
-        given = Use(data=loader)
+        default = Use(data=loader)
     assert warned[0].filename == __file__.replace("test_private_harmless", "private_use"), "the caller of make_private"
-    assert torch.equal(given.train().weights, Use().train().weights)
-    assert seen and given.private._sums.num_workers == workers
+    assert torch.equal(default.train().weights, Use().train().weights)
+    assert seen and default.private._sums.num_workers == workers
     with pytest.warns(UserWarning, match="data is a DataLoader"):
-        own = Use(data=loader, num_workers=0, collate_fn=torch.utils.data.default_collate)
-    assert own.private._sums.num_workers == 0 and torch.equal(own.train().weights, given.weights)
+        changed = Use(data=loader, num_workers=0, collate_fn=torch.utils.data.default_collate)
+    assert changed.private._sums.num_workers == 0 and torch.equal(changed.train().weights, default.weights)
 
 
 def test_a_refused_step_releases_nothing():

@@ -21,7 +21,7 @@ WORLD, STAGES = 4, 2
 CPU = torch.device("cpu")
 
 
-def own(rank: int, step: int) -> dict[str, Any]:
+def state_of(rank: int, step: int) -> dict[str, Any]:
     """A process's state, the same in both replicas."""
     return {"model": torch.full((2,), 10.0 * step + rank % STAGES)}
 
@@ -37,7 +37,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
         return state["step"], state["model"].tolist()
 
     for step in (0, 3):
-        checkpoint.save(path, own(rank, step), {"step": step, "noise_key": b"secret"}, ranks)
+        checkpoint.save(path, state_of(rank, step), {"step": step, "noise_key": b"secret"}, ranks)
         ranks.barrier()
         seen[f"after {step}"] = load()
     seen["folders"] = sorted(entry.name for entry in Path(folder).iterdir())
@@ -67,7 +67,7 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
 
         checkpoint.save_checkpoint = full
         try:
-            checkpoint.save(path, own(rank, 5), {"step": 5}, ranks)
+            checkpoint.save(path, state_of(rank, 5), {"step": 5}, ranks)
         except UserError as error:
             seen[f"full at {place}"] = str(error)
         checkpoint.save_checkpoint = write
@@ -123,7 +123,7 @@ def test_any_number_of_stages_reads_the_weights(ran, name, stages):
         for parameter in stage.parameters():
             torch.nn.init.zeros_(parameter)
         stage.load_state_dict(checkpoint.read_weights(ran[0] / f"{name}.pt", stage.names()))
-        assert all(torch.equal(tensor, truth[stage.names()[own]]) for own, tensor in stage.state_dict().items())
+        assert all(torch.equal(tensor, truth[stage.names()[key]]) for key, tensor in stage.state_dict().items())
 
 
 def test_a_small_model_is_also_written_as_one_file(ran):

@@ -23,9 +23,9 @@ CALLS = {  # split, batch size, limit, final
 def make(name):
     torch.manual_seed(0)
     shape = {"shape": {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 160}}
-    own = {**shape, "dropout": 0.3, "attention_dropout": 0.3, **(LORA if "lora" in name else {"untie": True})}
+    model = {**shape, "dropout": 0.3, "attention_dropout": 0.3, **(LORA if "lora" in name else {"untie": True})}
     token_loss = TrainConfig(token_loss="sum" if name.endswith("sum") else "mean")
-    settings = config(name.partition(",")[0], own, {"train_limit": 20, "max_length": 96}, train=token_loss)
+    settings = config(name.partition(",")[0], model, {"train_limit": 20, "max_length": 96}, train=token_loss)
     task = make_task(settings, CPU)
     for parameter in task.model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)

@@ -49,7 +49,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def folders(tokenizer, tmp_path_factory):
     """Each model in one file and in shards of a few tensors."""
-    made = {}
+    paths = {}
     for kind, shape in SHAPES.items():
         torch.manual_seed(0)
         settings = ModelConfig(source="pretrained/gpt2_mini", fresh=True, architecture=kind, shape=shape)
@@ -57,10 +57,10 @@ def folders(tokenizer, tmp_path_factory):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
         for shards, size in (("one file", "1GB"), ("shards", "3KB")):
-            made[kind, shards] = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(made[kind, shards], max_shard_size=size)
-        assert len(list(made[kind, "shards"].glob("*.safetensors"))) > 4
-    return made
+            paths[kind, shards] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(paths[kind, shards], max_shard_size=size)
+        assert len(list(paths[kind, "shards"].glob("*.safetensors"))) > 4
+    return paths
 
 
 def lora(kind, folder, **changes):

@@ -1,4 +1,4 @@
-"""What a stage holds at its fullest moment and how long a step takes, by hand from one microbatch."""
+"""The peak memory of a stage and the duration of a step match a computation by hand from one microbatch."""
 
 import pytest
 
@@ -28,17 +28,17 @@ def test_1f1b_holds_as_many_microbatches_as_there_are_stages_to_come():
     memory = of()
     assert (memory.weights, memory.state, memory.activations) == (1000, 4 * 10, 3 * 50)
     assert (memory.working, memory.clipping) == (30, 7)
-    assert memory.buffers == 3 * (5 + 5) + 5  # of activations and of gradients, and a gradient under way
+    assert memory.buffers == 3 * (5 + 5) + 5  # of activations and gradients, and one gradient being sent
     assert memory.peak == 1000 + 40 + 150 + 37 + 35
 
 
-def test_a_forward_pass_may_be_the_fullest_moment():
+def test_the_peak_may_be_in_a_forward_pass():
     tall = Footprint(**vars(CLIPPED) | {"forward": 200})
     memory = of(plain=tall, clipped=tall)
     assert (memory.activations, memory.working) == (2 * 50, 200)
 
 
-def test_the_update_may_be_the_fullest_moment():
+def test_the_peak_may_be_in_the_update():
     large = Footprint(**vars(CLIPPED) | {"trained": 10_000, "largest": 9_000})
     assert of(plain=large, clipped=large).peak == 1000 + 4 * 10_000 + 2 * 9_000
     assert of(plain=large, clipped=large, all_at_once=True).peak == 1000 + 4 * 10_000 + 2 * 10_000

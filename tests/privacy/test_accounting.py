@@ -136,15 +136,15 @@ def test_no_bound_is_below_zero():
 @pytest.fixture
 def domains(monkeypatch):
     """Domains that the library makes, with their half-width and mesh."""
-    create, made = Domain.create_aligned, []
+    create, created = Domain.create_aligned, []
 
     def spy(low, high, mesh):
-        made.append((create(low, high, mesh), high, mesh))
-        return made[-1][0]
+        created.append((create(low, high, mesh), high, mesh))
+        return created[-1][0]
 
     monkeypatch.setattr(Domain, "create_aligned", staticmethod(spy))
     accounting._coarse.cache_clear()
-    return made
+    return created
 
 
 @pytest.mark.parametrize("steps", [1, 7, 300])
@@ -180,16 +180,16 @@ def test_losses_leave_the_domain_no_more_often_than_the_theorem_allows(sigma, ra
 )
 def test_small_samples_and_few_steps_take_a_small_grid(domains, monkeypatch, mechanism):
     """These took up to four minutes and gigabytes when losses were rounded to 1/1000 of a step's spread."""
-    made = []
+    losses = []
     real = privacy_loss_distribution.from_gaussian_mechanism
 
     def spy(*arguments, **named):
-        made.append(real(*arguments, **named))
-        return made[-1]
+        losses.append(real(*arguments, **named))
+        return losses[-1]
 
     monkeypatch.setattr(privacy_loss_distribution, "from_gaussian_mechanism", spy)
     bounds = epsilon_bounds(*mechanism)
-    sizes = [len(domain) for domain, *_ in domains] + [pld._pmf_remove.size for pld in made]
+    sizes = [len(domain) for domain, *_ in domains] + [pld._pmf_remove.size for pld in losses]
     assert max(sizes) < 400_000
     assert bounds.estimate == pytest.approx(epsilon_pld(*mechanism), rel=3e-4)
 

@@ -46,7 +46,7 @@ def flat(group) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-def test_every_entry_has_noise_of_its_groups_scale_and_is_divided_by_the_configured_batch_size(allocation, dtype):
+def test_sums_get_their_groups_noise_and_are_divided_by_the_configured_batch_size(allocation, dtype):
     thresholds, sigma, batch = [0.1, 1.0, 5.0], 1.5, 256.0
     groups = make_groups([(10, 8), (80,)], [(60,)], [(5, 3, 5), (9,), ()], dtype=dtype)
     sizes = [160, 60, 85]

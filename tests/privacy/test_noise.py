@@ -49,8 +49,8 @@ def test_entries_are_independent_within_pairs_and_between_chunks(source):
 @of_every_kind
 @pytest.mark.parametrize("other", [{"step": 1}, {"stream": 1}, {"stream": COUNT_STREAM}, {}], ids=str)
 def test_another_step_stream_or_key_gives_independent_noise(source, other):
-    own = {"source": source, "dtype": torch.float64}
-    noise, another = draw(**own), draw(**{**own, **(other or {"source": source.child("shard 0")})})
+    settings = {"source": source, "dtype": torch.float64}
+    noise, another = draw(**settings), draw(**{**settings, **(other or {"source": source.child("shard 0")})})
     assert abs(np.corrcoef(noise, another)[0, 1]) < 5 / np.sqrt(len(noise))
     assert not np.intersect1d(noise, another).size
 

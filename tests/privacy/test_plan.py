@@ -28,9 +28,9 @@ def make(**changes) -> PrivacyPlan:
 
 def test_numpy_numbers_become_python_numbers():
     numbers = {name: np.array(value)[()] for name, value in {**SETTING, "epsilon": 3.0, "num_groups": 2}.items()}
-    made = make_plan(**numbers, quantile_budget=np.float64(0.25), accountant="rdp")
-    assert {type(value) for value in dataclasses.asdict(made).values()} == {int, float, str}
-    assert made == make(num_groups=2, quantile_budget=0.25)
+    plan = make_plan(**numbers, quantile_budget=np.float64(0.25), accountant="rdp")
+    assert {type(value) for value in dataclasses.asdict(plan).values()} == {int, float, str}
+    assert plan == make(num_groups=2, quantile_budget=0.25)
     assert type(make(epsilon=None, noise_multiplier=np.float32(1.5)).noise_multiplier) is float
 
 
@@ -240,8 +240,8 @@ def test_composed_epsilon_is_less_than_the_sum_of_the_budgets():
     together = composed_epsilon([first, second], 1e-5)
     assert max(first.epsilon, second.epsilon) < together < first.epsilon + second.epsilon
     halves = [make(epsilon=None, noise_multiplier=1.0, steps=100, accountant="pld")] * 2
-    whole = make(epsilon=None, noise_multiplier=1.0, steps=200, accountant="pld")
-    assert composed_epsilon(halves, 1e-5) == pytest.approx(whole.epsilon, rel=1e-3)
+    both = make(epsilon=None, noise_multiplier=1.0, steps=200, accountant="pld")
+    assert composed_epsilon(halves, 1e-5) == pytest.approx(both.epsilon, rel=1e-3)
     assert composed_epsilon([first, make(sampling="shuffle")], 1e-5) == math.inf
     with pytest.raises(UserError, match="delta is 0"):
         composed_epsilon([first], 0)

@@ -52,8 +52,8 @@ def test_the_three_generators_do_not_repeat_each_other():
 
 def test_generators_are_restored_afterwards_and_after_an_error():
     def state():
-        own = np.random.get_state()
-        return torch.get_rng_state().tolist(), random.getstate(), own[1].tolist(), own[2:]
+        numpy_state = np.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2:]
 
     np.random.normal(size=2)  # of which numpy draws two at once
     before, plain = state(), F.dropout
@@ -91,9 +91,9 @@ def test_every_word_of_the_seed_changes_the_masks(monkeypatch, word):
             self.content = content
 
         def digest(self, length):
-            whole = bytearray(real(self.content).digest(length))
-            whole[4 * word + 3] ^= 0xFF
-            return bytes(whole)
+            digest = bytearray(real(self.content).digest(length))
+            digest[4 * word + 3] ^= 0xFF
+            return bytes(digest)
 
     expected = drawn()[0]
     monkeypatch.setattr(under_test.hashlib, "shake_256", Flipped)

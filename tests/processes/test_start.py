@@ -82,7 +82,7 @@ def waits(config: RunConfig, place: Place) -> dict:
     return {}
 
 
-def gone(folder: Path) -> bool:
+def all_ended(folder: Path) -> bool:
     """Whether all processes that ran `greets` have ended."""
     ids = [int(file.read_text().split()[3]) for file in folder.iterdir()]
     return not any(Path(f"/proc/{number}").exists() for number in ids)
@@ -102,7 +102,7 @@ def test_every_process_knows_its_place_and_only_the_main_one_prints(tmp_path, ca
     assert [(tmp_path / str(rank)).read_text().split()[:3] for rank in range(4)] == [
         [str(rank), "4", str(rank)] for rank in range(4)
     ]
-    assert gone(tmp_path)
+    assert all_ended(tmp_path)
 
 
 def test_a_user_error_in_any_process_is_raised(capfd):
@@ -123,7 +123,7 @@ def test_when_one_is_killed_all_end_even_those_that_ignore_sigterm(tmp_path, cap
         spawn(config_of(2, 2, tmp_path), dies)
     assert "\n" not in str(failed.value)
     assert capfd.readouterr().err == "the last words\n"
-    assert gone(tmp_path)
+    assert all_ended(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -104,7 +104,7 @@ def test_dropout_is_that_of_half_the_microbatch_from_the_beginning():
     for microbatch, at in ((8, 0), (16, 30)):
         trainer = make_trainer(FLAT, microbatch=microbatch)
         losses = trainer.task.losses
-        trainer.task.losses = lambda *given, losses=losses: (made := losses(*given)) * torch.rand(len(made))
+        trainer.task.losses = lambda *given, losses=losses: (values := losses(*given)) * torch.rand(len(values))
         with FailingOnce(at, ERRORS["CPU"]):
             sums_of_the_first_batch(trainer)
         ends.append([p.grad.clone() for p in trainer.task.model.parameters()])

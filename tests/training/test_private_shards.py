@@ -160,9 +160,9 @@ def test_two_processes_match_one(two, case):
     """In some batch one process has a microbatch more, in another one it has no example, and one batch is empty."""
     (weights, thresholds, executed), _ = outcome(case, Ranks(), False)
     for process in two:
-        (found, at, steps), _ = process["outcomes"][case]
+        (found, found_thresholds, steps), _ = process["outcomes"][case]
         assert torch.allclose(found, weights, rtol=0, atol=1e-12) and steps == executed == len(BATCHES)
-        assert at == pytest.approx(thresholds, rel=1e-12)
+        assert found_thresholds == pytest.approx(thresholds, rel=1e-12)
 
 
 def test_shards_average_gradients_again_after_detach(two):
@@ -173,8 +173,8 @@ def test_shards_average_gradients_again_after_detach(two):
 
 def test_an_evaluation_and_a_resumption_change_nothing(two):
     for process in two:
-        (whole, at, _), (again, then, steps) = process["resumed"]
-        assert torch.equal(whole, again) and at == then and steps == len(BATCHES)
+        (weights, thresholds, _), (resumed_weights, resumed_thresholds, steps) = process["resumed"]
+        assert torch.equal(weights, resumed_weights) and thresholds == resumed_thresholds and steps == len(BATCHES)
 
 
 @pytest.mark.parametrize(

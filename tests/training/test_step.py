@@ -61,13 +61,13 @@ def after(trainer: Trainer) -> torch.Tensor:
     "clip", [NONE, FLAT, GHOST, FIXED_LAYER, ADAPTIVE_LAYER, ADAPTIVE_FLAT, ADAPTIVE_BLOCK], ids=lambda clip: clip.name
 )
 def test_the_microbatch_size_changes_neither_update_nor_thresholds(clip):
-    whole = make_trainer(clip, microbatch=64)
-    expected = after(whole)
+    single = make_trainer(clip, microbatch=64)
+    expected = after(single)
     for microbatch in (1, 4):
         part = make_trainer(clip, microbatch=microbatch)
         torch.testing.assert_close(after(part), expected, rtol=1e-9, atol=1e-12)
         if part.private.thresholds is not None:
-            clips = (part.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds)
+            clips = (part.private.thresholds.clip_thresholds, single.private.thresholds.clip_thresholds)
             torch.testing.assert_close(*clips, rtol=1e-12, atol=0)
 
 
@@ -105,15 +105,15 @@ def test_noise_uses_the_thresholds_that_clipped(monkeypatch):
 
 def test_a_trainer_resumes_from_its_state():
     adam = OptimConfig(name="adam", learning_rate=0.01, schedule="cosine", warmup=0.4)
-    whole = make_trainer(ADAPTIVE_LAYER, optim=adam)
-    expected = after(whole)
+    reference = make_trainer(ADAPTIVE_LAYER, optim=adam)
+    expected = after(reference)
     first, second = make_trainer(ADAPTIVE_LAYER, optim=adam), make_trainer(ADAPTIVE_LAYER, optim=adam)
     first.step(0)
     second.load_state_dict(first.state_dict())
     second.step(1)
     rates = second.report(second.step(2))["learning_rate"]
     assert torch.equal(torch.cat([p.detach().flatten() for p in second.task.model.parameters()]), expected)
-    assert torch.equal(second.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds)
+    assert torch.equal(second.private.thresholds.clip_thresholds, reference.private.thresholds.clip_thresholds)
     assert rates == learning_rate_after(adam, 2)
 
 
