@@ -52,7 +52,7 @@ def make_model(family):
         adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
         with warnings.catch_warnings(action="ignore"):
             model = peft.get_peft_model(model, adapters)
-    model.get_output_embeddings().weight.requires_grad_(False)  # tied, it stands on two stages
+    model.get_output_embeddings().weight.requires_grad_(False)  # a tied head is on two stages
     return model.train()
 
 

@@ -17,7 +17,7 @@ from groupwise.training.from_config import autocast
 import_torchvision()  # before transformers, whose import fails otherwise
 WORDS, WIDTH, BLOCKS, LENGTH = 23, 8, 4, 8
 LIKE_LLAMA = {"intermediate_size": 12, "num_key_value_heads": 1}
-SHAPES = {  # besides those that all have: what makes each different from the others
+SHAPES = {  # settings in which the families differ
     "gpt2": {"scale_attn_by_inverse_layer_idx": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
     "gptj": {"rotary_dim": 2},

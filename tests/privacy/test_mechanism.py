@@ -53,7 +53,7 @@ def test_sums_get_their_groups_noise_and_are_divided_by_the_configured_batch_siz
     stds = release(groups, thresholds, allocation=allocation, noise_multiplier=sigma, expected_batch_size=batch, step=3)
     weights = noise_weights(thresholds, sizes, allocation)
     torch.testing.assert_close(stds, sigma * sensitivity(thresholds, weights) * weights)
-    each = SOURCE.add_gaussian_(torch.zeros(sum(sizes), dtype=dtype), 1.0, 3, 0)  # counted through the groups
+    each = SOURCE.add_gaussian_(torch.zeros(sum(sizes), dtype=dtype), 1.0, 3, 0)  # one sequence for all groups
     expected = (1.0 + stds.repeat_interleave(torch.tensor(sizes)) * each) / batch
     found = torch.cat([parameter.grad.flatten() for group in groups for parameter in group])
     torch.testing.assert_close(found, expected.to(dtype))

@@ -55,7 +55,7 @@ def test_generators_are_restored_afterwards_and_after_an_error():
         numpy_state = np.random.get_state()
         return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2:]
 
-    np.random.normal(size=2)  # of which numpy draws two at once
+    np.random.normal(size=2)  # an even number, as numpy keeps every second draw in its state
     before, plain = state(), F.dropout
     with secret_randomness(KEY, 0):
         assert state() != before

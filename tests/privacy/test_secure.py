@@ -60,7 +60,7 @@ def test_low_bits_tell_sums_apart_by_default_and_not_when_secure(dtype):
     assert fine_bits(0.0, usual, dtype) > 0.2  # these outputs prove that the sum was not 1
     assert fine_bits(1.0, usual, dtype) == 0.0
     secure = [fine_bits(value, SOURCE, dtype) for value in (0.0, 1.0)]
-    # On the lattice of float64 no output has such bits; rounded to float32, small ones have, from either sum.
+    # On the float64 lattice no output has such bits; after rounding to float32 small outputs have them for both sums.
     assert secure == [0.0, 0.0] if dtype == torch.float64 else min(secure) > 0.1
 
 

@@ -84,7 +84,7 @@ def test_a_record_that_cannot_be_read_is_refused_before_anything_is_written(priv
 
 
 def test_the_budget_of_an_exported_model_is_added(tmp_path, capsys):
-    """Whatever its data were."""
+    """Of a private model for any data; a model without noise that was trained on synthetic data adds nothing."""
     trained(tmp_path, *TEXT, "clip=none", f"export={tmp_path / 'plain'}")
     trained(tmp_path, *TEXT, "seed=1", f"export={tmp_path / 'noised'}")
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'noised'}", "model.fresh=false")

@@ -77,9 +77,7 @@ def test_a_recorded_run_has_the_bits_of_the_eager_one(clip, monkeypatch):
     graphs = recorded(with_dropout(make_trainer(clip, microbatch=6)), tape)
     found = state(graphs)
     assert torch.equal(found[0], eager[0]) and torch.equal(found[1], eager[1]) and found[2] == eager[2]
-    assert (
-        len(graphs_of(graphs)) >= 1 and tape.launches >= 5
-    )  # microbatches of six, of about five in each of three steps
+    assert len(graphs_of(graphs)) >= 1 and tape.launches >= 5  # of about 15 microbatches in three steps
 
 
 @pytest.mark.parametrize("clip", [FLAT, GHOST, ADAPTIVE_LAYER], ids=lambda clip: clip.name)

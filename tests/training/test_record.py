@@ -65,7 +65,7 @@ def test_the_row_is_flat_and_carries_its_provenance(config: RunConfig) -> None:
     assert (row["nonprivate/data.sha256.images"], row["data.train_examples"]) == ("ab", 1437)
     assert row["seeds.noise_is_secret"] is True
     assert {"git.sha", "git.dirty", "versions.torch", "cpu_count", "platform"} <= set(row)
-    assert row["data.name"] == "cifar10"  # the configuration's, which no description of the data hides
+    assert row["data.name"] == "cifar10"  # the configuration's, not that of the data's description
     assert json.loads((record.folder / "result.json").read_text()) == {**row, "test_accuracy": 0.5}
     assert not any(isinstance(value, dict | list) for value in row.values())
 
