@@ -234,7 +234,7 @@ def test_a_loaded_state_sets_the_microbatch_on_which_masks_depend():
 def test_a_state_of_another_number_of_processes_is_refused():
     private = start(Points())
     state = private.state_dict() | {"processes": "2 processes"}
-    with pytest.raises(UserError, match=r"made by 2 processes, but here are 1 process,"):
+    with pytest.raises(UserError, match=r"made by 2 processes, but this training has 1 process,"):
         start(Points()).load_state_dict(state)
 
 

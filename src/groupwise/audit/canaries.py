@@ -62,7 +62,7 @@ class Layers(nn.Module):
 
 
 class Codes(nn.Module):
-    """As many layers as canaries. Canary i is clipped in half of them, as row i of a Hadamard matrix says.
+    """A layer per canary. Canary i is clipped in half of them, which row i of a Hadamard matrix selects.
 
     The bits ±½ of the canaries are orthogonal in the vector of counts. So each canary changes the counts by its full
     norm ½√K, independently of the others.

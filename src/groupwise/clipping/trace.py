@@ -205,7 +205,7 @@ def _trace(run: Run, batches: Batches) -> ClipPlan:
 def _pass(
     run: Run, plan: ClipPlan, batches: Batches, fewer: Mapping[Call, tuple[int, ...]] | None, batch: list[int]
 ) -> Tracer:
-    """Run a batch; `fewer` as `Tracer` takes it."""
+    """Run a batch; `fewer` has the same meaning as in `Tracer`."""
     tracer = Tracer(plan, batches, fewer)
     tracer.losses = run(batch, tracer.note)
     return tracer

@@ -34,7 +34,7 @@ NOT_ALONE = (
 MANY = 64
 """The most rows in the larger of the two batches that are compared."""
 HEAVY = 1e4
-"""The weight of one loss in the smaller batch, so that what a backward pass mixes shows in the other gradients."""
+"""The weight of one loss in the smaller batch, so that mixing in the backward pass changes the other gradients."""
 
 
 def verify(

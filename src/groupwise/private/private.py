@@ -342,8 +342,9 @@ class Private:
                 )
         if named.get("processes", self._processes) != self._processes:
             raise UserError(
-                f"The state was made by {named['processes']}, but here are {self._processes}, which divide a batch "
-                "differently, so the same noise would be added to other gradients: start as many processes as before."
+                f"The state was made by {named['processes']}, but this training has {self._processes}, which "
+                "divide a batch differently, so the same noise would be added to other gradients: start as many "
+                "processes as before."
             )
         try:
             noise = NoiseSource.from_state(state)
