@@ -1,4 +1,4 @@
-"""Measures speed and memory; `docs/benchmarks.md` shows what was found."""
+"""Measures speed and memory; `docs/benchmarks.md` shows the results."""
 
 import os
 

@@ -1,8 +1,8 @@
 """One private step by microbatch, precision and layout, with profiles:  python -m benchmarks.device_steps out=FOLDER
 
-Each row holds what the forward and clipped backward pass of one microbatch takes: seconds, seconds of the GPU itself,
-peak memory, and kernels (on a CPU, operations). A profile of the operations is written beside the rows. Combinations
-that the file has already are not measured again.
+Each row describes the forward and clipped backward pass of one microbatch: wall time, kernel time on the GPU, peak
+memory, and the number of kernels (on a CPU, of operations). A profile of the operations is written beside the rows.
+Combinations that the file already has are not measured again.
 
 Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes are those of `benchmarks.device_table`.
 """
@@ -43,18 +43,18 @@ class StepOptions:
 
     workload: str = option("wrn16_4_ws", "wrn16_4_ws, gpt2 or roberta_base")
     device: str = device("cuda")
-    microbatch: str = option("256,512,1024", "examples of a microbatch; several by commas")
-    precision: str = option("float32,tf32,bfloat16", "several by commas; tf32 needs a GPU")
-    layout: str = option("channels_last,contiguous", "memory format of images and convolutions; several by commas")
-    method: str = option("adaptive_layer", "none, adaptive_layer, flat, ghost; several by commas")
-    repeats: int = option(5, "timed steps, after two to warm up; rows have their median")
-    limit: float = option(240.0, "seconds after which no other combination is begun")
+    microbatch: str = option("256,512,1024", "microbatch sizes, separated by commas")
+    precision: str = option("float32,tf32,bfloat16", "precisions, separated by commas; tf32 needs a GPU")
+    layout: str = option("channels_last,contiguous", "memory formats of images and convolutions, separated by commas")
+    method: str = option("adaptive_layer", "none, adaptive_layer, flat, ghost; several separated by commas")
+    repeats: int = option(5, "timed steps after two warm-up steps; a row holds their median")
+    limit: float = option(240.0, "seconds after which no further combination is started")
     out: str = out("device_steps.csv and the profiles")
     tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
 
 def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
-    """Measure one combination and write its profile; a refusal is a row too."""
+    """Measure one combination and write its profile; a combination that does not run gets a row with the reason."""
     device = torch.device(options.device)
     row: dict[str, Any] = {"workload": job.named, "microbatch": job.batch, "precision": precision}
     row |= {"layout": job.memory_format, "method": job.method, "device": options.device}
@@ -99,28 +99,28 @@ def step_row(job: Job, precision: str, options: StepOptions) -> dict[str, Any]:
 
 
 def measure(options: StepOptions) -> int:
-    """Measure the combinations that the file lacks; write and print each row at once.
+    """Measure the combinations that the file lacks; write and print each row as soon as it is measured.
 
     Returns:
-        The exit code: 0, `LEFT` if the time was up, or `AGAIN` if a kernel broke the GPU for this process.
+        The exit code: 0, `LEFT` if the time limit was reached, or `AGAIN` if a kernel broke the GPU for this process.
     """
     names("workload", options.workload, SIZES), names("method", options.method, METHODS)
     began = time.monotonic()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     done = set(TABLE.rows(options.out)[[*TABLE.key]].itertuples(index=False, name=None))
     _, layers, tokens = (None, None, None) if options.tiny else SIZES[options.workload]
-    ways = product(*(split(each) for each in (options.layout, options.microbatch, options.precision, options.method)))
-    for layout, size, precision, method in ways:
+    cases = product(*(split(each) for each in (options.layout, options.microbatch, options.precision, options.method)))
+    for layout, size, precision, method in cases:
         job = Job(options.workload, method, layout, int(size), layers, tokens, options.device, tiny=options.tiny)
         if (job.named, size, precision, layout, method, options.device, hardware(options.device)) in done:
             continue
         if time.monotonic() - began > options.limit:
-            print(f"time is up before microbatch={size} precision={precision} layout={layout}", file=sys.stderr)
+            print(f"time limit reached before microbatch={size} precision={precision} layout={layout}", file=sys.stderr)
             return LEFT
         row = step_row(job, precision, options)
         TABLE.add(options.out, [row])
         if row["status"] != "ok" and is_lost(options.device):
-            print("error: the GPU is lost to this process: give the command again", file=sys.stderr)
+            print("error: this process can no longer use the GPU: repeat the command", file=sys.stderr)
             return AGAIN
     return 0
 

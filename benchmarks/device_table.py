@@ -1,12 +1,12 @@
 """The speed table of a GPU in one process:  python -m benchmarks.device_table out=FOLDER limit=540
 
 It measures the paper's three networks by the protocol of Figure 1, in float32 and bfloat16: non-private training, our
-methods (also as CUDA graphs) and Opacus. The rows are those of `benchmarks.throughput`. Then it looks for the largest
-batch of GPT-2 that fits (largest.csv). The most important cases come first. Each is written as soon as it is done, and
-not measured again. So the command can be repeated until its exit code is 0.
+methods (also as CUDA graphs) and Opacus. The rows have the columns of `benchmarks.throughput`. Then it searches for the
+largest batch of GPT-2 that fits (largest.csv). The most important cases come first. Each is written as soon as it is
+measured, and is not measured again, so the command can be repeated until its exit code is 0.
 
-Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes: 0 everything is measured; 2 a mistake; 3 a kernel broke the GPU
-for this process: repeat the command; 4 the time was up: repeat the command.
+Workloads: wrn16_4_ws, gpt2, roberta_base. Exit codes: 0 everything is measured; 2 a wrong option; 3 a kernel broke the
+GPU for this process: repeat the command; 4 the time limit was reached: repeat the command.
 """
 
 import sys
@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16")
 LARGEST = Table("largest.csv", THROUGHPUT.key, THROUGHPUT.shown)
 """The columns of throughput.csv, for the largest batch that fits; `peer` says why the next larger one does not."""
 AGAIN, LEFT = 3, 4
-"""Exit codes: a kernel broke the GPU for this process; the time was up."""
+"""Exit codes: a kernel broke the GPU for this process; the time limit was reached."""
 
 
 @dataclass
@@ -41,11 +41,11 @@ class TableOptions:
     """The options of the command line."""
 
     workload: str = option("all", "all, or some of them, separated by commas")
-    dtype: str = option("all", "float32, bfloat16; several by commas")
+    dtype: str = option("all", "float32, bfloat16; several separated by commas")
     device: str = device("cuda")
-    limit: float = option(540.0, "seconds; the next call measures what is not done by then")
-    rounds: int = option(5, "turns of each method")
-    steps: int = option(5, "timed steps of a turn, after one to warm up")
+    limit: float = option(540.0, "seconds; repeat the command to measure the rest")
+    rounds: int = option(5, "timed rounds of each method")
+    steps: int = option(5, "timed steps of a round, after one warm-up step")
     out: str = out("throughput.csv and largest.csv")
     tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
 
@@ -75,7 +75,7 @@ def missing(job: Job, methods: tuple[str, ...], folder: str) -> tuple[str, ...]:
 
 
 def measure(options: TableOptions) -> int:
-    """Measure the missing cases until the time is up; returns the exit code."""
+    """Measure the missing cases until the time limit; returns the exit code."""
     began = time.monotonic()
 
     def late() -> bool:
@@ -87,7 +87,7 @@ def measure(options: TableOptions) -> int:
             if not methods:
                 continue
             if late():
-                print("the time is up: repeat the command to measure the rest", file=sys.stderr)
+                print("time limit reached: repeat the command to measure the rest", file=sys.stderr)
                 return LEFT
             asked: list[str] = []
 

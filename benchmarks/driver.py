@@ -27,7 +27,7 @@ class Measured:
 
     @property
     def refused(self) -> str | None:
-        """Why it does not run, or None."""
+        """Why the job does not run, or None."""
         return self.facts.get("refused")
 
 
@@ -40,14 +40,14 @@ def run(
     start: Start = Process,
     until: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Rows of one workload: one a round for each method and format, or a single one if it does not run.
+    """Rows of one workload: one for each method, format and round, or a single one if the method does not run.
 
     Args:
         case: workload, sizes, device; its method and format are ignored.
         methods: names from `METHODS`, `none` first.
-        rounds: turns of each method.
-        steps: timed steps of a turn.
-        limit: seconds that a turn may take.
+        rounds: timed rounds of each method.
+        steps: timed steps of a round.
+        limit: seconds that one measurement or round of a method may take.
         start: starts a job.
         until: called between methods and rounds; True ends the measurement early.
 
@@ -93,7 +93,7 @@ def _faster(formats: list[Measured]) -> Measured:
 
 
 def _sound(chosen: list[Measured]) -> list[Measured]:
-    """Refuse each peer whose clipped sums differ from those of our method with the same groups: it is no comparison."""
+    """Mark as refused each peer whose clipped sums differ from those of our method with the same groups."""
     ours = {one.job.method: one.facts["sums"] for one in chosen if not one.refused}
     kept = []
     for one in chosen:
@@ -124,10 +124,10 @@ def _rounds(
 
 
 def row_of(one: Measured, number: int, steps: int, answer: dict[str, Any]) -> dict[str, Any]:
-    """A row: what was measured of a job, and its answer in a round of `steps` steps."""
+    """A row: the facts about a job, and its answer in a round of `steps` steps."""
     job, facts = one.job, one.facts
     refused = one.refused or answer.get("refused")
-    # One thread on a processor that others use too: its CPU time is the wall time that it would have alone.
+    # One thread on a shared processor: its CPU time is the wall time that it would take on an idle one.
     clock = "cpu_seconds" if job.device == "cpu" and job.threads == 1 else "wall_seconds"
     seconds = answer.get(clock)
     return {

@@ -1,4 +1,4 @@
-"""What a process of the benchmark is asked to run; importing this does not import torch."""
+"""The job of a benchmark process; importing this module does not import torch."""
 
 from dataclasses import dataclass
 
@@ -20,5 +20,5 @@ class Job:
 
     @property
     def named(self) -> str:
-        """The workload's name in its rows."""
+        """The name of the workload in the result rows."""
         return f"{self.workload} (tiny)" if self.tiny else self.workload

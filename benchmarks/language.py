@@ -13,12 +13,12 @@ from groupwise.torchvision_import import import_torchvision_first
 
 TINY = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 97}
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-"""As the configurations of RoBERTa and of GPT-2 call them; Llama has none."""
+"""The names of dropout rates in the configurations of RoBERTa and GPT-2; Llama has none."""
 
 
 @dataclass
 class Built:
-    """A model, its batch (names -> tensors, batch first) and the losses (B,) of one on the other."""
+    """A model, its batch (names -> tensors, batch first) and a function for the per-example losses (B,)."""
 
     model: nn.Module
     batch: dict[str, Tensor]
@@ -26,7 +26,7 @@ class Built:
 
 
 def configure(kind: str, layers: int, tiny: bool, **own: Any) -> Any:
-    """The configuration of a kind of model with sizes of its `own`, or tiny ones; nothing is dropped out."""
+    """The configuration of a kind of model without dropout, with its `own` sizes or tiny ones."""
     import_torchvision_first()
     from transformers import AutoConfig
 
@@ -50,7 +50,7 @@ def roberta(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
 
 
 def decoder(config: Any, batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> Built:
-    """A language model, random tokens, and each one's successor as its label."""
+    """A language model and random tokens; the label of a token is the next one."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.randint(0, config.vocab_size, (batch, tokens))
@@ -88,13 +88,13 @@ def llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
 
 
 def lora_llama(batch: int, layers: int, tokens: int, tiny: bool) -> Built:
-    """The same, all frozen but LoRA of rank 16 on the seven linear layers of each block (`tiny`: rank 4)."""
+    """The same Llama, all frozen but LoRA of rank 16 on the seven linear layers of each block (`tiny`: rank 4)."""
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return _with_adapters(llama(batch, layers, tokens, tiny), 4 if tiny else 16, targets)
 
 
 def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
-    """Freeze the model and give the layers that are called `targets` adapters (alpha = rank)."""
+    """Freeze the model and add adapters (alpha = rank) to the layers named in `targets`."""
     import peft
 
     network: Any = built.model
@@ -107,7 +107,7 @@ def _with_adapters(built: Built, rank: int, targets: Sequence[str]) -> Built:
     )
     built.model = peft.get_peft_model(network, config)
     for name, parameter in built.model.named_parameters():
-        if "lora_B" in name:  # fresh ones are 0, and then no gradient reaches lora_A
+        if "lora_B" in name:  # they start at 0, and then no gradient reaches lora_A
             nn.init.normal_(parameter, std=0.02)
     return built
 
@@ -118,7 +118,7 @@ def _classification(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _next_token(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over an example's T - 1 predicted tokens; the labels are shifted already, so no logits are copied."""
+    """The mean over an example's T - 1 predicted tokens; the labels are already shifted, so no logits are copied."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
     labels = batch["labels"]

@@ -1,7 +1,7 @@
-"""Rates of a linear layer's products by torch's own library and by oneDNN:  python -m benchmarks.matmul
+"""Speed of a linear layer's matrix products by torch's default library and by oneDNN:  python -m benchmarks.matmul
 
-GFlop/s on one thread, the best of several runs in turn, and the largest difference between the two results, relative to
-the largest number in them. `groupwise.clipping.matmul` uses oneDNN from `LEAST` operations on, if it is faster here.
+GFlop/s on one thread (the best of several alternating runs), and the largest difference of the results, relative to
+their largest number. `groupwise.clipping.matmul` uses oneDNN for at least `LEAST` operations, if it is faster here.
 """
 
 import time
@@ -38,16 +38,16 @@ def products() -> Iterator[Product]:
         yield f"X Xᵀ ({batch} of {t}, {d})", partial(matmul.batched, x, x.mT), 2 * batch * t * t * d, batch
 
 
-def measured(way: Callable[[], Tensor], operations: int) -> tuple[list[float], float]:
-    """GFlop/s by each library, in turn, and the largest relative difference of their results."""
-    best, made = [float("inf")] * 2, [torch.empty(0)] * 2
+def measured(product: Callable[[], Tensor], operations: int) -> tuple[list[float], float]:
+    """GFlop/s by each library, and the largest relative difference of their results."""
+    best, results = [float("inf")] * 2, [torch.empty(0)] * 2
     for _ in range(ROUNDS):
         for i, library in enumerate(matmul.LIBRARIES):
             matmul.use(library)
             start = time.perf_counter()
-            made[i] = way()
+            results[i] = product()
             best[i] = min(best[i], time.perf_counter() - start)
-    one, other = made
+    one, other = results
     return [operations / seconds / 1e9 for seconds in best], float((one - other).abs().max() / one.abs().max())
 
 
@@ -58,8 +58,8 @@ def main() -> None:
     torch.manual_seed(0)
     least, matmul.LEAST, faster = matmul.LEAST, 0, matmul.faster()
     print(f"faster here: {faster}\n\n| product | torch | oneDNN | difference | taken |\n|---|---|---|---|---|")
-    for name, way, operations, count in products():
-        (plain, onednn), difference = measured(way, operations)
+    for name, product, operations, count in products():
+        (plain, onednn), difference = measured(product, operations)
         taken = faster if operations >= least * count else "torch"
         print(f"| {name} | {plain:.0f} | {onednn:.0f} | {difference:.0e} | {taken} |", flush=True)
     matmul.LEAST = least

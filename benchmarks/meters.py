@@ -1,4 +1,4 @@
-"""Measures a step: its time, its peak memory, and the speed that its arithmetic alone would allow."""
+"""Measures a step: its time, its peak memory, and its floating-point operations."""
 
 import gc
 import math
@@ -50,12 +50,12 @@ _MARK, _MEMORY = "benchmarks: the measured step", "[memory]"
 
 
 def peak_bytes(make: Callable[[], Step], device: str) -> tuple[int, Step]:
-    """Make a step, run it twice and return the most bytes that were allocated during the second, and the step.
+    """Make a step, run it twice, and return the peak of allocated bytes during the second run, and the step.
 
     Args:
         make: builds the model and everything that the step needs, so that all of it counts.
-        device: "cpu": from the profiler's events (allocations by torch; what numpy or MKL hold by themselves is not
-            seen); "cuda": the allocator's own peak.
+        device: "cpu": from the profiler's events (allocations by torch; memory that numpy or MKL allocate is
+            not seen); "cuda": the allocator's own peak.
     """
     return _cuda(make) if device == "cuda" else _cpu(make)
 
@@ -120,15 +120,15 @@ def _convolution_backward(
     wanted: Sequence[bool],
     **_: Any,
 ) -> int:
-    """As many as forward for each gradient, of input and of weight.
+    """As many operations as forward for each gradient, of input and of weight.
 
-    torch's own count takes a grouped convolution's weight gradient for that of a dense one; functorch makes one group
-    of every example, so a peer's operations would come out a batch size too many.
+    torch's own formula counts the weight gradient of a grouped convolution as that of a dense one; functorch makes one
+    group of every example, so the count of a peer would be too large by a factor of the batch size.
     """
     forward = conv_flop_count(list(input_shape), list(weight_shape), list(output_shape), transposed)
     return forward * (bool(wanted[0]) + bool(wanted[1]))
 
 
 def floor(plain: float | None, method: float | None) -> float | None:
-    """The ratio to plain training that a method would have if time were operations; None where one is not counted."""
+    """Operations of plain training over those of a method, the ratio that arithmetic alone allows; None if unknown."""
     return plain / method if plain and method else None

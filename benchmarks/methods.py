@@ -1,4 +1,4 @@
-"""One step of each way to train: ours here, those of other libraries in `peers` and `research_peers`.
+"""One training step of each method: ours here, those of other libraries in `peers` and `research_peers`.
 
 A step clears the gradients, runs forward and backward and leaves the clipped sums (plain sums for `none`) in `.grad`.
 Noise is separate, as it is added once per logical batch. Parameters are not updated.
@@ -30,52 +30,52 @@ QUANTILE_LEARNING_RATE = 0.3  # the paper's η
 
 
 class Method(Protocol):
-    """One way to train a workload."""
+    """A method to train a workload."""
 
     def step(self) -> None:
         """Clear gradients, run forward and backward, leave clipped sums in `.grad`."""
 
     def noise(self) -> None:
-        """Add noise to the sums of the last `step`; once a step at most."""
+        """Add noise to the sums of the last `step`, at most once per step."""
 
     def clear(self) -> None:
-        """Give back the memory of gradients."""
+        """Free the memory of gradients."""
 
 
 class NonPrivate:
-    """Plain training: forward, backward."""
+    """Plain training: forward and backward pass."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
 
     def step(self) -> None:
-        """Sums of gradients; clipped in ours."""
+        """Leave the sums of gradients in `.grad`; `Ours` clips them."""
         self.clear()
         self.begin()
         self.work()
         self.end()
 
     def begin(self) -> None:
-        """What the host does before the work."""
+        """The part of a step on the host before `work`."""
 
     def work(self) -> None:
-        """What the device does: forward and backward, from and to the same memory each time."""
+        """The part of a step on the device: forward and backward pass, always in the same memory."""
         self._workload.loss().sum().backward()
 
     def end(self, repeated: bool = False) -> None:
-        """What the host does after it; `repeated` where the device did again what `work` had it do."""
+        """The part of a step on the host after `work`; `repeated` if a CUDA graph replayed the work."""
 
     def noise(self) -> None:
-        """None."""
+        """Plain training adds no noise."""
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Clear the sums."""
         for parameter in self._workload.trainable:
             parameter.grad = None
 
 
 class SameProducts(NonPrivate):
-    """Plain training whose linear layers multiply by `groupwise.clipping.matmul`, as those of ours do."""
+    """Plain training whose linear layers use `groupwise.clipping.matmul`, as in `Ours`."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -132,27 +132,27 @@ class Ours(NonPrivate):
         self._engine = attach(workload.model, groups, start, norms=norms, rates=rates)  # type: ignore[arg-type]
         if plan is not None:
             self._engine.plan = plan
-        elif workload.batch > 1:  # of one example alone all rows are its own
+        elif workload.batch > 1:  # a batch of one example needs no trace
             self._engine.trace(workload.losses, range(workload.batch))
-        self._engine.masks_rows = False  # as a run has it
+        self._engine.masks_rows = False  # as in a run
         secret = noise or NoiseSource(bytes(32)).settled(workload.trainable[0].device)
-        self._noise = secret  # as a secret key
+        self._noise = secret
         self._steps = 0
 
     def begin(self) -> None:
-        """Adaptive: thresholds are set before each step, as in a run."""
+        """Set adaptive thresholds before each step, as in a run."""
         self._engine.reset()
         if self._adaptive:
             self._engine.set_thresholds(self._thresholds.clip_thresholds, self._thresholds.count_thresholds)
 
     def work(self) -> None:
-        """Clipped sums."""
+        """Compute the clipped sums."""
         with self._engine.forward(self._workload.batch):
             losses = self._workload.loss()
         self._engine.backward(losses)
 
     def end(self, repeated: bool = False) -> None:
-        """Adaptive: thresholds are moved by the counts after each step."""
+        """Update adaptive thresholds by the counts after each step."""
         if repeated:
             self._engine.repeated(self._workload.batch)
         if self._adaptive:
@@ -160,7 +160,7 @@ class Ours(NonPrivate):
         self._steps += 1
 
     def noise(self) -> None:
-        """N(0, std_k²) in place, then division by B."""
+        """Add N(0, std_k²) in place, then divide by B."""
         release_gradients(
             self._engine.sensitivity("add_remove"),
             allocation="global",
@@ -172,7 +172,7 @@ class Ours(NonPrivate):
 
 
 class Recorded:
-    """A way of ours whose work is a CUDA graph from the third step on, as with `train.cuda_graph=true`."""
+    """A method whose work is a CUDA graph after its warm-up steps, as with `train.cuda_graph=true`."""
 
     def __init__(self, method: NonPrivate, workload: Workload) -> None:
         self._method, self._workload = method, workload
@@ -181,7 +181,7 @@ class Recorded:
         self._launch: Callable[[], None] | None = None
 
     def step(self) -> None:
-        """The same sums, in gradients that stay where they are."""
+        """Compute the same sums, in gradients that keep their memory."""
         with self._recorder.running():
             for parameter in self._workload.trainable:
                 if parameter.grad is not None:
@@ -197,11 +197,11 @@ class Recorded:
             self._method.end(repeated=launched)
 
     def noise(self) -> None:
-        """As without a graph."""
+        """Add noise as without a graph."""
         self._method.noise()
 
     def clear(self) -> None:
-        """Nothing: a graph writes to the memory of gradients."""
+        """Do nothing, as the graph writes to the memory of the gradients."""
 
 
 def _peer(kind: Callable[..., Method], **options: Any) -> Callable[[Workload], Method]:
@@ -213,7 +213,7 @@ RECORDED = {"none_graph": "none", "flat_graph": "flat", "adaptive_layer_graph": 
 METHODS: dict[str, Callable[[Workload], Method]] = {
     "none": NonPrivate,
     "none_matmul": SameProducts,
-    "none_again": NonPrivate,  # its ratio to `none` shows the noise of the clock
+    "none_again": NonPrivate,  # its ratio to `none` shows the timing noise
     "flat": lambda workload: Ours(workload, flat),
     "ghost": lambda workload: Ours(workload, flat, norms="ghost"),
     "fixed_layer": lambda workload: Ours(workload, per_layer),
@@ -238,7 +238,7 @@ SUMS_OF = {
 
 
 def is_peer(method: str) -> bool:
-    """Whether a method's name is a peer's."""
+    """Whether a method belongs to another library."""
     return peers.is_peer(method) or research_peers.package_of(method) is not None
 
 

@@ -1,6 +1,6 @@
-"""Trains the CNN of examples/own_model.py on the same digits by Opacus, as its documentation does.
+"""Trains the CNN of examples/own_model.py on the same digits by Opacus, written as in its documentation.
 
-python benchmarks/opacus_own_model.py        beside it: python -m benchmarks.opacus_side_by_side
+python benchmarks/opacus_own_model.py        (python -m benchmarks.opacus_side_by_side compares both scripts)
 """
 
 import warnings

@@ -1,9 +1,9 @@
-"""Puts a training by Opacus beside the same one by `make_private`:  python -m benchmarks.opacus_side_by_side
+"""Compares the same training by Opacus and by `make_private`:  python -m benchmarks.opacus_side_by_side
 
 Two scripts train the same CNN on the same digits, at the same B, epsilon, delta, epochs, momentum, threshold and
 physical batch: examples/own_model.py and benchmarks/opacus_own_model.py. Only the learning rate, the seed of the
-weights and, for flat clipping, one argument are changed. The best learning rate of each method is chosen on a seed of
-its own. With it the method is trained on as many other seeds as are asked for. Rows hold accuracy, epsilon and lines of
+weights and, for flat clipping, one argument are changed. The best learning rate of each method is chosen on a
+separate seed, and the method is then trained with it on `seeds` other seeds. Rows hold accuracy, epsilon and lines of
 code; `benchmarks.small_models` measures time.
 """
 
@@ -31,9 +31,9 @@ METHODS: dict[str, tuple[Path, tuple[tuple[str, str], ...]]] = {
 }
 """Method -> its script, and pairs of a text and its replacement."""
 RATES = (0.1, 0.2, 0.4, 0.8)
-"""The learning rates that each method tries."""
+"""The learning rates that are tried for each method."""
 TUNED_ON = 100
-"""The seed that the learning rates are tried on; the results have other seeds."""
+"""The seed of the learning-rate search; the results use other seeds."""
 SHOWN = ("method", "role", "learning_rate", "accuracy", "epsilon", "script_lines")
 TABLE = Table("opacus_side_by_side.csv", ("method", *MACHINE), SHOWN)
 
@@ -51,7 +51,7 @@ Measure = Callable[[str, float], dict[str, Any]]
 
 
 def script_lines(script: Path) -> int:
-    """How many lines of code a script has, without its docstring, comments and blank lines."""
+    """The number of lines of code in a script, without its docstring, comments and blank lines."""
     _, _, code = script.read_text(encoding="utf-8").split('"""', 2)
     lines = (line.strip() for line in code.splitlines())
     return sum(1 for line in lines if line and not line.startswith("#"))
@@ -61,14 +61,14 @@ def variant(method: str, rate: float, seed: int) -> str:
     """The script of a method with that learning rate and seed.
 
     Raises:
-        UserError: what is to be replaced is not there just once.
+        UserError: a text to be replaced does not occur exactly once.
     """
     script, replaced = METHODS[method]
     source = script.read_text(encoding="utf-8")
     for old, new in (*replaced, ("lr=0.4", f"lr={rate}"), ("manual_seed(0)", f"manual_seed({seed})")):
         if source.count(old) != 1:
             raise UserError(
-                f"{script.name} has {source.count(old)} times {old!r}, where one was expected: correct METHODS."
+                f"{script.name} contains {old!r} {source.count(old)} times instead of once: correct METHODS."
             )
         source = source.replace(old, new)
     return source
@@ -78,7 +78,7 @@ def trained(source: str, limit: float) -> dict[str, Any]:
     """Run a script in a process of its own, on one thread; returns the epsilon and accuracy that it prints.
 
     Raises:
-        UserError: it failed, took longer than `limit` seconds, or printed no such line.
+        UserError: it failed, took longer than `limit` seconds, or printed no result.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -94,8 +94,8 @@ def trained(source: str, limit: float) -> dict[str, Any]:
 
 
 def measure(options: SideBySideOptions, train: Measure = trained) -> list[dict[str, Any]]:
-    """The rows of all methods: the search on `TUNED_ON`, then each seed at the best learning rate (of several the
-    smallest)."""
+    """The rows of all methods: the search on `TUNED_ON`, then each seed at the best learning rate (the
+    smallest of several equally good ones)."""
     rows: list[dict[str, Any]] = []
 
     def take(method: str, role: str, rate: float, seed: int) -> None:

@@ -14,7 +14,7 @@ OUT = "results/measured/benchmarks"
 
 
 def out(file: str) -> Any:
-    """The option for the folder of a file of rows."""
+    """The option for the folder that a file of rows is written to."""
     return option(OUT, f"the folder of {file}")
 
 

@@ -1,4 +1,4 @@
-"""Opacus, used as its documentation does (opacus.ai: `GradSampleModule`, "Fast Gradient Clipping and Ghost Clipping").
+"""Runs Opacus as its documentation does (opacus.ai: `GradSampleModule`, "Fast Gradient Clipping and Ghost Clipping").
 
 - hooks: `GradSampleModule`, `DPOptimizer`; functorch: the same with `force_functorch=True`; both materialise
   per-example gradients and clip them together (flat).
@@ -6,7 +6,7 @@
 - per layer: hooks with `DPPerLayerOptimizer`; its "layer" is a single parameter, with threshold C/√P each.
 
 Options that save work are set: `loss_reduction="sum"` (no rescaling), `zero_grad(set_to_none=True)`, no secure mode.
-What the optimiser does between clipping and noise (a copy of the sums, for ghost) counts as noise. With images in
+Work of the optimiser between clipping and noise (a copy of the sums, for ghost) counts as noise. With images in
 channels_last its rule for `nn.Conv2d` reads memory in the wrong order and clips to wrong sums, without an error. So
 `driver` uses that format only if the sums agree with those of contiguous images.
 """
@@ -25,7 +25,7 @@ PREFIX = "opacus_"
 
 
 def is_peer(method: str) -> bool:
-    """Whether a method is Opacus's."""
+    """Whether a method belongs to Opacus."""
     return method.startswith(PREFIX)
 
 
@@ -54,7 +54,7 @@ class Materialized:
             self._optimizer = _optimizer(DPOptimizer, workload, threshold, noise_multiplier)
 
     def step(self) -> None:
-        """Per-example gradients, then clipped sums."""
+        """Compute per-example gradients, then clipped sums."""
         self.clear()
         self._workload.loss().sum().backward()
         self._optimizer.clip_and_accumulate()
@@ -62,7 +62,7 @@ class Materialized:
             parameter.grad = parameter.summed_grad  # type: ignore[attr-defined]
 
     def noise(self) -> None:
-        """Opacus's noise."""
+        """Add noise by Opacus."""
         self._optimizer.add_noise()
         self._optimizer.scale_grad()
 
@@ -72,7 +72,7 @@ class Materialized:
 
 
 class Ghost:
-    """Norms in a first backward pass, clipped sums in a second."""
+    """Computes norms in a first backward pass, clipped sums in a second."""
 
     def __init__(self, workload: Workload, threshold: float, noise_multiplier: float) -> None:
         from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -87,12 +87,12 @@ class Ghost:
         self._wrap: Callable[..., Any] = DPTensorFastGradientClipping
 
     def step(self) -> None:
-        """Both backward passes."""
+        """Run both backward passes."""
         self.clear()
         self._wrap(self._module, self._optimizer, self._workload.loss(), loss_reduction="sum").backward()
 
     def noise(self) -> None:
-        """Opacus's copy of the sums, and its noise."""
+        """Copy the sums and add noise by Opacus."""
         self._optimizer.accumulate()
         self._optimizer.add_noise()
         self._optimizer.scale_grad()

@@ -1,9 +1,10 @@
-"""The pipeline planner against measurement:  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device
+"""Checks the memory planner of pipelines:  python -m benchmarks.pipeline shape=weights_2,full_4 method=none,device
 
-Small pipelines of gloo processes on this machine: the peak memory of each process during a step, beside the prediction
-of `groupwise.planner`.
+It runs small pipelines of gloo processes on this machine, and compares the peak memory of each process during a step
+with the prediction of `groupwise.planner`.
 
-Shapes: weights_2, activations_2, rematerialized_4, full_4 (the number: processes). Methods: none, device, layer, flat.
+Shapes: weights_2, activations_2, rematerialized_4, full_4 (the digit is the number of processes).
+Methods: none, device, layer, flat.
 """
 
 import sys
@@ -35,13 +36,13 @@ def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dic
     if options.tiny:
         shape = Shape(2, 16, 2, 2, 8, 2, min(shape.rank, 2), 31, rematerialize=shape.rematerialize)
     staged = Staged(shape)
-    print(f"{name}: the planner", file=sys.stderr, flush=True)
-    foretold = {method: staged.predict(method) for method in methods}
-    print(f"{name}: {shape.stages} processes", file=sys.stderr, flush=True)
+    print(f"{name}: predicting", file=sys.stderr, flush=True)
+    predictions = {method: staged.predict(method) for method in methods}
+    print(f"{name}: measuring in {shape.stages} processes", file=sys.stderr, flush=True)
     measured = measure(staged, methods)
     rows = []
     for method in methods:
-        predicted, found = foretold[method], measured[method]
+        predicted, found = predictions[method], measured[method]
         row = {
             "shape": f"{name} (tiny)" if options.tiny else name,
             "method": method,
@@ -58,7 +59,7 @@ def compare(name: str, methods: list[str], options: PipelineOptions) -> list[dic
 
 
 def run(options: PipelineOptions) -> None:
-    """Predict and measure each shape; its rows are written and printed as soon as it is done."""
+    """Predict and measure each shape; write and print its rows as soon as it is done."""
     methods = names("method", options.method, PARTITIONS)
     for name in names("shape", options.shape, SHAPES):
         TABLE.add(options.out, compare(name, methods, options))

@@ -1,17 +1,17 @@
 """Runs fastDP and private-transformers as their READMEs do. Neither is on a package index.
 
 They are imported only for a method that needs them: from an installation, or from a subfolder of `peers=FOLDER`. That
-folder holds checkouts of awslabs/fast-differential-privacy and lxuechen/private-transformers, and what the latter
-imports (a folder made by
+folder holds checkouts of awslabs/fast-differential-privacy and lxuechen/private-transformers, and the packages that the
+latter imports (install them with
 ``pip install --no-deps --target FOLDER/site ml-swissknife opt_einsum``).
 
 - fastDP, book-keeping: `clipping_style` "layer-wise" and "all-layer", `clipping_fn="Abadi"` (the others do not clip as
-  ours do), `clipping_mode="MixOpt"`. Its origin parameters are named, as they save plain gradients of all others.
+  ours do), `clipping_mode="MixOpt"`. `origin_params` is set, which saves the plain gradients of all other parameters.
 - private-transformers: `clipping_mode="ghost"`, two backward passes.
 
 Options that save work are set. Noise, which fastDP adds during the backward pass, is timed separately. Both libraries
-rewrite forward passes of an older transformers, so that position ids get a batch axis. Here they have one already, so
-this is left out. Both may leave a parameter without a gradient and give no warning; here that is an error.
+replace forward passes of an older transformers to give position ids a batch axis. Here they already have one, so this
+is left out. Both may leave a parameter without a gradient and give no warning; here that is an error.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from groupwise.errors import UserError
 from groupwise.torchvision_import import import_torchvision_first
 
 PACKAGES = {"fastdp": "fastDP", "private_transformers": "private_transformers"}
-"""How the names of methods begin, and what they import."""
+"""The prefix of the names of methods, and the package that they import."""
 SAMPLES = 1 << 20
-"""The size of the data set, which only the accounting would use."""
+"""The size of the data set, which only the accounting uses."""
 
 
 def package_of(method: str) -> str | None:
-    """The package that a method imports, if it is one of these."""
+    """The package that a method imports, or None if it is not one of `PACKAGES`."""
     return next((package for name, package in PACKAGES.items() if method.startswith(name)), None)
 
 
 def put_on_path(folder: str) -> None:
-    """Import from the subfolders of `peers=FOLDER`, here and in processes that are started from here."""
+    """Put the subfolders of `peers=FOLDER` on the import path of this process and of the ones that it starts."""
     places = sorted(place for place in Path(folder).expanduser().resolve().glob("*") if place.is_dir())
     before = os.environ.get("PYTHONPATH")
     sys.path.extend(map(str, places))
@@ -66,7 +66,7 @@ def _budget(workload: Workload, threshold: float, noise_multiplier: float) -> di
 
 
 class FastDP:
-    """Clipped sums in `p.private_grad`, made by hooks during the backward pass."""
+    """Clipped sums in `p.private_grad`, computed by hooks during the backward pass."""
 
     def __init__(self, workload: Workload, threshold: float, noise_multiplier: float, style: str) -> None:
         fastdp: Any = load("fastDP")
@@ -86,7 +86,7 @@ class FastDP:
             )
 
     def step(self) -> None:
-        """One backward pass."""
+        """Run one backward pass."""
         self.clear()
         self._workload.loss().sum().backward()
         left = [name for name, p in zip(self._names, self._trainable, strict=True) if not hasattr(p, "private_grad")]
@@ -96,7 +96,7 @@ class FastDP:
             parameter.grad = parameter.__dict__.pop("private_grad")
 
     def noise(self) -> None:
-        """As fastDP makes it, a tensor at a time."""
+        """Add noise as fastDP does, one tensor at a time."""
         for parameter in self._trainable:
             assert parameter.grad is not None
             std: float = parameter.noise  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class FastDP:
 
 
 class PrivateTransformers:
-    """Norms in a first backward pass, clipped sums in a second."""
+    """Computes norms in a first backward pass, clipped sums in a second."""
 
     def __init__(self, workload: Workload, threshold: float, noise_multiplier: float) -> None:
         library: Any = load("private_transformers")
@@ -124,14 +124,14 @@ class PrivateTransformers:
         self._engine.attach(torch.optim.SGD(self._trainable, lr=0.0))
 
     def step(self) -> None:
-        """Both backward passes."""
+        """Run both backward passes."""
         self.clear()
         self._engine._ghost_virtual_step(self._workload.loss())
         for parameter in self._trainable:
             parameter.grad = parameter.summed_grad  # type: ignore[attr-defined]
 
     def noise(self) -> None:
-        """Its noise, and division by B."""
+        """Add its noise and divide by B."""
         self._engine._create_noisy_clipped_gradient()
         self._engine.unlock()
 
@@ -141,7 +141,7 @@ class PrivateTransformers:
 
 
 def _keep(parameter: Any, clipped_sum: torch.Tensor, accumulate_private_grad: bool = True) -> None:
-    """What fastDP does with a clipped sum, without the noise that it adds to the first."""
+    """Accumulate a clipped sum as fastDP does, but without noise."""
     if hasattr(parameter, "private_grad"):
         parameter.private_grad += clipped_sum.detach()
     else:
@@ -152,7 +152,7 @@ def load(package: str) -> Any:
     """Import fastDP or private-transformers, and leave the forward passes of transformers alone.
 
     Raises:
-        UserError: it is not installed and in no folder that `put_on_path` has put there.
+        UserError: the package is not installed and not in a folder that `put_on_path` was given.
     """
     import_torchvision_first()
     try:

@@ -1,4 +1,4 @@
-"""Reads and writes files of measured rows with their provenance, and prints new rows."""
+"""Reads and writes CSV files of measured rows with their provenance, and prints new rows."""
 
 import platform
 import sys
@@ -26,7 +26,7 @@ class Table:
 
     Args:
         file: its name.
-        key: the columns that identify a measurement, whose new rows replace its old ones.
+        key: the columns that identify a measurement; its new rows replace its old ones.
         shown: the columns that are printed.
     """
 
@@ -87,12 +87,12 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds_of(row: dict[str, Any]) -> float:
-    """The seconds that are compared: processor time on a CPU, as other programs disturb it less; else wall time."""
+    """The seconds that are compared: wall time on a GPU; on a CPU processor time, which other programs disturb less."""
     return row["wall_seconds"] if row["device"] == "cuda" else row["cpu_seconds"]
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Where rows come from: machine, commit, versions, date (UTC)."""
+    """The provenance of rows: machine, commit, versions, date (UTC)."""
     state = git_state(ROOT)
     packages = {name: _version(name) for name in ("opacus", "transformers")}
     return {
@@ -107,7 +107,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def hardware(device: str) -> str:
-    """The name of the GPU; of the processor, as Linux names it; elsewhere its architecture."""
+    """The name of the GPU, or of the processor: its model on Linux, its architecture elsewhere."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -135,7 +135,7 @@ def _version(name: str) -> str:
 
 
 def _as_text(frame: pd.DataFrame) -> str:
-    """For a terminal: one line for all rows that differ only in measured numbers, with their medians."""
+    """A table for the terminal: rows that differ only in measured numbers become one row of medians."""
     measured = list(frame.select_dtypes(float))
     if measured and len(measured) < len(frame.columns):
         frame = frame.groupby(list(frame.columns.difference(measured, sort=False)), sort=False, dropna=False)

@@ -1,7 +1,7 @@
 """Measures whole private trainings of eight small models:  python -m benchmarks.small_models model=logistic,tabular
 
-Milliseconds of processor time a step, on a GPU of wall time. Each method runs its own loop as its documentation writes
-it: sampling, reading, forward and backward passes, clipping, noise, optimiser.
+The result is processor time (on a GPU wall time) per step in milliseconds. Each method runs the training loop of its
+own documentation: sampling, data loading, forward and backward pass, clipping, noise, optimiser.
 
 Models: logistic, tabular, digits_cnn, mnist_cnn, cifar_cnn, lstm, transformer, resnet18.
 Methods: none (a plain loop), adaptive_layer and flat (make_private), on a GPU with cuda_graph=True too (…_graph),
@@ -45,12 +45,12 @@ class SmallModelOptions:
     """The options of the command line."""
 
     model: str = option("all", "all, or some of them, separated by commas")
-    method: str = option("all", "all, or some of them, separated by commas; none always runs")
+    method: str = option("all", "all, or some of them, separated by commas; none is always measured")
     device: str = device("cpu")
-    rounds: int = option(7, "turns of each method")
-    steps: int | None = option(None, "steps of a turn; default: as many as take half a second")
-    jax: str | None = option(None, "to run jax_privacy too: a Python with jax, jax-privacy and optax")
-    peers: str | None = option(None, "to run fastDP too: a folder with a checkout of it")
+    rounds: int = option(7, "timed rounds of each method")
+    steps: int | None = option(None, "steps of a round; default: as many as take half a second")
+    jax: str | None = option(None, "also run jax_privacy: the path of a Python with jax, jax-privacy and optax")
+    peers: str | None = option(None, "also run fastDP: a folder with a checkout of it")
     out: str = out("small_models.csv")
 
 
@@ -70,7 +70,7 @@ class LSTMClassifier(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block of linear layers and layer norms, which come first."""
+    """A transformer block with layer norms before attention and MLP."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
+        """(B, T, width) -> (B, T, width)."""
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).movedim(2, 0).transpose(2, 3)
         attended = F.scaled_dot_product_attention(q, k, v)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -110,7 +110,7 @@ def _resnet18() -> nn.Module:
 
 
 def _cnn(*channels: int, size: int) -> nn.Module:
-    """Convolutions of 3 × 3 and average pooling after every second, then one linear layer."""
+    """3 × 3 convolutions with average pooling after every second one, then a linear layer."""
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(pairwise(channels)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), *([nn.AvgPool2d(2)] if number % 2 else [])]
@@ -162,7 +162,7 @@ MODELS = {
 # -- the loops ---------------------------------------------------------------------------------------------------------
 
 Loop = Iterator[Any]
-"""An iterator that takes a training step each time it is advanced."""
+"""An iterator; each `next` takes one training step."""
 
 
 def _again(loader: DataLoader[Any], model: nn.Module) -> Iterator[Any]:
@@ -177,7 +177,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def plain(model: nn.Module, data: TensorDataset, batch: int) -> Loop:
-    """A loop of PyTorch, without privacy."""
+    """A plain PyTorch loop, without privacy."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for inputs, labels in _again(DataLoader(data, batch_size=batch, shuffle=True), model):
         optimizer.zero_grad()
@@ -287,7 +287,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
         try:
             loop = METHODS[method](copy.deepcopy(model), data, kind.batch)
             if method.endswith("_graph"):
-                _time(loop, 60, options.device)  # until graphs for the usual batch sizes are recorded
+                _time(loop, 60, options.device)  # record graphs for the usual batch sizes
             turn[method] = steps or max(3, round(0.5 / _time(loop, 5, options.device)))
         except Exception as error:  # a peer's refusal is a result
             if not method.startswith(("opacus", "fastdp")):
@@ -310,7 +310,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
 
 
 def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The row of jax_privacy beside that of a plain loop, from a process of that Python with one thread."""
+    """The row of jax_privacy beside that of a plain loop, from a process of that Python on one thread."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     command = [python, str(SCRIPT), f"model={plain['model']}", f"rounds={rounds}"]
     try:
@@ -318,15 +318,15 @@ def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
             command, check=True, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags}
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise UserError(f"jax={python} failed: {said[-1][:200]}") from None
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise UserError(f"jax={python} failed: {lines[-1][:200]}") from None
     found = json.loads(done.stdout)
     row = {**plain, "method": "jax_privacy", **{name: found[name] for name in ("milliseconds", "rounds", "steps")}}
     return row | {"ratio": plain["milliseconds"] / found["milliseconds"], "peer": f"jax-privacy {found['version']}"}
 
 
 def _time(loop: Loop, steps: int, device: str) -> float:
-    """Processor seconds a step, on a GPU wall seconds; one step before the clock starts."""
+    """Processor seconds (on a GPU wall seconds) per step, after one untimed step."""
     next(loop)
     taken = timed(partial(next, loop), steps, device)
     return taken.wall if device == "cuda" else taken.cpu

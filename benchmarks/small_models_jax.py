@@ -1,10 +1,10 @@
 """Runs the small models by jax_privacy:  python benchmarks/small_models_jax.py [model=logistic,...] [rounds=7]
 
-`python -m benchmarks.small_models jax=PYTHON` calls it, where PYTHON is of an environment with `jax`, `jax-privacy` and
-`optax`; nothing of groupwise is imported. A training is as the library's documentation has it: `CyclicPoissonSampling`,
-batches padded to multiples of 32, and a jitted step of `clipped_grad`, `gaussian_privatizer` and SGD. The networks are
-those of `benchmarks.small_models`, by hand. It prints a line of JSON for each model, with the median over rounds of
-processor milliseconds a step.
+`python -m benchmarks.small_models jax=PYTHON` calls it, where PYTHON belongs to an environment with `jax`,
+`jax-privacy` and `optax`; nothing of groupwise is imported. The loop follows the library's documentation:
+`CyclicPoissonSampling`, batches padded to multiples of 32, and a jitted step of `clipped_grad`, `gaussian_privatizer`
+and SGD. The networks are those of `benchmarks.small_models`, written in JAX. It prints a line of JSON for each model,
+with the median over rounds of processor milliseconds per step.
 """
 
 import json
@@ -31,7 +31,7 @@ STEPS = 100_000
 
 
 def weights(*shape: int) -> tuple[jax.Array, jax.Array]:
-    """A weight with the inputs on its first axes, and a bias."""
+    """A weight, whose last axis is the output, and a bias."""
     scale = np.prod(shape[:-1]) ** -0.5
     return jnp.asarray(RANDOM.normal(0, scale, shape), jnp.float32), jnp.zeros(shape[-1])
 
@@ -42,14 +42,14 @@ def dense(x: jax.Array, layer: Parameters) -> jax.Array:
 
 
 def conv(x: jax.Array, layer: Parameters, stride: int = 1, padding: int = 0) -> jax.Array:
-    """A convolution of (B, H, W, c)."""
+    """A convolution of images (B, H, W, c)."""
     pads = ((padding, padding), (padding, padding))
     y = jax.lax.conv_general_dilated(x, layer[0], (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return y + layer[1]
 
 
 def pool(x: jax.Array, size: int, stride: int, how: str) -> jax.Array:
-    """Pooling of (B, H, W, c)."""
+    """Pooling of images (B, H, W, c)."""
     windows = (1, size, size, 1), (1, stride, stride, 1), "VALID"
     if how == "max":
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *windows)
@@ -64,7 +64,7 @@ def mlp(layers: Parameters, x: jax.Array) -> jax.Array:
 
 
 def cnn(layers: Parameters, x: jax.Array) -> jax.Array:
-    """Convolutions of 3 × 3, pooled after every second, and a linear layer."""
+    """3 × 3 convolutions with average pooling after every second one, then a linear layer."""
     for number, layer in enumerate(layers[:-1]):
         x = jax.nn.relu(conv(x, layer, padding=1))
         x = pool(x, 2, 2, "mean") if number % 2 else x
@@ -94,7 +94,7 @@ def lstm(layers: Parameters, tokens: jax.Array) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Without a bias, which costs nothing."""
+    """Layer norm without a bias, whose cost is negligible."""
     return jax.nn.standardize(x, epsilon=1e-5) * scale
 
 
@@ -144,11 +144,11 @@ MODELS: dict[str, Callable[[], Made]] = {
         *((32,), 2, 64, 10_000),
     ),
 }
-"""Name -> network, its parameters, shape of an example, classes, batch, examples."""
+"""Name -> network, its parameters, shape of an example, classes, batch size, number of examples."""
 
 
 def training(name: str) -> Iterator[None]:
-    """Steps, one each time that it is advanced."""
+    """An iterator; each `next` takes one training step."""
     network, parameters, shape, classes, batch, size = MODELS[name]()
     x = RANDOM.integers(0, 1000, (size, *shape)) if len(shape) == 1 and name in ("lstm", "transformer") else None
     x = RANDOM.normal(size=(size, *shape)).astype(np.float32) if x is None else x
@@ -182,11 +182,11 @@ def training(name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure the models that were named."""
+    """Measure the models of the command line."""
     given = dict(item.split("=", 1) for item in sys.argv[1:])
     for name in given.get("model", ",".join(MODELS)).split(","):
         steps = training(name)
-        for _ in range(60):  # most padded sizes are compiled
+        for _ in range(60):  # compile for most padded sizes
             next(steps)
         rounds = []
         for _ in range(int(given.get("rounds", 7))):

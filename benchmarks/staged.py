@@ -1,4 +1,4 @@
-"""The small pipelines of `benchmarks.pipeline`: the planner's prediction for each, and the measurement."""
+"""The small pipelines of `benchmarks.pipeline`: predicts and measures the memory of each."""
 
 import json
 import tempfile
@@ -39,10 +39,10 @@ class Shape:
 
     Args:
         stages: S.
-        width, blocks, vocabulary: of the model.
+        width, blocks, vocabulary: sizes of the model.
         microbatch, length, microbatches: b, T, J.
-        rank: of the adapters; 0 trains everything.
-        rematerialize: as the pipeline takes it.
+        rank: rank of the adapters; 0 trains all parameters.
+        rematerialize: as in the options of the pipeline.
     """
 
     stages: int
@@ -65,10 +65,10 @@ SHAPES = {
 
 
 class Staged:
-    """A shape cut into stages, as the planner sees it.
+    """A shape and its stages, as the planner cuts it.
 
     Args:
-        shape: its sizes.
+        shape: the sizes of the model and the pipeline.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -126,8 +126,8 @@ def measure(staged: Staged, methods: Sequence[str]) -> dict[str, list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, staged.work, staged.kinds, staged.shape, list(methods))
         torch.multiprocessing.spawn(_process, arguments, nprocs=stages)
-        said = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(stages)]
-    return {method: [process[method] for process in said] for method in methods}
+        answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(stages)]
+    return {method: [process[method] for process in answers] for method in methods}
 
 
 def _process(rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape, methods: list[str]) -> None:
@@ -143,7 +143,7 @@ def _process(rank: int, folder: str, work: Work, kinds: list[Kind], shape: Shape
 
 def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -> Step:
     stage = cut_out(work, kinds[rank], "cpu")
-    stage.index, stage.count = rank, len(kinds)  # until here it counted as the only stage of a model
+    stage.index, stage.count = rank, len(kinds)  # `cut_out` treats it as the only stage of a model
     partition = PARTITIONS[method]
     engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
     if engine is not None:

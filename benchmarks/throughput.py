@@ -1,18 +1,18 @@
-"""Speed and memory against non-private training:  python -m benchmarks.throughput workload=mlp method=all
+"""Compares speed and memory with non-private training:  python -m benchmarks.throughput workload=mlp method=all
 
 Each method runs in its own process, in interleaved rounds. The rows of a case are written and printed as soon as it is
-done. `docs/benchmarks.md` says how to read them.
+done. `docs/benchmarks.md` explains how to read them.
 
   python -m benchmarks.throughput workload=gpt2_untied
   python -m benchmarks.throughput workload=gpt2 method=flat,adaptive_layer batch=1,2,4,8 rounds=3
   python -m benchmarks.throughput device=cuda dtype=bfloat16 workload=gpt2 batch=64 layers=12
 
-Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama. "all" leaves
-gpt2_64 (64 tokens) and lora_gpt2_xl out.
+Workloads: wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, mlp, lora_gpt2, llama, lora_llama. "all" omits
+gpt2_64 (64 tokens) and lora_gpt2_xl.
 Methods: none (always measured, for the ratios), none_matmul (none, with our matrix products), flat, ghost, fixed_layer,
 adaptive_layer, block, opacus_hooks, opacus_functorch, opacus_ghost, opacus_per_layer; with peers= also fastdp_layer,
-fastdp_flat and private_transformers. "all" leaves none_again out: none in a second process, which shows the noise of
-the clock.
+fastdp_flat and private_transformers. "all" omits none_again, which is none in a second process and shows the timing
+noise.
 """
 
 import sys
@@ -37,12 +37,12 @@ class Options:
     method: str = option("all", "all, or some of them, separated by commas")
     batch: str | None = option(None, "batch sizes, separated by commas; default: the workload's own")
     layers: int = option(4, "transformer blocks; the full shapes have 12, llama 30, lora_gpt2_xl 48")
-    rounds: int = option(5, "turns of each method")
-    steps: int = option(3, "timed steps of a turn, after one to warm up")
+    rounds: int = option(5, "timed rounds of each method")
+    steps: int = option(3, "timed steps of a round, after one warm-up step")
     threads: int = option(1, "threads of each process; processes run one at a time")
     device: str = device("cpu")
     dtype: str = option("float32", "float32, bfloat16 (autocast) or float64", among=("float32", "bfloat16", "float64"))
-    limit: float = option(900.0, "seconds that one turn may take")
+    limit: float = option(900.0, "seconds that one measurement or round of a method may take")
     out: str = out("throughput.csv")
     peers: str | None = option(None, "a folder with checkouts of fast-differential-privacy and private-transformers")
     tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
@@ -61,12 +61,12 @@ class Options:
         if self.batch is None:
             return [None]
         if not all(part.isdigit() and int(part) > 0 for part in split(self.batch)):
-            raise UserError(f"batch={self.batch} was given; use whole numbers of at least 1, by commas.")
+            raise UserError(f"batch={self.batch} was given; use whole numbers of at least 1, separated by commas.")
         return [int(part) for part in split(self.batch)]
 
 
 def cases(options: Options) -> list[Job]:
-    """One job for each workload and batch size; the driver sets its method.
+    """One job for each workload and batch size; `benchmarks.driver` sets its method.
 
     Raises:
         UserError: an unknown name.

@@ -20,14 +20,14 @@ from benchmarks.workloads import Workload
 
 
 class Bench:
-    """Runs a job, whose model is built when it is first needed."""
+    """Runs a job; the model is built at the first request."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._built: tuple[Workload, Method] | None = None
 
     def measure(self) -> dict[str, Any]:
-        """Memory first, then time, which the profiler would disturb."""
+        """Measure memory, then time without the profiler, which would disturb it."""
         peak, step = peak_bytes(lambda: self._get()[1].step, self.job.device)
         workload, method = self._get()
         sums = sum(float(p.grad.double().square().sum()) for p in workload.trainable if p.grad is not None) ** 0.5
@@ -49,7 +49,7 @@ class Bench:
         }
 
     def round(self, steps: int) -> dict[str, Any]:
-        """One step to warm up, its noise, then `steps` timed steps."""
+        """Take one warm-up step, time its noise, then time `steps` steps."""
         _, method = self._get()
         method.step()
         noise = self._time(method.noise, 1)
@@ -74,7 +74,7 @@ class Bench:
 
 
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request; any exception becomes an answer, as other libraries refuse in many ways."""
+    """Answer a request; any exception becomes an answer, as other libraries raise many kinds."""
     try:
         return bench.measure() if request["do"] == "measure" else bench.round(request["steps"])
     except (MemoryError, torch.OutOfMemoryError):
@@ -104,7 +104,7 @@ class Together:
     """`benchmarks.process.Process` without a process of its own; it frees unused memory before each request.
 
     Raises:
-        DeviceLost: in the request that broke the GPU.
+        DeviceLost: a request broke the GPU.
     """
 
     def __init__(self, job: Job, limit: float) -> None:
@@ -113,7 +113,7 @@ class Together:
         torch.set_num_threads(job.threads)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Answer a request; failures are answers too. There is no time limit: only a process could be ended."""
+        """Answer a request; failures are answers too. There is no time limit: only a process can be killed."""
         assert self._bench is not None
         self._tidy()
         found = answer(self._bench, request)

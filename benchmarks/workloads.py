@@ -1,4 +1,4 @@
-"""Makes the networks that are trained: of the paper's kind, with fresh weights and random data."""
+"""Builds the benchmarked networks, with the architectures of the paper and others, fresh weights and random data."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ class Kind:
 
     make: Callable[..., Built]
     batch: int
-    layers: int | None = None  # None if depth and tokens are no options
+    layers: int | None = None  # None if depth and tokens cannot be chosen
     tokens: int = 0
     channels_last: bool = False
     in_all: bool = True  # whether "all" includes it
@@ -34,10 +34,10 @@ class Workload:
     Args:
         name: one of `WORKLOADS`.
         model: on its device, in its memory format.
-        losses: runs the model on rows of the one batch and returns their losses, (n,); None means the whole batch.
+        losses: runs the model on these rows of the batch and returns their losses, (n,); None means the whole batch.
         batch: B.
-        layers: transformer blocks; None where the depth is no option.
-        data: the batch, the examples on the first axis of each.
+        layers: transformer blocks; None if the depth cannot be chosen.
+        data: the tensors of the batch, with examples on the first axis.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Workload:
 
     @cached_property
     def trainable(self) -> list[nn.Parameter]:
-        """The trainable parameters, each once, found at first use, as some peers freeze parameters later."""
+        """The trainable parameters, each once, found at first use, as some other libraries freeze parameters later."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
 
@@ -72,16 +72,16 @@ def build(
 
     Args:
         name: one of `WORKLOADS`.
-        batch: B; None takes the workload's own.
-        layers: transformer blocks; None takes the full shape's.
-        tokens: T of a language model; None takes the workload's own.
+        batch: B; None means the default of the workload.
+        layers: transformer blocks; None means all of the full model.
+        tokens: T of a language model; None means the default of the workload.
         tiny: the same layers at sizes for tests.
-        device: "cpu", "cuda"; "meta" makes the shapes only.
+        device: "cpu", "cuda"; "meta" builds only the shapes.
         dtype: "float32", "float64", or "bfloat16", which keeps float32 parameters and runs the model in autocast.
         channels_last: put images and convolutions into that memory format.
 
     Raises:
-        UserError: channels_last, where there are no images.
+        UserError: channels_last was asked for without images.
     """
     kind = WORKLOADS[name]
     if channels_last and not kind.channels_last:
@@ -104,13 +104,13 @@ def build(
         data = {k: v.contiguous(memory_format=torch.channels_last) if v.dim() == 4 else v for k, v in data.items()}
 
     def losses(rows: Sequence[int] | None) -> Tensor:
-        whole = made.data
-        some = whole if rows is None else {key: value[list(rows)] for key, value in whole.items()}
+        full = workload.data
+        chosen = full if rows is None else {key: value[list(rows)] for key, value in full.items()}
         with torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else nullcontext():
-            return built.losses(model, some)
+            return built.losses(model, chosen)
 
-    made = Workload(name, model, losses, size, depth, data)
-    return made
+    workload = Workload(name, model, losses, size, depth, data)
+    return workload
 
 
 def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Built:

@@ -1,1 +1,1 @@
-"""Runs a private step on an emulated GPU: nothing is computed, but operations and bytes are counted."""
+"""Runs a private step on an emulated GPU that computes nothing and counts operations and bytes."""

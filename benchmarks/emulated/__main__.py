@@ -1,7 +1,7 @@
-"""Counts what a private step does on a GPU, without one:  python -m benchmarks.emulated model=gpt2 mode=all
+"""Counts the operations of a private step on an emulated GPU:  python -m benchmarks.emulated model=gpt2 mode=all
 
-It prints a line for each model, mode, layout and precision: operations, kernels, bytes. Mode none is non-private
-training.
+It prints a line for each model, mode, layout and precision: operations, kernel launches, bytes. No GPU is needed. Mode
+none is non-private training.
 """
 
 import json
@@ -20,12 +20,12 @@ class Options:
     """The options of the command line."""
 
     model: str = option(
-        "all", "wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; several by commas"
+        "all", "wrn16_4_ws, wrn16_4_conv, roberta_base, gpt2, gpt2_untied, lora_gpt2; several separated by commas"
     )
-    mode: str = option("all", "none, flat, ghost, fixed_layer, adaptive_layer; several by commas")
-    layout: str = option("all", "contiguous, channels_last (only for images); several by commas")
-    precision: str = option("all", "float32, bfloat16 (autocast); several by commas")
-    batch: int | None = option(None, "examples; default: the model's usual batch on a GPU")
+    mode: str = option("all", "none, flat, ghost, fixed_layer, adaptive_layer; several separated by commas")
+    layout: str = option("all", "contiguous, channels_last (only for images); several separated by commas")
+    precision: str = option("all", "float32, bfloat16 (autocast); several separated by commas")
+    batch: int | None = option(None, "examples in the batch; default: the model's usual batch on a GPU")
     layers: int | None = option(None, "transformer blocks; default: all")
     tiny: bool = option(False, "true: the smallest sizes, to test the command quickly")
     json: str | None = option(None, "also write the rows to this file")

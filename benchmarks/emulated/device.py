@@ -1,9 +1,9 @@
 """Emulates a GPU: tensors on `cuda` have shapes, strides and dtypes but no values; operations are counted.
 
-torch's FakeTensorMode knows the results' shapes and refuses operands on two devices. What it does not know and CUDA
-does is here: cuDNN answers in channels_last where one of its operands is; `native_group_norm` takes contiguous tensors
-only, and its backward kernel a grid of at most 65,535 groups; whoever asks for a value waits for the device. CPU
-tensors are real, so what the host computes, it computes.
+torch's FakeTensorMode infers the shapes of results and refuses operands on two devices. This module adds the rules of
+CUDA that it lacks: cuDNN returns channels_last tensors if one operand is channels_last; `native_group_norm` takes only
+contiguous tensors, and its backward kernel a grid of at most 65,535 groups; reading a value synchronises with the
+device. CPU tensors are real, and operations on them are computed.
 """
 
 import sys
@@ -27,24 +27,24 @@ NO_KERNEL = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"),
     *("detach_", "squeeze_", "unsqueeze_", "t_", "transpose_", "as_strided_", "set_"),
 }
-"""Operations that are no views by their schema, and start no kernel all the same."""
+"""Operations that start no kernel, although their schema does not mark them as views."""
 ONLY_WRITTEN = ("copy_", "zero_", "fill_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
 ONLY_LIKE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
-"""Operations that look at their tensor's kind alone."""
+"""Operations that read only the shape, dtype and device of their tensor, not its values."""
 ROWS_ADDED = ("index_add_", "scatter_add_")
 ROWS_READ = ("embedding", "index_select", "gather", "index", "slice_backward", "select_backward")
 
 
 class Refused(RuntimeError):
-    """What CUDA would refuse."""
+    """CUDA would refuse this operation."""
 
 
 class Waits(RuntimeError):
-    """The host would wait for the device, for a value that an emulated one does not have."""
+    """The host would synchronise to read a value, which the emulated device does not have."""
 
 
 class EmulatedGPU(TorchDispatchMode):
-    """Inside, `device="cuda"` is there."""
+    """A mode in which `device="cuda"` is an emulated GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,21 +52,21 @@ class EmulatedGPU(TorchDispatchMode):
         self.clear()
 
     def clear(self) -> None:
-        """Count from 0."""
+        """Reset all counts to 0."""
         self.operations = Counter[str]()
-        """Calls by name, views too."""
+        """Calls by name, views included."""
         self.launches = 0
         """Kernels started."""
         self.bytes = 0
-        """Read and written by kernels; what is read twice, or expanded, counts once a kernel."""
+        """Bytes that kernels read and write; memory that a kernel reads twice, or expanded, counts once."""
         self.waits = Counter[str]()
-        """Copies to the host, for which it waits, by the function of `groupwise` that asked."""
+        """Copies to the host, which synchronise, by the function of `groupwise` that made them."""
         self.uploads = Counter[str]()
-        """Copies from the host's memory, the same."""
+        """Copies from the host to the device, by the same functions."""
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, Any]]:
-        """What happens inside, as a row, once it is over."""
+        """Yield a dictionary that holds the counts of the `with` block after its end."""
         self.clear()
         row: dict[str, Any] = {}
         yield row
@@ -82,7 +82,7 @@ class EmulatedGPU(TorchDispatchMode):
         if not fakes and target != "cuda":
             return func(*args, **kwargs)
         namespace, name = func.overloadpacket._qualified_op_name.split("::")
-        if namespace == "prim":  # a question about the tensor itself
+        if namespace == "prim":  # a query of the tensor's metadata
             return func(*args, **kwargs)
         if name == "_to_copy" and target == "cpu":
             return self._to_host(args[0], kwargs)
@@ -93,27 +93,27 @@ class EmulatedGPU(TorchDispatchMode):
             try:
                 out = func(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise Waits(f"{name} asks for values of the device at {_place()}.") from error
+                raise Waits(f"{name} reads values from the device at {_place()}.") from error
         if name in ("convolution", "convolution_backward"):
             out = _as_cudnn(name, args, out)
         self._count(func, name, args, kwargs, out)
         return out
 
     def _to_host(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Zeros in the place of values that nobody has."""
+        """Zeros, as the emulated tensor has no values."""
         self.waits[_place()] += 1
         return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
 
     def _refuse(self, name: str, args: tuple[Any, ...]) -> None:
         if name == "_local_scalar_dense":
-            raise Waits(f"A value of the device is asked for at {_place()}.")
+            raise Waits(f"A value is read from the device at {_place()}.")
         if name in ("native_group_norm", "native_group_norm_backward"):
             backward = name.endswith("backward")
             for tensor in args[:2] if backward else args[:1]:
                 if not tensor.is_contiguous():
                     raise Refused(f"{name}: CUDA expects a contiguous tensor, got strides {tensor.stride()}.")
             if backward and args[8] > LARGEST_GRID:
-                raise Refused(f"{name}: {args[8]} groups are more blocks than a grid of CUDA has.")
+                raise Refused(f"{name}: {args[8]} groups exceed the blocks of a CUDA grid.")
 
     def _count(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.operations[name] += 1
@@ -136,18 +136,18 @@ def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Ten
         read = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor)] if "copy" in name else []
     if name in ONLY_LIKE:
         read = []
-    if name in ROWS_READ:  # a table is not read as a whole
+    if name in ROWS_READ:  # only the selected rows of a table are read
         return 2 * written + sum(_bytes(t) for t in read[1:])
-    if name in ROWS_ADDED:  # (self, dim, index, source): what is added, and where it goes, read and written
+    if name in ROWS_ADDED:  # (self, dim, index, source): source is read, its target rows are read and written
         return 3 * _bytes(args[3]) + _bytes(args[2])
     if name == "convolution" and _is_last(read[1]) and not _is_last(read[0]):
         written += 2 * _bytes(read[0])  # cuDNN's own copy
-    places = {(t.untyped_storage()._cdata, t.storage_offset(), _bytes(t)) for t in read}  # x and x.mT are one
+    places = {(t.untyped_storage()._cdata, t.storage_offset(), _bytes(t)) for t in read}  # x and x.mT share memory
     return written + sum(size for _, _, size in places)
 
 
 def _bytes(t: Tensor) -> int:
-    """Of what a tensor has in memory: an expanded axis is there once, and so is what several windows share."""
+    """The bytes of a tensor in memory; an expanded axis and the overlap of windows count once."""
     count, span = 1, 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         count *= size if stride else min(size, 1)
@@ -164,7 +164,7 @@ def _launches(name: str, args: tuple[Any, ...]) -> int:
 
 
 def _as_cudnn(name: str, args: tuple[Any, ...], out: Any) -> Any:
-    """In channels_last, if the input or the weight is."""
+    """The output in channels_last if the input or the weight is in it, as cuDNN returns it."""
     operands = args[1:3] if name.endswith("backward") else args[:2]
     if not any(map(_is_last, operands)):
         return out
@@ -195,7 +195,7 @@ _SEPARATOR = "/"
 
 
 def emulate(module: torch.nn.Module) -> torch.nn.Module:
-    """Put a module of meta tensors on the emulated device, in place; what was shared stays shared."""
+    """Put a module of meta tensors on the emulated device, in place; shared tensors stay shared."""
     known: dict[int, Tensor] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():

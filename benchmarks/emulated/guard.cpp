@@ -16,7 +16,7 @@ struct Guard final : public c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 };
 }  // namespace
 
-// Called after torch is there, so that nothing of torch is initialised by loading this library.
+// Called after torch is imported, so that nothing of torch is initialised by loading this library.
 extern "C" void claim_cuda() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(new Guard());
 }

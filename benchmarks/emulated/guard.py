@@ -1,6 +1,6 @@
-"""Builds the library that lets a CPU build of torch have a cuda:0 of fakes, and loads it, before torch is imported.
+"""Builds and loads the library that gives a CPU build of torch an emulated cuda:0, before torch is imported.
 
-It patches globals of the process, which must do nothing else than emulate.
+It patches globals of torch, so the process must be used only for emulation.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def why_not() -> str | None:
-    """Why there can be no emulated device here, in words, or None."""
+    """Why the emulated device is not available here, or None."""
     if shutil.which("g++") is None:
         return "the emulated GPU needs a C++ compiler, and there is no g++"
     if next((_torch_folder() / "lib").glob("libtorch_cuda*"), None):
-        return "the emulated GPU needs a CPU build of torch, and this one has a real one"
+        return "the emulated GPU needs a CPU build of torch, and this build supports real GPUs"
     return None
 
 
@@ -33,7 +33,7 @@ def load() -> None:
     """Make `cuda:0` exist for torch, which must not have been imported.
 
     Raises:
-        UserError: no compiler, a torch for real devices, torch is imported already, or the compiler fails.
+        UserError: no compiler, a CUDA build of torch, torch is already imported, or the compiler fails.
     """
     if reason := why_not():
         raise UserError(f"{reason[0].upper()}{reason[1:]}.")
@@ -44,11 +44,11 @@ def load() -> None:
 
     library.claim_cuda()
     anything: Any = torch
-    anything.cuda.is_available = lambda: False  # so that nobody asks a driver
+    anything.cuda.is_available = lambda: False  # no driver is queried
     anything.cuda._lazy_init = lambda: None
     anything.cuda.is_bf16_supported = lambda including_emulation=True: True
     anything.cuda.amp.common.amp_definitely_not_available = lambda: False
-    # Fakes have no memory, but storages of their own: what is compared is whether two tensors share one.
+    # Fake tensors have no memory; the address of their storage object shows whether two of them share one.
     anything.UntypedStorage.data_ptr = lambda self: self._cdata
     anything.Tensor.data_ptr = lambda self: (
         self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
@@ -64,7 +64,7 @@ def _torch_folder() -> Path:
 
 
 def _built() -> Path:
-    """The library for this torch, from the cache folder or compiled into it."""
+    """The path of the library for this torch, compiled into the cache folder if it is not there."""
     torch = _torch_folder()
     name = hashlib.sha256(f"{version('torch')} {torch} {SOURCE.read_text()}".encode()).hexdigest()[:16]
     folder = cache_folder() / "emulated"

@@ -18,27 +18,27 @@ from groupwise.clipping.rules import base
 from groupwise.privacy import NoiseSource, philox_noise
 
 RATES = Rates(product=4e13, gram=1.1e13, outer=2.5e13, bytes=2.2e12, starts=2.5e5)
-"""An H100's, by its data sheet, so that the methods that are chosen are those of such a device."""
+"""Rates of an H100 by its data sheet, so that the engine chooses the same norm methods as on that GPU."""
 MEMORY = 80 << 30
-"""Bytes, an H100's, by which chunks are cut."""
+"""Bytes of an H100, which limit the size of chunks."""
 MODES = ("none", "flat", "ghost", "fixed_layer", "adaptive_layer")
 BATCHES = {"wrn16_4_ws": 512, "wrn16_4_conv": 512, "roberta_base": 16, "gpt2": 16, "gpt2_untied": 16, "lora_gpt2": 16}
 """B of Figure 1 for the language models."""
 TRACED = 6
-"""Examples of a trace."""
+"""Examples that are traced on the CPU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: one model in one mode, layout and precision.
+    """One model in one mode, layout and precision.
 
     Args:
         model: one of `BATCHES`.
         mode: one of `MODES`.
         layout: "contiguous", or "channels_last" for images.
         precision: "float32", or "bfloat16", which is autocast.
-        batch: B; None takes that of `BATCHES`.
-        layers: transformer blocks; None takes all of them.
+        batch: B; None means that of `BATCHES`.
+        layers: transformer blocks; None means all of them.
         tiny: the same layers at sizes for tests.
     """
 
@@ -52,26 +52,26 @@ class Case:
 
 
 class EmulatedNoise(NoiseSource):
-    """Draws on the emulated device, whose tensors the true source does not take for tensors."""
+    """A noise source that also accepts tensors on the emulated device."""
 
     @staticmethod
     def _check(tensor: Tensor, std: float) -> None:
-        """Takes it all the same: the draws themselves are the true ones' operations."""
+        """Skip the check, which would refuse emulated tensors; drawing uses the same operations as a real source."""
 
 
 def _noise(sums: Tensor, rows: Tensor, secret: Tensor) -> None:
-    """In the place of a kernel that only a real device compiles: one that reads and writes as much."""
+    """Replaces a kernel that only a real GPU can compile by one that reads and writes as many bytes."""
     sums.add_(rows[:, 1])
 
 
 @patch.object(philox_noise, "kernel_on", lambda device: _noise if device.type == "cuda" else philox_noise.noise_)
 @patch.object(base, "device_memory", lambda kind, index: MEMORY)
 def run(case: Case) -> dict[str, Any]:
-    """One step, with the counts of its forward and backward pass, and of the rest: a row.
+    """Run one step; returns a row with the counts of its forward and backward pass, and of release and update.
 
     Raises:
-        Refused: what CUDA would refuse.
-        Waits: the host asks for a value.
+        Refused: CUDA would refuse an operation.
+        Waits: the host reads a value.
     """
     gpu = EmulatedGPU()
     workload = _workload(case, gpu)
@@ -97,7 +97,7 @@ def run(case: Case) -> dict[str, Any]:
 
 @cache
 def traced(name: str, layers: int | None, tiny: bool) -> ClipPlan:
-    """Where a model's layers hold the examples, as the CPU shows it: a device without numbers does not."""
+    """The plan of a model's layers, traced on the CPU, as a trace needs values."""
     workload = build(name, batch=TRACED, layers=layers, tiny=tiny)
     with attach(workload.model, flat(workload.model), 0.1, rates=RATES) as engine:
         return engine.trace(workload.losses, range(TRACED))
