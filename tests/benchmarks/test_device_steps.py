@@ -1,4 +1,4 @@
-"""The steps of a GPU by microbatch and precision go on where they stopped, and past a kernel that breaks the GPU."""
+"""`benchmarks.device_steps` continues where it stopped, and after a combination that breaks the GPU."""
 
 import csv
 from pathlib import Path
@@ -33,7 +33,7 @@ def options(out: Path, **more: Any) -> StepOptions:
     return StepOptions(out=str(out), device="cpu", **{**few, **more})
 
 
-def test_it_goes_on_in_another_process_and_ends(tmp_path: Path, asked: list[tuple[str, int]]) -> None:
+def test_repeated_calls_measure_each_combination_once(tmp_path: Path, asked: list[tuple[str, int]]) -> None:
     assert run(options(tmp_path)) == AGAIN
     assert run(options(tmp_path, limit=1e-9)) == LEFT
     assert run(options(tmp_path)) == 0 and run(options(tmp_path)) == 0

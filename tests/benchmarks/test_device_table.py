@@ -1,4 +1,4 @@
-"""The speed table in one process: what matters most first, nothing twice, on after a lost GPU or when time is up."""
+"""`benchmarks.device_table` measures nothing twice, and continues after a lost GPU or the time limit."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from benchmarks.device_table import (
 )
 from benchmarks.job import Job
 from benchmarks.worker import DeviceLost, Together
-from tests.benchmarks.pretended import TIMES, answering, row
+from tests.benchmarks.stubs import TIMES, answering, row
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
-    """(workload, dtype, method) of each measurement, in the place of measuring."""
+    """Replaces measuring; (workload, dtype, method) of each call."""
     done: list[tuple[str, str, str]] = []
 
     def run(case: Job, methods: Any, rounds: int, steps: int, limit: float, start: Any, until: Any) -> Any:
@@ -57,7 +57,7 @@ def test_nothing_is_measured_twice(asked: list[Any], tmp_path: Path) -> None:
     assert measure(options(tmp_path)) == 0 and not asked
 
 
-def test_a_lost_gpu_is_told_in_a_row_and_the_rest_goes_on(asked: list[Any], tmp_path: Path) -> None:
+def test_lost_gpu_becomes_a_row_and_the_next_call_continues(asked: list[Any], tmp_path: Path) -> None:
     lost["method"] = "flat"
     assert measure(options(tmp_path)) == AGAIN
     rows = pd.read_csv(tmp_path / "throughput.csv")
@@ -67,7 +67,7 @@ def test_a_lost_gpu_is_told_in_a_row_and_the_rest_goes_on(asked: list[Any], tmp_
     assert [method for _, _, method in asked[:3]] == ["none", "adaptive_layer", "ghost"]
 
 
-def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits, tried = {"none": 100, "adaptive_layer": 100, "flat": 64, "ghost": 8}, []
 
     def answer(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_the_largest_batch_is_found_by_doubling(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_synchronize_raises_device_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 

@@ -1,4 +1,4 @@
-"""The driver, with processes that only pretend: interleaving, formats of a peer, refusals."""
+"""The driver with stub processes: interleaved rounds, memory formats of other libraries, refusals."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ import pytest
 from benchmarks import driver
 from benchmarks.job import Job
 from groupwise.errors import UserError
-from tests.benchmarks.pretended import TIMES, answering
+from tests.benchmarks.stubs import TIMES, answering
 
 asked: list[tuple[str, str, str]] = []
 
 
 facts: dict[tuple[str, str], dict[str, Any]] = {}
-"""(method, format) -> what `measure` says beside what it usually says."""
+"""(method, format) -> changes to the usual answer of `measure`."""
 dies_at: dict[str, int] = {}
 """Method -> the round, from 1, at which it is killed."""
 
 
-def pretend(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
-    """A process's answer."""
+def stub_answer(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
+    """The answer of a stub process."""
     asked.append((do, job.method, job.memory_format))
     if do == "measure":
         usual = {"peak_bytes": 10, "flops": 5, "seconds": 1.0, "sums": 2.0, "parameters": 7}
@@ -28,13 +28,13 @@ def pretend(job: Job, do: str, steps: int = 0) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_before() -> None:
+def clear_records() -> None:
     for each in (asked, facts, dies_at):
         each.clear()
 
 
 def rows(workload: str, *methods: str, rounds: int = 2) -> list[dict[str, Any]]:
-    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, answering(pretend))
+    return driver.run(Job(workload, "none"), methods, rounds, 3, 60, answering(stub_answer))
 
 
 def test_rounds_are_interleaved() -> None:
@@ -54,13 +54,13 @@ def test_rounds_are_interleaved() -> None:
         ({"seconds": 2.0}, {"refused": "no"}, "contiguous"),
     ],
 )
-def test_a_peer_gets_its_faster_format_that_is_right(contiguous: dict, last: dict, chosen: str) -> None:
+def test_peer_is_timed_in_its_fastest_correct_format(contiguous: dict, last: dict, chosen: str) -> None:
     facts.update({("opacus_hooks", "contiguous"): contiguous, ("opacus_hooks", "channels_last"): last})
     found = rows("wrn16_4_conv", "none", "opacus_hooks", rounds=1)
     assert [row["memory_format"] for row in found if row["method"] == "opacus_hooks"] == [chosen]
 
 
-def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
+def test_refused_method_gets_one_row_and_others_continue() -> None:
     facts.update({("opacus_ghost", "contiguous"): {"refused": "tied weights"}})
     found = rows("gpt2", "none", "opacus_ghost")
     refused = [row for row in found if row["method"] == "opacus_ghost"]
@@ -69,7 +69,7 @@ def test_a_refusal_is_one_row_and_the_others_go_on() -> None:
     assert [row["status"] for row in found if row["method"] == "none"] == ["ok", "ok"]
 
 
-def test_a_death_in_a_round_ends_that_method_alone() -> None:
+def test_killed_process_ends_only_its_own_method() -> None:
     dies_at["flat"] = 2
     found = rows("mlp", "none", "flat", rounds=3)
     assert [(row["round"], row["status"]) for row in found if row["method"] == "flat"] == [
@@ -79,7 +79,7 @@ def test_a_death_in_a_round_ends_that_method_alone() -> None:
     assert [row["round"] for row in found if row["method"] == "none"] == [0, 1, 2]
 
 
-def test_without_plain_training_there_is_nothing_to_compare() -> None:
+def test_refused_plain_training_raises() -> None:
     facts.update({("none", "contiguous"): {"refused": "out of memory"}})
     with pytest.raises(UserError, match="out of memory"):
         rows("mlp", "none", "flat")

@@ -1,4 +1,4 @@
-"""What a layer costs the host: a budget of operations that clipping keeps to."""
+"""The host time of a clipped layer: its number of operations stays within a budget."""
 
 import re
 
@@ -8,11 +8,11 @@ from benchmarks.host_time import CHAINS, METHODS, cost, main
 from benchmarks.host_time import Options as HostTime
 
 MOST = {"linear": 26, "linear on 6 tokens": 30, "convolution": 32, "LayerNorm": 27, "GroupNorm": 29}
-"""Operations a layer, views among them, forward and backward; plain training has 4 to 16."""
+"""Operations per layer, views included, forward and backward; plain training has 4 to 16."""
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-def test_a_layer_takes_no_more_operations_than_its_budget(chain):
+def test_operations_per_layer_stay_within_budget(chain):
     found = cost(chain, HostTime(turns=1))
     assert set(found) == set(METHODS)
     assert found["none"].operations < min(found["flat"].operations, found["per layer"].operations)
@@ -20,7 +20,7 @@ def test_a_layer_takes_no_more_operations_than_its_budget(chain):
     assert found["none"].ratio == 1
 
 
-def test_the_command_prints_a_line_a_chain(capsys):
+def test_command_prints_a_line_per_chain(capsys):
     assert main(["layers=2", "turns=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:20].strip() for line in lines[2:-2]] == list(CHAINS)

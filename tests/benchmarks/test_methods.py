@@ -1,4 +1,4 @@
-"""A fair comparison: every flat method gives the same clipped sums, ours and Opacus's."""
+"""All flat methods, ours and those of Opacus, give the same clipped sums."""
 
 import math
 
@@ -21,14 +21,14 @@ pytestmark = [
 
 
 def sums(workload_name: str, method_name: str, **options: object) -> dict[str, torch.Tensor]:
-    """What one step of a method leaves in `.grad`, by the parameter's place."""
+    """The gradients after one step of a method, by index of the parameter."""
     workload = build(workload_name, tiny=True, dtype="float64", **options)
     method = make(method_name, workload)
     method.step()
     return {str(place): p.grad.clone() for place, p in enumerate(workload.trainable)}
 
 
-OF_THIS_ENVIRONMENT = [name for name in METHODS if not name.startswith("none") and package_of(name) is None]
+INSTALLED = [name for name in METHODS if not name.startswith("none") and package_of(name) is None]
 FLAT = ("ghost", "opacus_hooks", "opacus_functorch", "opacus_ghost")
 FLAT_PAIRS = [
     (workload, method)
@@ -45,7 +45,7 @@ def test_flat_methods_give_the_same_sums(workload: str, method: str) -> None:
     torch.testing.assert_close(sums(workload, method), ours, **TOLERANCE)
 
 
-def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
+def test_opacus_per_layer_clips_each_parameter_to_its_share() -> None:
     theirs, plain = sums("mlp", "opacus_per_layer", batch=1), sums("mlp", "none", batch=1)
     bound = THRESHOLD / math.sqrt(len(plain))
     for name, gradient in plain.items():
@@ -55,7 +55,7 @@ def test_opacus_per_layer_is_ours_with_one_group_a_parameter() -> None:
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_is_recorded_gives_the_sums_and_thresholds_of_every_step(name: str, monkeypatch) -> None:
+def test_cuda_graph_methods_match_eager_ones(name: str, monkeypatch) -> None:
     tape, found = Tape(), {}
     with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         make(name, build("mlp", tiny=True))
@@ -69,8 +69,8 @@ def test_what_is_recorded_gives_the_sums_and_thresholds_of_every_step(name: str,
     assert torch.equal(*found.values()) and tape.launches == 2
 
 
-@pytest.mark.parametrize("name", OF_THIS_ENVIRONMENT)
-def test_noise_is_added_apart_and_a_step_forgets_it(name: str) -> None:
+@pytest.mark.parametrize("name", INSTALLED)
+def test_noise_is_separate_and_cleared_by_the_next_step(name: str) -> None:
     workload = build("mlp", tiny=True)
     method = make(name, workload)
     method.step()
@@ -91,8 +91,8 @@ def test_opacus_ghost_refuses_tied_weights() -> None:
         sums("gpt2", "opacus_ghost")
 
 
-def test_opacus_clips_convolutions_in_channels_last_wrongly() -> None:
-    """Why a peer's format is checked: it says nothing, and the sums differ."""
+def test_opacus_gives_wrong_sums_for_channels_last_convolutions() -> None:
+    """Opacus raises no error there, so `benchmarks.driver` compares the sums of both formats."""
     right, wrong = (sums("wrn16_4_conv", "opacus_hooks", channels_last=last) for last in (False, True))
     assert any(not torch.allclose(right[name], wrong[name], rtol=1e-3) for name in right)
     ours = sums("wrn16_4_conv", "flat", channels_last=True)

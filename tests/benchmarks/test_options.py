@@ -1,4 +1,4 @@
-"""Options: lists by commas, and one sentence for a mistake."""
+"""Options of the benchmarks: comma-separated lists, and one-sentence errors."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from benchmarks.throughput import Options, cases
 from groupwise.errors import UserError
 
 
-def test_lists_by_commas() -> None:
+def test_comma_separated_lists_are_read() -> None:
     options = read(Options, ["workload=gpt2,mlp", "method=flat,ghost", "batch=1,2", "layers=12"])
     assert options.methods == ["none", "flat", "ghost"]
     assert [(case.workload, case.batch, case.layers) for case in cases(options)] == [
@@ -22,7 +22,7 @@ def test_lists_by_commas() -> None:
     assert read(Options, ["batch=16"]).batches == [16]
 
 
-def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="no GPU"):
         read(Options, ["device=cuda"])
@@ -40,10 +40,10 @@ def test_a_gpu_that_is_absent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         (pipeline, "shape=weights_3", "did you mean weights_2?"),
     ],
 )
-def test_a_mistake_is_one_sentence_exit_code_2_and_nothing_written(
+def test_wrong_option_gives_one_sentence_and_writes_nothing(
     program, argument: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.main([*argument.split(), f"out={tmp_path / 'out'}"]) == 2
-    printed, told = capsys.readouterr()
-    assert printed == "" and told.startswith("error: ") and words in told and told.count("\n") == 1
+    printed, errors = capsys.readouterr()
+    assert printed == "" and errors.startswith("error: ") and words in errors and errors.count("\n") == 1
     assert not (tmp_path / "out").exists()

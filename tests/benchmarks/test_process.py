@@ -1,10 +1,10 @@
-"""A worker process from outside: answers, deaths, time limits."""
+"""A worker process: its answers, its end, and its time limit."""
 
 from benchmarks.job import Job
 from benchmarks.process import Process
 
 
-def test_a_process_answers_until_it_is_killed_and_then_says_so() -> None:
+def test_killed_process_answers_with_a_refusal() -> None:
     with Process(Job("mlp", "none", tiny=True), limit=60) as process:
         assert process.ask(do="round", steps=1)["cpu_seconds"] > 0
         assert process.ask(do="round", steps=1)["cpu_seconds"] > 0
@@ -14,13 +14,13 @@ def test_a_process_answers_until_it_is_killed_and_then_says_so() -> None:
         assert process.ask(do="round", steps=1) == gone
 
 
-def test_a_process_that_ends_by_itself_leaves_its_exit_code() -> None:
+def test_failed_process_answers_with_its_exit_code() -> None:
     with Process(Job("mlp", "none", threads=-1), limit=60) as process:
         words = process.ask(do="measure")["refused"]
     assert "exit code 1" in words
 
 
-def test_a_time_limit_ends_it() -> None:
+def test_time_limit_ends_the_process() -> None:
     with Process(Job("mlp", "none", tiny=True), limit=0.01) as process:
         assert process.ask(do="measure") == {"refused": "no answer within 0.01 s"}
         assert process.process.exitcode is not None

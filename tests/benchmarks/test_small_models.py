@@ -1,4 +1,4 @@
-"""The benchmark of small models: each trains by each method, and rows are written."""
+"""`benchmarks.small_models` trains each model by each method and writes the rows."""
 
 import pandas as pd
 import pytest
@@ -10,7 +10,7 @@ HERE = [method for method in METHODS if method != "fastdp_flat" and not method.e
 
 
 @pytest.mark.parametrize("name", ["logistic", "lstm", "transformer"])
-def test_each_method_trains_and_the_plain_loop_is_the_measure(name):
+def test_each_method_trains_and_plain_ratio_is_one(name):
     rows = {row["method"]: row for row in measure(name, HERE, ONCE)}
     assert list(rows) == HERE and {row["status"] for row in rows.values()} == {"ok"}
     assert rows["none"]["ratio"] == 1.0
@@ -19,11 +19,11 @@ def test_each_method_trains_and_the_plain_loop_is_the_measure(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_trains_by_ours(name):
+def test_every_model_trains_with_make_private(name):
     assert [row["status"] for row in measure(name, ["none", "adaptive_layer", "flat"], ONCE)] == ["ok"] * 3
 
 
-def test_rows_are_written_and_mistakes_are_one_sentence(tmp_path, capsys):
+def test_rows_are_written_and_wrong_options_refused(tmp_path, capsys):
     command = ["model=logistic", "method=flat", "rounds=1", "steps=1", f"out={tmp_path}"]
     assert main(command) == 0
     rows = pd.read_csv(tmp_path / "small_models.csv")

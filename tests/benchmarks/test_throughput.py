@@ -1,4 +1,4 @@
-"""The command: a table and a file; nothing finished is lost, a mistake costs nothing."""
+"""`benchmarks.throughput` prints and writes its rows, and keeps finished ones when interrupted."""
 
 from pathlib import Path
 
@@ -7,22 +7,22 @@ import pytest
 
 from benchmarks import throughput
 from benchmarks.throughput import main
-from tests.benchmarks.pretended import row
+from tests.benchmarks.stubs import row
 
 
-@pytest.mark.slow  # processes and driver have fast tests of their own
+@pytest.mark.slow  # processes and driver have their own fast tests
 def test_two_methods_on_the_smallest_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tiny=true", "workload=mlp", "method=flat", "rounds=2", "steps=1", f"out={tmp_path}"]
     assert main(arguments) == 0
-    printed, told = capsys.readouterr()
+    printed, progress = capsys.readouterr()
     assert [line.split()[4] for line in printed.splitlines()] == ["memory_format", "none", "flat"]
-    assert "round 2 of 2" in told
+    assert "round 2 of 2" in progress
     rows = pd.read_csv(tmp_path / "throughput.csv")
     assert rows["method"].tolist() == ["none", "flat", "none", "flat"]
     assert (rows["status"] == "ok").all() and (rows["ratio"] > 0).all() and (rows["memory_ratio"] >= 1).all()
 
 
-def test_an_interruption_keeps_what_was_finished(
+def test_interruption_keeps_finished_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []

@@ -1,4 +1,4 @@
-"""The worker: numbers for what runs, words for what does not."""
+"""The worker answers requests with measured numbers, or with a refusal after an error."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from benchmarks.meters import peak_bytes
 from benchmarks.worker import Bench, answer
 
 
-def test_a_measurement_and_a_round() -> None:
+def test_measure_and_round_return_their_numbers() -> None:
     bench = Bench(Job("mlp", "flat", tiny=True))
     facts = answer(bench, {"do": "measure"})
     assert facts["parameters"] == 650 and facts["batch"] == 4 and facts["layers"] is None
@@ -18,7 +18,7 @@ def test_a_measurement_and_a_round() -> None:
     assert all(seconds > 0 for seconds in taken.values())
 
 
-def test_of_the_memory_only_the_second_step_is_looked_at() -> None:
+def test_peak_memory_is_that_of_the_second_step() -> None:
     megabytes = iter([16, 2])
     peak, _ = peak_bytes(lambda: lambda: torch.empty(next(megabytes) << 20, dtype=torch.uint8), "cpu")
     assert peak == pytest.approx(2 << 20, rel=1e-3)
@@ -33,7 +33,7 @@ def test_of_the_memory_only_the_second_step_is_looked_at() -> None:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out of memory"),
     ],
 )
-def test_a_failure_is_an_answer(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+def test_exception_becomes_a_refusal(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
     def fail(*_: object) -> None:
         raise error
 

@@ -1,4 +1,4 @@
-"""Runs what is emulated in processes of their own: it has to be loaded before torch, and patches globals."""
+"""Runs emulated code in separate processes, as the emulated GPU is loaded before torch and patches its globals."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from benchmarks.emulated.device import EmulatedGPU, Refused, Waits, emulate, on_
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory) -> Iterator[Callable[..., str]]:
-    """Run lines of Python with arguments, from the checkout, where torch has the emulated GPU; what they write."""
+    """Run Python code with arguments, from the checkout, on the emulated GPU; returns its output."""
     if reason := guard.why_not():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("emulated")
@@ -31,12 +31,12 @@ def python(tmp_path_factory) -> Iterator[Callable[..., str]]:
     with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as server:
 
         def run(lines: str, *arguments: str) -> str:
-            told = folder / f"told-{len(list(folder.iterdir()))}"
-            print(json.dumps([lines, arguments, str(told)]), file=server.stdin, flush=True)
+            output = folder / f"output-{len(list(folder.iterdir()))}"
+            print(json.dumps([lines, arguments, str(output)]), file=server.stdin, flush=True)
             status = server.stdout.readline()
-            errors = folder / f"{told.name}-errors"
+            errors = folder / f"{output.name}-errors"
             assert status == "0\n", errors.read_text() if errors.exists() else "The server of the emulated GPU ended."
-            return told.read_text()
+            return output.read_text()
 
         yield run
         server.stdin.close()
@@ -58,8 +58,8 @@ def read(path: Path) -> Rows:
 
 @pytest.fixture(scope="session")
 def emulate_several(python, tmp_path_factory) -> Callable[[list[list[str]]], list[Rows]]:
-    """Steps on the emulated GPU, for each list of `key=value` as of `python -m benchmarks.emulated`, in one process:
-    rows by (model, mode, layout, precision)."""
+    """Run `python -m benchmarks.emulated` in one process for each list of options; returns rows by
+    (model, mode, layout, precision)."""
 
     def run(several: list[list[str]]) -> list[Rows]:
         folder = tmp_path_factory.mktemp("rows")
@@ -73,11 +73,11 @@ def emulate_several(python, tmp_path_factory) -> Callable[[list[list[str]]], lis
 
 @pytest.fixture(scope="session")
 def emulate(emulate_several) -> Callable[..., Rows]:
-    """The same for one list of options."""
+    """`emulate_several` for one list of options."""
     return lambda *options: emulate_several([list(options)])[0]
 
 
 @pytest.fixture(scope="session")
 def on_gpu(python) -> Callable[[str], str]:
-    """Run lines of Python that have the emulated GPU's names; what they print."""
+    """Run Python code with the names of the emulated GPU imported; returns its output."""
     return lambda lines: python(BEGIN + lines)

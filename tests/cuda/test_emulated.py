@@ -1,6 +1,6 @@
-"""The emulated GPU, private steps on it in every mode, layout and precision, and the loop of a run.
+"""The emulated GPU, private steps on it in every mode, layout and precision, and the training loop of a run.
 
-All in one file, so that one process that has it serves them all.
+The tests are in one file so that they share one emulation process.
 """
 
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# -- the device: it refuses what CUDA refuses, lays tensors out as cuDNN does, and counts ------------------------------
+# -- the device: it refuses what CUDA refuses, returns the layouts of cuDNN, and counts --------------------------------
 
 LAYOUTS = """
 last = torch.channels_last
@@ -60,7 +60,7 @@ with EmulatedGPU() as gpu:
     with gpu.counted() as row:
         a @ a.t()  # one matrix, read once
         a.new_zeros(3)
-        b.as_strided((6, 10), (5, 1)).contiguous()  # rows of ten, five numbers apart
+        b.as_strided((6, 10), (5, 1)).contiguous()  # overlapping rows of ten numbers with stride five
     print(row["bytes"])
     with gpu.counted() as row:
         host = c.cpu()
@@ -70,28 +70,28 @@ with EmulatedGPU() as gpu:
 
 
 @pytest.fixture(scope="module")
-def told(on_gpu) -> tuple[str, str, str]:
-    """What each of them prints, from one process."""
+def outputs(on_gpu) -> tuple[str, str, str]:
+    """The output of each of them, from one process."""
     layouts, refusals, counts = on_gpu("\nprint('==')\n".join((LAYOUTS, REFUSALS, COUNTS))).split("==\n")
     return layouts, refusals, counts
 
 
-def test_convolutions_answer_in_channels_last_where_an_operand_is(told) -> None:
-    assert told[0].split() == ["True", "False", "True", "True", "cuda:0"]
+def test_convolution_returns_channels_last_if_an_operand_is(outputs) -> None:
+    assert outputs[0].split() == ["True", "False", "True", "True", "cuda:0"]
 
 
-def test_what_cuda_refuses_is_refused(told) -> None:
-    lines = [line.split() for line in told[1].splitlines()]
+def test_operations_that_cuda_refuses_are_refused(outputs) -> None:
+    lines = [line.split() for line in outputs[1].splitlines()]
     assert lines[0] == ["Refused", "nothing"]
     assert lines[1] == ["nothing"]
     assert lines[2] == ["Waits", "Waits", "Waits"]
-    assert lines[3] == ["FakeTensorDeviceMismatchError", "nothing"]  # two devices, but a number may come from the host
+    assert lines[3] == ["FakeTensorDeviceMismatchError", "nothing"]  # two devices, but a scalar may be on the host
     assert lines[4] == ["nothing", "Refused"]
-    assert lines[5] == ["nothing"]  # the host's own tensors are real
+    assert lines[5] == ["nothing"]  # CPU tensors are real
 
 
-def test_operations_bytes_and_copies_are_counted(told) -> None:
-    counted, once, copied = told[2].splitlines()
+def test_operations_bytes_and_copies_are_counted(outputs) -> None:
+    counted, once, copied = outputs[2].splitlines()
     product, added, scaled = 4 * (200 + 600 + 300), 4 * 2 * 300, 4 * 2 * (200 + 600)
     assert counted == f"5 3 {product + added + scaled} {{}}"
     assert int(once) == 4 * ((200 + 100) + 3 + (35 + 60))
@@ -101,7 +101,7 @@ def test_operations_bytes_and_copies_are_counted(told) -> None:
 # -- steps: forward, backward, release and update ----------------------------------------------------------------------
 
 WAITS = {"clipping/thresholds_and_counts.py:ThresholdsAndCounts._on_host"}
-"""Where a step waits for the device: once, for the counts of all groups, when the batch is over."""
+"""Where a step synchronises: once, for the counts of all groups at the end of the batch."""
 
 
 def check(rows: dict[tuple[str, ...], dict[str, Any]]) -> None:
@@ -128,7 +128,7 @@ FAST = {
     ],
     "adapters": ["model=lora_gpt2", "mode=flat", "precision=float32", *TEXT],
 }
-"""Each model, mode, layout and precision once or more; all of them together are slow."""
+"""Each model, mode, layout and precision at least once; all combinations are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +155,19 @@ BUDGETS = {
     ("wrn16_4_ws", "flat"): (1180, 54.9),
     ("wrn16_4_ws", "ghost"): (1580, 71.2),
 }
-"""Kernels and GB of a forward and backward pass in float32, contiguous, at most."""
+"""Upper bounds of kernels and GB of a forward and backward pass in float32, contiguous."""
 SHALLOW = {("gpt2", "adaptive_layer"): 410, ("roberta_base", "adaptive_layer"): 430, ("lora_gpt2", "flat"): 340}
-"""Kernels with two transformer blocks, of whatever size."""
+"""Upper bounds of kernels with two transformer blocks of any size."""
 
 RELEASES = {"gpt2": (215, 3.55), "roberta_base": (295, 3.55), "wrn16_4_ws": (105, 0.1)}
-"""Kernels and GB of noise, division by B, the optimiser's first step and new thresholds, at most; Philox by plain
-operations moves 133 GB."""
+"""Upper bounds of kernels and GB of noise, division by B, the optimiser's first step and new thresholds; Philox by
+plain operations moves 133 GB."""
 SHALLOW_RELEASES = {"gpt2": (35, 1.35), "roberta_base": (47, 1.35)}
-"""The same with one transformer block."""
+"""The bounds with one transformer block."""
 
 
 def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, str], tuple[int, float]]) -> list[str]:
-    """What takes more than its budget."""
+    """The cases that exceed their budget."""
     found = {key: rows[(*key, "contiguous", "float32")] for key in budgets}
     return [
         f"{key}: {found[key]['launches']} kernels, {found[key]['bytes'] / 1e9:.1f} GB for {budget}"
@@ -176,7 +176,7 @@ def over(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[tuple[str, s
     ]
 
 
-def test_two_blocks_keep_to_their_kernels(fast) -> None:
+def test_two_blocks_stay_within_their_kernel_budget(fast) -> None:
     text = fast["text, adaptive"] | fast["gpt2, adaptive"] | fast["adapters"]
     assert not over(text, {key: (kernels, 1.0) for key, kernels in SHALLOW.items()})
 
@@ -187,18 +187,18 @@ def check_releases(rows: dict[tuple[str, ...], dict[str, Any]], budgets: dict[st
         assert row["rest_launches"] <= kernels and row["rest_bytes"] <= 1e9 * size, (model, row)
 
 
-def test_a_release_keeps_to_its_kernels_and_bytes(fast) -> None:
+def test_release_stays_within_its_budget(fast) -> None:
     check_releases(fast["releases"], SHALLOW_RELEASES)
 
 
 @pytest.mark.slow
-def test_every_release_keeps_to_its_kernels_and_bytes(emulate) -> None:
+def test_every_release_stays_within_its_budget(emulate) -> None:
     rows = emulate(f"model={','.join(RELEASES)}", "mode=adaptive_layer", "precision=float32", "layout=contiguous")
     check_releases(rows, RELEASES)
 
 
 @pytest.mark.slow
-def test_every_model_keeps_to_its_kernels_and_bytes(emulate) -> None:
+def test_every_model_stays_within_its_budget(emulate) -> None:
     models, modes = (",".join(sorted({key[i] for key in BUDGETS})) for i in range(2))
     rows = emulate(f"model={models}", f"mode={modes}", "precision=float32", "layout=contiguous")
     assert not over(rows, BUDGETS)
@@ -209,11 +209,11 @@ HALF_BUDGETS = {
     ("wrn16_4_ws", "contiguous"): (1310, 50.0),
     ("wrn16_4_ws", "channels_last"): (1340, 50.2),
 }
-"""The same in bfloat16, adaptive per layer."""
+"""The bounds in bfloat16 with adaptive_layer."""
 
 
 @pytest.mark.slow
-def test_bfloat16_moves_less_than_float32_products_would(emulate) -> None:
+def test_bfloat16_stays_within_its_budget(emulate) -> None:
     rows = emulate("model=gpt2,wrn16_4_ws", "mode=adaptive_layer", "precision=bfloat16")
     for (model, layout), (kernels, size) in HALF_BUDGETS.items():
         row = rows[(model, "adaptive_layer", layout, "bfloat16")]
@@ -225,7 +225,7 @@ def test_every_model_runs_in_every_mode(emulate) -> None:
     check(emulate("tiny=true"))
 
 
-# -- the loop: the host waits once a step, for the counts; it sends an index a microbatch ------------------------------
+# -- the loop: the host synchronises once per step, for the counts, and uploads one index per microbatch ---------------
 
 LOOP = """
 import json
@@ -246,7 +246,7 @@ from groupwise.training.microbatches import TaskSums
 device, gpu, last = torch.device("cuda", 0), EmulatedGPU(), torch.channels_last
 prepare = lambda some: normalize(some, (0.5,) * 3, (0.25,) * 3).contiguous(memory_format=last)
 PrivateStep.microbatch = lambda self, step, start: nullcontext()  # a GPU's generators are not emulated
-torch.cuda.is_current_stream_capturing = lambda: True  # nor asked where they stand
+torch.cuda.is_current_stream_capturing = lambda: True  # nor are their offsets read
 torch.cuda.default_generators = (None,)
 
 def make_task(place):
@@ -259,7 +259,7 @@ def make_task(place):
         split = tuple(on_device(each) for each in split)
     return ImageClassification(model, split, split, prepare, {}, autocast("float32", torch.device(place)))
 
-on_cpu = make_task("cpu")  # the one that has numbers to trace
+on_cpu = make_task("cpu")  # has values, so that it can be traced
 plan_of_layers = attach(on_cpu.model, per_layer(on_cpu.model), 0.1, rates=RATES).trace(on_cpu.losses_of, range(6))
 
 class Counted(TaskSums):
@@ -268,7 +268,7 @@ class Counted(TaskSums):
         stack.close()
         rest = stack.enter_context(gpu.counted())
         rows.append({"microbatches": -(-len(drawn) // 32), "passed": passed, "rest": rest})
-        return torch.zeros(())  # nobody has the value that the loss would have
+        return torch.zeros(())  # the emulated loss has no value
 
 with gpu:
     with torch.device("meta"):
@@ -283,7 +283,7 @@ with gpu:
         noise=EmulatedNoise.from_seed(0), allocation="global", device=device, sums=Counted(task, 32),
         optimizer=make_optimizer(model.parameters(), OptimConfig()),
     )
-    task.losses_of(range(1))  # the scale of colours is sent once, and kept
+    task.losses_of(range(1))  # uploads the normalisation constants once
     rows, stack = [], ExitStack()
     for _ in range(2):
         passed = stack.enter_context(gpu.counted())
@@ -293,7 +293,7 @@ print(json.dumps(rows))
 """
 
 
-def test_the_host_waits_for_the_counts_alone(python) -> None:
+def test_host_synchronises_only_for_the_counts(python) -> None:
     for row in json.loads(python(LOOP).splitlines()[-1]):
         assert row["passed"]["waits"] == {"clipping/thresholds_and_counts.py:ThresholdsAndCounts._on_host": 1}
         uploads = {

@@ -1,4 +1,4 @@
-"""The device of the tests marked cuda: a GPU, or what GROUPWISE_TEST_DEVICE names, such as cpu to try the tests."""
+"""The device of the tests marked cuda: a GPU, or the one that GROUPWISE_TEST_DEVICE names (cpu tries the tests)."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ NAMED = os.environ.get("GROUPWISE_TEST_DEVICE")
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where to compute; skips where there is no GPU and none was named."""
+    """The device; skips the test if there is no GPU and no device was named."""
     if NAMED:
         return torch.device(NAMED, torch.cuda.current_device()) if NAMED == "cuda" else torch.device(NAMED)
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The loop on a device: a release is what the reference says, a resumed run repeats it, lack of memory halves."""
+"""Training on a GPU matches the reference, resumes with the same noise, and halves microbatches that do not fit."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ MODES = {clip.name: clip for clip in (ADAPTIVE_LAYER, FLAT, GHOST, ADAPTIVE_BLOC
 
 
 class Images(Trained):
-    """Random images and a small convolutional network with every kind of layer of the paper's."""
+    """Random images and a small network with the layer types of the paper's convolutional networks."""
 
     train_size = EXAMPLES
 
@@ -40,7 +40,7 @@ class Images(Trained):
         x, y = torch.randn(EXAMPLES, 3, 8, 8), torch.randint(0, 4, (EXAMPLES,))
         self.x, self.y = x.to(device, dtype), y.to(device)
         self.calls, self.fails = 0, (0, 0)
-        """Microbatches so far; the numbers of those that run out of memory."""
+        """The number of microbatches so far, and the numbers of those that run out of memory."""
 
     def read(self, examples: Any, even: bool = False) -> dict[str, Any]:
         rows = row_numbers(examples, self.x.device)
@@ -75,19 +75,19 @@ def trainer(
     )
 
 
-def weights(made: Trainer) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in made.task.model.parameters()]).cpu().double()
+def weights(run: Trainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in run.task.model.parameters()]).cpu().double()
 
 
-def trained(made: Trainer, steps: range = range(STEPS)) -> Trainer:
+def trained(run: Trainer, steps: range = range(STEPS)) -> Trainer:
     with full_float32():
         for step in steps:
-            made.step(step)
-    return made
+            run.step(step)
+    return run
 
 
-class Seen(TaskSums):
-    """Keeps the clipped sums of a batch as they were before the noise."""
+class KeepsClippedSums(TaskSums):
+    """Keeps a copy of the clipped sums of a batch before noise is added."""
 
     def add(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         loss = super().add(private, step, drawn)
@@ -97,43 +97,43 @@ class Seen(TaskSums):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_release_is_the_loops_sums_and_the_known_noise(device: torch.device, mode: str) -> None:
-    made = trainer(MODES[mode], device)
+def test_release_is_reference_sums_plus_noise_of_the_key(device: torch.device, mode: str) -> None:
+    run = trainer(MODES[mode], device)
     truth = trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)
-    drawn = made.private.sampler.indices(0)
-    thresholds = made.private.thresholds
-    assert thresholds is not None and made.private.engine is not None
+    drawn = run.private.sampler.indices(0)
+    thresholds = run.private.thresholds
+    assert thresholds is not None and run.private.engine is not None
     clips = thresholds.clip_thresholds.tolist()
-    made.private.sums = seen = Seen(made.task, 16)
+    run.private.sums = seen = KeepsClippedSums(run.task, 16)
     with full_float32():
-        noisy = made.private.step()
-    names = {parameter: name for name, parameter in made.task.model.named_parameters()}
+        noisy = run.private.step()
+    names = {parameter: name for name, parameter in run.task.model.named_parameters()}
     assert truth.private.engine is not None
     partition = truth.private.engine.partition
     loop = clipped_sums(truth.task.model, lambda i: truth.task.losses_of([i])[0], drawn.tolist(), partition, clips)
     for name, expected in loop.sums.items():
         assert float((seen.clipped[name] - expected).norm()) <= 1e-4 * max(clips) * len(drawn) ** 0.5
     assert noisy.drawn == len(drawn) and noisy.noise_norm is not None and noisy.noise_norm > 0.0
-    again = [torch.zeros(p.shape) for group in made.private.engine.groups for p in group.parameters]
-    std = made.private.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
+    again = [torch.zeros(p.shape) for group in run.private.engine.groups for p in group.parameters]
+    std = run.private.plan.gradient_noise_multiplier * float(np.linalg.norm(clips))
     NoiseSource(KEY, generator="Philox").add_gaussians_(again, [std] * len(again), 0)
-    order = [names[p] for group in made.private.engine.groups for p in group.parameters]
+    order = [names[p] for group in run.private.engine.groups for p in group.parameters]
     for name, noise in zip(order, again, strict=True):
-        gradient = made.task.model.get_parameter(name).grad
+        gradient = run.task.model.get_parameter(name).grad
         assert gradient is not None
         expected = (seen.clipped[name] + noise.double()) / BATCH
         torch.testing.assert_close(gradient.cpu().double(), expected, rtol=1e-5, atol=1e-6 * std / BATCH)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_is_that_of_the_cpu_in_float64(device: torch.device, mode: str) -> None:
+def test_training_matches_float64_training_on_the_cpu(device: torch.device, mode: str) -> None:
     found = weights(trained(trainer(MODES[mode], device)))
     truth = weights(trained(trainer(MODES[mode], torch.device("cpu"), dtype=torch.float64)))
     start = weights(trainer(MODES[mode], torch.device("cpu")))
     assert float((found - truth).norm()) <= 0.02 * float((truth - start).norm())
 
 
-def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device, tmp_path: Path) -> None:
+def test_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["adaptive_layer"]
     whole = trained(trainer(clip, device))
     begun = trained(trainer(clip, device), range(2))
@@ -151,7 +151,7 @@ def test_a_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device
     )
 
 
-def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.device, tmp_path: Path) -> None:
+def test_run_resumed_on_the_cpu_keeps_its_noise(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["flat"]
     whole = trained(trainer(clip, device, noise=NoiseSource(KEY, generator="Philox")))
     begun = trained(trainer(clip, device), range(2))
@@ -165,33 +165,33 @@ def test_a_run_that_moves_to_the_cpu_goes_on_with_the_same_noise(device: torch.d
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_that_runs_out_halves_and_changes_nothing(
+def test_out_of_memory_halves_the_microbatch_and_keeps_the_result(
     device: torch.device, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usual = trained(trainer(MODES[mode], device), range(2))
     short = trainer(MODES[mode], device)
     assert isinstance(short.task, Images)
-    short.task.calls, short.task.fails = 0, (2, 4)  # when something has been summed already, at 16 and at 8 examples
+    short.task.calls, short.task.fails = 0, (2, 4)  # after the first microbatch, at 16 and at 8 examples
     trained(short, range(2))
     assert short.private.sums.size == 4 and "4 examples at once" in capsys.readouterr().err
     torch.testing.assert_close(weights(short), weights(usual), rtol=1e-4, atol=1e-5)
 
 
-def recorded(made: Trainer) -> Trainer:
-    if made.private.device.type != "cuda":
-        pytest.skip("CUDA graphs are of a GPU")
-    graphs = Graphs(recorder_of(made.private.device), made.task.model)
-    made.private.sums = TaskSums(made.task, made.private.sums.size, graphs)
-    return made
+def recorded(run: Trainer) -> Trainer:
+    if run.private.device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    graphs = Graphs(recorder_of(run.private.device), run.task.model)
+    run.private.sums = TaskSums(run.task, run.private.sums.size, graphs)
+    return run
 
 
-def graphs_of(made: Trainer) -> Graphs:
-    assert isinstance(made.private.sums, TaskSums) and made.private.sums.graphs is not None
-    return made.private.sums.graphs
+def graphs_of(run: Trainer) -> Graphs:
+    assert isinstance(run.private.sums, TaskSums) and run.private.sums.graphs is not None
+    return run.private.sums.graphs
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_recorded_microbatches_train_as_eager_ones(device: torch.device, mode: str) -> None:
+def test_recorded_microbatches_match_eager_ones(device: torch.device, mode: str) -> None:
     eager, found = trainer(MODES[mode], device, microbatch=4), recorded(trainer(MODES[mode], device, microbatch=4))
     trained(eager)
     trained(found)
@@ -203,22 +203,22 @@ def test_recorded_microbatches_train_as_eager_ones(device: torch.device, mode: s
     )
 
 
-def test_a_recorded_mask_follows_from_the_key_at_each_launch(device: torch.device) -> None:
-    made = trainer(MODES["adaptive_layer"], device)
-    made.task.model[4] = nn.Dropout(0.5)  # type: ignore[index]  # in the place of a ReLU
-    made = recorded(made)
-    private, examples = made.private, made.private.sampler.indices(0)[:8]
+def test_recorded_dropout_mask_depends_on_the_microbatch(device: torch.device) -> None:
+    run = trainer(MODES["adaptive_layer"], device)
+    run.task.model[4] = nn.Dropout(0.5)  # type: ignore[index]  # replaces a ReLU
+    run = recorded(run)
+    private, examples = run.private, run.private.sampler.indices(0)[:8]
     present = torch.ones(8, dtype=torch.bool, device=device)
 
     def sums(start: int) -> Tensor:
         private.clear()
         with private.microbatch(0, start):
-            made.private.sums.run(private, 0, start, examples, present)  # type: ignore[attr-defined]
-        return torch.cat([p.grad.flatten() for p in made.task.model.parameters() if p.grad is not None]).clone()
+            run.private.sums.run(private, 0, start, examples, present)  # type: ignore[attr-defined]
+        return torch.cat([p.grad.flatten() for p in run.task.model.parameters() if p.grad is not None]).clone()
 
-    graphs = graphs_of(made)
+    graphs = graphs_of(run)
     with full_float32(), graphs.recorder.running():
-        [sums(0) for _ in range(WARM_UP + 2)]  # the first makes the gradients, and the last is recorded
+        [sums(0) for _ in range(WARM_UP + 2)]  # the first allocates the gradients, the last is recorded
         assert len(graphs) == 1
         first, other, again = sums(0), sums(8), sums(0)
     torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-7)

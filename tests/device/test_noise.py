@@ -1,4 +1,4 @@
-"""Noise on a device: its law, and the same numbers as on the CPU, whichever of the two a run began on."""
+"""Noise on a GPU is Gaussian, and equal to that on the CPU, whichever of the two the run began on."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def released(source: NoiseSource, device: torch.device, dtype: torch.dtype, step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_law(device: torch.device, dtype: torch.dtype) -> None:
+def test_noise_is_gaussian_with_its_std(device: torch.device, dtype: torch.dtype) -> None:
     noise = released(NoiseSource(bytes(32)).settled(device), device, dtype)
     for tensor, std in ((noise[0], 0.5), (noise[3], 3.0)):
         sample = tensor.flatten().double().numpy()
@@ -29,7 +29,7 @@ def test_the_law(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_same_numbers_as_on_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
+def test_noise_matches_the_cpu(device: torch.device, dtype: torch.dtype) -> None:
     there, here = released(COUNTED, device, dtype), released(COUNTED, torch.device("cpu"), dtype)
     rounding = 2e-7 if dtype == torch.float32 else 1e-13
     for on_device, on_cpu in zip(there, here, strict=True):
@@ -40,12 +40,12 @@ def test_the_same_numbers_as_on_the_cpu(device: torch.device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_compiled_operations_draw_what_plain_ones_draw(
+def test_compiled_kernel_matches_plain_operations(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type != "cuda":
-        pytest.skip("compiled on a GPU alone")
-    assert philox_noise.kernel_on(device) is not noise_, "Triton is of no use here"
+        pytest.skip("only a GPU compiles the kernel")
+    assert philox_noise.kernel_on(device) is not noise_, "Triton does not work here"
     by_kernel = released(COUNTED, device, dtype)
     monkeypatch.setattr(philox_noise, "kernel_on", lambda device: noise_)
     rounding = 1e-7 if dtype == torch.float32 else 1e-14
@@ -53,9 +53,9 @@ def test_compiled_operations_draw_what_plain_ones_draw(
         assert float((one - other).abs().max()) <= rounding * float(other.abs().max())
 
 
-def test_a_release_that_stays_where_it_is_is_recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_into_the_same_memory_is_recorded(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cuda":
-        pytest.skip("graphs are of a GPU alone")
+        pytest.skip("CUDA graphs need a GPU")
     monkeypatch.setattr(philox_noise, "_graphs", {})
     tensors, stds = [torch.zeros(size, device=device) for size in SIZES], [0.5, 1.0, 2.0, 3.0]
     for step in range(philox_noise.STEADY + 4):
@@ -68,7 +68,7 @@ def test_a_release_that_stays_where_it_is_is_recorded(device: torch.device, monk
     assert len(philox_noise._graphs) == 1
 
 
-def test_a_run_that_began_on_a_cpu_keeps_its_noise_on_a_device(device: torch.device) -> None:
+def test_run_begun_on_the_cpu_keeps_its_noise_on_a_gpu(device: torch.device) -> None:
     begun = NoiseSource(bytes(32)).settled(torch.device("cpu"))
     for on_device, on_cpu in zip(
         released(begun, device, torch.float32), released(begun, torch.device("cpu"), torch.float32), strict=True

@@ -1,4 +1,4 @@
-"""Every layer rule on a device equals a float64 loop: in both memory layouts, in float32 and bfloat16 autocast."""
+"""Every layer rule on a GPU matches a float64 loop, in both memory formats, in float32 and bfloat16 autocast."""
 
 import copy
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:groupwise has
 
 MODES = {"layer": (per_layer, "bookkeeping"), "flat": (flat, "bookkeeping"), "ghost": (flat, "ghost")}
 ERRORS = {"float32": (1e-4, 1e-4), "bfloat16": (0.06, 0.06)}
-"""Of sums, by the norm of the whole group's, and of norms, relative."""
+"""Relative tolerances: of sums (to threshold times the root of the batch size) and of norms."""
 SENSITIVE, COARSE = ("ws_conv_gain", "group_norm_2d"), 0.3
-"""A filter that is nearly flat and groups of three numbers: bfloat16's own rounding moves their norms by a fifth."""
+"""A nearly constant filter and groups of three numbers, whose norms bfloat16 rounding changes by a fifth."""
 ROUNDED_UP, SLACK = ("frozen_ws_weight",), 5e-4
-"""A gain whose norm is small beside what its inner products are rounded up by."""
+"""A gain whose norm is small compared with the rounding of its inner products."""
 IMAGES = [name for name, (_, inputs) in CASES.items() if inputs().dim() == 4 and inputs().is_floating_point()]
 LAYOUTS = [(name, "contiguous") for name in CASES] + [(name, "channels_last") for name in IMAGES]
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=lambda value: value)
-def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: str, layout: str, dtype: str) -> None:
+def test_sums_and_norms_match_a_float64_loop(device: torch.device, name: str, layout: str, dtype: str) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     case = make_case(name)
@@ -59,10 +59,10 @@ def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: 
         precise = torch.autocast(device.type, torch.bfloat16) if dtype == "bfloat16" else nullcontext()
 
         def losses_of(rows: Sequence[int], model: nn.Module = model, precise: Any = precise) -> Tensor:
-            some = list(rows)
+            indices = list(rows)
             with precise:
-                outputs = model(inputs[some].contiguous(memory_format=memory))
-            return F.mse_loss(outputs.float().flatten(1), targets[some], reduction="none").sum(1)
+                outputs = model(inputs[indices].contiguous(memory_format=memory))
+            return F.mse_loss(outputs.float().flatten(1), targets[indices], reduction="none").sum(1)
 
         with full_float32(), device, attach(model, partition, thresholds, norms=MODES[mode][1]) as engine:
             engine.trace(losses_of, range(BATCH))
@@ -78,7 +78,7 @@ def test_sums_and_norms_are_those_of_a_float64_loop(device: torch.device, name: 
                     assert error <= of_sums * threshold * BATCH**0.5, (mode, names[parameter], error, threshold)
 
 
-def test_large_rows_are_weighed_without_those_left_out(device: torch.device) -> None:
+def test_weighted_sum_of_large_rows_ignores_dropped_examples(device: torch.device) -> None:
     rows, weights = torch.randn(96, 3, 7001, dtype=torch.float64), torch.rand(96, dtype=torch.float64)
     rows[5], rows[11, 0, 3], weights[[5, 11]] = float("nan"), float("inf"), 0.0
     there, factors = rows.float().to(device), weights.float().to(device)

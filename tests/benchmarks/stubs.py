@@ -1,4 +1,4 @@
-"""What stands in for measuring: a row, and a process that answers by a function."""
+"""Stubs in place of measurements: a result row, and a process whose answers a function computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.job import Job
 
 
 def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **more: Any) -> dict[str, Any]:
-    """A row of throughput.csv; refused without `seconds`."""
+    """A row of throughput.csv; without `seconds`, its status is a refusal."""
     place = {"workload": "mlp", "method": method, "memory_format": "contiguous", "batch": 4, "layers": None}
     machine = {"device": "cpu", "threads": 1, "dtype": "float32", "round": number, "peer": None, "parameters": 3}
     clocks = {"cpu_seconds": seconds, "wall_seconds": None if seconds is None else 10 * seconds, "noise_seconds": 0.1}
@@ -19,11 +19,11 @@ def row(method: str = "none", number: int = 0, seconds: float | None = 2.0, **mo
 
 
 TIMES = {"cpu_seconds": 1.0, "wall_seconds": 2.0, "noise_seconds": 0.1}
-"""What a round answers."""
+"""The answer to a round."""
 
 
 def answering(answer: Callable[..., dict[str, Any]]) -> type:
-    """In the place of `benchmarks.process.Process`: `answer(job, do=..., ...)` is what it answers."""
+    """A stub for `benchmarks.process.Process` that answers requests with `answer(job, do=..., ...)`."""
 
     class Process:
         def __init__(self, job: Job, limit: float) -> None:
