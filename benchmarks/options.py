@@ -44,8 +44,7 @@ def split(names: str) -> list[str]:
 
 
 def names(key: str, given: str, known: Iterable[str], first: str | None = None) -> list[str]:
-    """The names in the value of an option, separated by commas; "all" means all known ones. `first` is always
-    put first.
+    """The names in the value of an option, separated by commas ("all": all known ones), with `first` put first.
 
     Raises:
         UserError: one of them is unknown.

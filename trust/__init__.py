@@ -1,1 +1,1 @@
-"""Evidence for the project's promises: each command tests one, prints a table and writes results/trust/<name>.csv."""
+"""Tests of the project's promises: each command tests one, prints a table and writes results/trust/<name>.csv."""

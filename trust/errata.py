@@ -1,6 +1,6 @@
 """Computes the numbers of docs/errata.md, ε under other readings of the paper:  python -m trust.errata
 
-It takes two minutes. Each line has the case before the colon, at the σ that this project uses for the claimed ε.
+It takes two minutes. Each line is a case, at the σ that this project uses for the claimed ε, and its ε.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ E2E = (1.0201, 0.6800)
 
 
 def prv(sigma: float, rate: float, steps: int, delta: float) -> str:
-    """PRV's estimate of ε, two digits."""
+    """The estimate of ε by PRV, to two decimals."""
     return f"{epsilon_prv(sigma, rate, steps, delta).estimate:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Forks of a process that has imported torch; their output goes to files."""
+"""Forks a process that has already imported torch; the output of the forks goes to files."""
 
 import os
 import sys

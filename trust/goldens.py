@@ -1,6 +1,6 @@
-"""Compare today's numbers with frozen ones: `python -m trust.goldens`, or some parts: `... hashes plans`.
+"""Compare current numbers with frozen ones: `python -m trust.goldens`, or some parts: `... hashes plans`.
 
-`python -m trust.goldens freeze` writes results/trust/goldens.json, or renews the parts that are named after it. Without
+`python -m trust.goldens freeze` writes results/trust/goldens.json; with names of parts it renews only those. Without
 `freeze` each part is computed again and compared:
 
     hashes         the hash of the configuration of every committed row
@@ -8,12 +8,12 @@
     plans          noise multipliers and epsilons of 20 privacy plans, to 1e-3
     runs           twelve short runs of run.py whose noise follows from the seed: bits, epsilon and metrics
     private        three models trained by make_private: bits and loss
-    architectures  the verdicts that `python -m trust.models` wrote last; it is not run again
+    architectures  the verdicts in results/trust/models.csv; `python -m trust.models` is not run again
     resumption     a killed and resumed run ends with the bits of an undisturbed one
 
-Runs with other bits whose metrics are still within a point have "moved"; --allow-moved accepts that. Everything else
-that differs, or is missing, is named, and the exit code is 1. Layers in every mode, audits and planted bugs have
-commands of their own: `make test`, `make audit` and `python -m trust.planted_bugs`.
+A run whose bits differ but whose metrics are within a point has "moved"; --allow-moved accepts that. Everything else
+that differs or is missing is printed, and the exit code is 1. Other commands check layers in every mode, audits and
+planted bugs: `make test`, `make audit` and `python -m trust.planted_bugs`.
 """
 
 import argparse
@@ -49,20 +49,20 @@ from groupwise.privacy import NoiseSource, make_plan
 from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import Cell, read_sweep
 from groupwise.sweeps.reproduce import LOSS, POINTS
-from trust.faults.process import SEEDED, complete, halting, left, same, start, wait_for
+from trust.faults.process import SEEDED, complete, result_of, same, start, stop_after, wait_for
 from trust.models.rows import EXACT
 from trust.page import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "results" / "trust" / "goldens.json"
 CLOSE = 1e-3
-"""By how much noise multipliers and epsilons may differ, relatively."""
+"""The relative tolerance of noise multipliers and epsilons."""
 SAME, MOVED, DIFFERENT = "same", "moved", "different"
 MAY_MOVE = ("runs", "private")
-"""Parts that have bits and metrics: other bits are another kind of difference there."""
+"""Parts with bits and metrics, where other bits with close metrics count as moved."""
 Value = float | str
 Values = dict[str, Value]
-"""What is frozen of a part, by name."""
+"""The frozen values of a part, by name."""
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def committed_rows() -> tuple[Row, ...]:
         row
         for path in sorted((ROOT / "results" / "measured").glob("*.csv"))
         for row in read_table(path)
-        if row.get("sweep") and "git.sha" in row  # a run's row; tables of curves, norms and texts have none
+        if row.get("sweep") and "git.sha" in row  # only rows of runs; tables of curves, norms and texts have no commit
     )
 
 
@@ -88,9 +88,9 @@ def _composed(overrides: tuple[str, ...]) -> RunConfig:
 
 
 def hashes() -> Values:
-    """The hash of each row's configuration as it composes today; with the row's own, where that is another.
+    """The current hash of each row's configuration, with the hash in the row if that differs.
 
-    A row has none where its sweep or cell is gone, or does not compose.
+    A row is left out if its sweep or cell no longer exists, or does not compose.
     """
     register()
     found: Values = {}
@@ -111,11 +111,11 @@ PLANNED: dict[str, Callable[[str], Any]] = {
     "dataset_size": int, "expected_batch_size": float, "steps": int, "delta": float, "epsilon": float,
     "num_groups": int, "quantile_budget": float, "sampling": str, "accountant": str,
 }  # fmt: skip
-"""Arguments of `make_plan` that a row has as `plan.<name>`."""
+"""Arguments of `make_plan` that are columns `plan.<name>` of a row."""
 
 
 def noise() -> Values:
-    """The noise multiplier of each plan of a committed row; with the row's own, where that is another."""
+    """The current noise multiplier of each plan in the committed rows, with that in the row if it differs."""
     rows: dict[tuple[str, ...], list[float]] = {}
     for row in committed_rows():
         if row["plan.noise_multiplier"] not in ("", "0.0"):
@@ -157,7 +157,7 @@ PLANS: dict[str, tuple[float, ...]] = {
 
 
 def plans() -> Values:
-    """All noise multipliers of `PLANS`, and the epsilon of a quarter, of half and of all steps by PRV and RDP."""
+    """All noise multipliers of `PLANS`, and the epsilons after a quarter, half and all of the steps, by PRV and RDP."""
     found: Values = {}
     for name, numbers in PLANS.items():
         arguments: dict[str, Any] = dict(zip(PLANNED, numbers, strict=False))
@@ -174,7 +174,7 @@ def plans() -> Values:
 
 ALL_RUNS = ("scale=smoke", "train.matmul=torch", "data.public=true", "train.steps=24", "eval.batch_size=64")
 FORMULA = "clip.formula=materialize"
-"""One formula for norms, whatever the sizes would choose: that choice is no part of what is frozen."""
+"""One norm formula for all sizes, as the choice of the formula is not frozen."""
 IMAGES = ("task=cifar", "data.train_limit=null", "train.batch_size=256", "train.microbatch=64", "eval.train_limit=256")
 SST2 = ("task=sst2", FORMULA, "data.train_limit=null", "train.microbatch=64", "optim.learning_rate=0.04")
 TEXTS = (FORMULA, "train.steps=12", "train.microbatch=8")
@@ -192,11 +192,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "samsum LoRA adaptive_layer": (*TEXTS, "task=samsum", "clip=adaptive_layer"),
     "samsum pipeline per_device": (*TEXTS, "task=samsum_pipeline", "clip=per_device"),
 }
-"""On data that come with the packages or are made up. The digits learn enough for their metrics to say something."""
+"""Runs on data of installed packages or synthetic data. The digits learn enough for their metrics to be meaningful."""
 
 
 def runs() -> Values:
-    """Weights and thresholds, epsilon and metrics of each of `RUNS`; a run that fails has none."""
+    """Weights and thresholds, epsilon and metrics of each of `RUNS`; a run that fails is left out."""
     found: Values = {}
     for number, (name, overrides) in enumerate(RUNS.items()):
         with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def runs() -> Values:
             if process.code:
                 print(f"{name}: {process.errors.strip()}", file=sys.stderr)
                 continue
-            ended = left(Path(folder) / str(number))
+            ended = result_of(Path(folder) / str(number))
         found[f"{name}: weights"] = ended["weights"]
         found[f"{name}: thresholds"] = hashlib.sha256(json.dumps(ended["thresholds"]).encode()).hexdigest()
         found[f"{name}: epsilon"] = ended["spent"]["epsilon"]  # the text "inf" without noise
@@ -214,7 +214,7 @@ def runs() -> Values:
 
 
 class Decoder(nn.Module):
-    """One block of a transformer that says whether a sequence of ten tokens is of class 0, 1 or 2."""
+    """One transformer block that classifies a sequence of ten tokens into three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         self.queries_keys_values, self.head = nn.Linear(16, 48), nn.Linear(16, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, 10) to logits (B, 3)."""
+        """Tokens (B, 10) -> logits (B, 3)."""
         embedded = self.embedding(tokens)
         queries, keys, values = self.queries_keys_values(self.norm(embedded)).chunk(3, dim=-1)
         weights = torch.softmax(queries @ keys.transpose(1, 2) / 4, dim=-1)
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
 
 
 def train_privately(model: nn.Module, data: TensorDataset, clip: str) -> None:
-    """Five steps of a loop of one's own: the one place that knows how `make_private` is used."""
+    """Five steps of a custom training loop with `make_private`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
     def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -247,7 +247,7 @@ def train_privately(model: nn.Module, data: TensorDataset, clip: str) -> None:
 
 
 def private() -> Values:
-    """Weights and mean loss of three models after `train_privately`, each clipped in another way."""
+    """Weights and mean loss of three models after `train_privately`, each with another clipping mode."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images, tokens, labels = torch.randn(256, 1, 8, 8), torch.randint(20, (256, 10)), torch.randint(3, (256,))
@@ -274,15 +274,15 @@ def architectures() -> Values:
 
 
 def resumption() -> Values:
-    """Whether a run that is killed after ten steps, and taken up, leaves what the undisturbed one leaves."""
+    """Whether a run that is killed after ten steps and resumed ends with the results of the undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole", Path(folder) / "killed"
         complete(whole, *SEEDED)
-        process = start(killed, *SEEDED, before=halting(10))
-        stopped = wait_for(process, process.standing) and process.send(signal.SIGKILL)
+        process = start(killed, *SEEDED, before=stop_after(10))
+        stopped = wait_for(process, process.is_stopped) and process.send(signal.SIGKILL)
         process.wait()
         complete(killed, *SEEDED)
-        good = stopped and same(killed, left(whole))  # what is wrong goes to stderr
+        good = stopped and same(killed, result_of(whole))  # prints differences on stderr
     return {"killed and resumed": "same bits" if good else "other bits"}
 
 
@@ -304,9 +304,9 @@ def judge(part: str, name: str, then: Value, now: Value | None) -> str:
 
 
 def compare(part: str, frozen: Mapping[str, Value], now: Values) -> tuple[str, list[tuple[str, str]]]:
-    """How many were compared and the worst difference, in words; then (verdict, sentence) of each that is not the same.
+    """A summary (number of values and worst difference), and (verdict, sentence) of each value that is not the same.
 
-    The worst difference is relative, but for metrics, where it is in the metric's own unit.
+    The worst difference is relative, but absolute for metrics.
     """
     worst, found = 0.0, list[tuple[str, str]]()
     for name, then in frozen.items():
@@ -320,24 +320,24 @@ def compare(part: str, frozen: Mapping[str, Value], now: Values) -> tuple[str, l
 
 
 def machine() -> dict[str, str]:
-    """What the bits of a run depend on beside the code."""
+    """The software and hardware that the bits of a run depend on."""
     return {"torch": torch.__version__, "numpy": np.__version__, "cpu": hardware("cpu")}
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 1 where anything differs, 2 for a mistake."""
+    """The command line; returns the exit code: 1 if anything differs, 2 for a wrong option."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m trust.goldens", description=__doc__, formatter_class=shape)
-    parser.add_argument("words", nargs="*", metavar="freeze | PART", help=f"freeze, and some of: {', '.join(PARTS)}")
-    parser.add_argument("--allow-moved", action="store_true", help="accept other bits where the metrics are close")
+    parser.add_argument("words", nargs="*", metavar="freeze | PART", help=f"freeze, and any of: {', '.join(PARTS)}")
+    parser.add_argument("--allow-moved", action="store_true", help="accept other bits if the metrics are close")
     options = parser.parse_args(arguments)
     chosen = [word for word in options.words if word != "freeze"] or list(PARTS)
     if wrong := [word for word in chosen if word not in PARTS]:
         raise unknown("part", wrong[0], [*PARTS, "freeze"])
     file = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
     freeze, bad = "freeze" in options.words, 0
-    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, GROUPWISE_CACHE=cache):  # all is computed again
+    with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, GROUPWISE_CACHE=cache):  # nothing cached
         for part in chosen:
             began = time.monotonic()
             now = PARTS[part]()

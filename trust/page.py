@@ -29,11 +29,11 @@ DESIGNS = {
     "times without, along that example's mean gradient; it does not add all that an example may, and 300 plays prove "
     "no ε above 3.7",
 }
-"""What each design of an audit attacks."""
+"""Design of an audit -> the release that it attacks."""
 
 
 def audits(rows: Rows) -> str:
-    """One table a design, one line a mode, model, allocation and share of the counts, one column a budget."""
+    """A table for each design; a line for each mode, model, allocation and share of the counts; a column for each ε."""
     budgets = sorted({row["epsilon_claimed"] for row in rows}, key=float)
     head = ["clip", "model", "noise", "r", *(f"ε = {budget}" for budget in budgets)]
     tables = []
@@ -50,7 +50,7 @@ def audits(rows: Rows) -> str:
 
 
 def audit_summary(rows: Rows) -> str:
-    """The number of audits and of those above their claim, and the largest bound as a share of each claim."""
+    """The number of audits, how many exceed their claim, and the largest bound as a share of each claim."""
     parts = []
     for budget in sorted({row["epsilon_claimed"] for row in rows}, key=float):
         of = [row for row in rows if row["epsilon_claimed"] == budget]
@@ -63,7 +63,7 @@ def audit_summary(rows: Rows) -> str:
 
 
 def planted_summary(rows: Rows) -> str:
-    """The number of bugs and of those that were caught, the weakest bound with a bug, and the largest without."""
+    """The number of bugs, how many were caught, the weakest bound with a bug, and the largest without."""
     least = min(rows, key=lambda row: float(row["bug_epsilon"]) / float(row["claimed_epsilon"]))
     most = max(float(row["correct_epsilon"]) / float(row["claimed_epsilon"]) for row in rows)
     return (
@@ -74,20 +74,20 @@ def planted_summary(rows: Rows) -> str:
 
 
 def planted(rows: Rows) -> str:
-    """One line a bug."""
+    """A line for each bug."""
     head = ["bug", "claimed ε", "at least, with the bug", "at least, without", "caught", "how"]
     names = ("bug", "claimed_epsilon", "bug_epsilon", "correct_epsilon", "caught", "how")
     return markdown(head, [[row[name] or "–" for name in names] for row in rows])
 
 
 def faults_summary(rows: Rows) -> str:
-    """The number of trials, and of those in which something was lost."""
+    """The number of trials, and how many were lost."""
     tried, lost = (sum(int(row[name]) for row in rows) for name in ("tried", "lost"))
     return f"{len(rows)} kinds of fault, tried {tried} times: {lost} lost."
 
 
 def bad_input_summary(rows: Rows) -> str:
-    """The number of attempts, of each outcome, and of defects."""
+    """The numbers of attempts, of each outcome, and of defects."""
     totals = {name: sum(int(row[name]) for row in rows) for name in rows[0] if name != "kind"}
     defects = {name: totals[name] for name in DEFECTS}
     sound = ", ".join(f"{totals[name]:,} {name}" for name in ("ran", "accepted", "refused", "stopped"))
@@ -98,7 +98,7 @@ def bad_input_summary(rows: Rows) -> str:
 
 
 def plain(rows: Rows) -> str:
-    """All rows and columns."""
+    """A table of all rows and columns."""
     return markdown([name.replace("_", " ") for name in rows[0]], [list(row.values()) for row in rows])
 
 
@@ -112,7 +112,7 @@ def norms_summary(rows: Rows) -> str:
 
 
 def norms(rows: Rows) -> str:
-    """One line a formula and size: the largest errors over all laws, and the law with the largest error of a norm."""
+    """A line for each formula and size: the largest errors over all laws, and the law with the largest norm error."""
     by_layer: dict[tuple[str, str], Rows] = {}
     for row in rows:
         by_layer.setdefault((row["formula"], row["entries"]), []).append(row)
@@ -127,7 +127,7 @@ def norms(rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Rows of `results/trust/<name>.csv`: their page, what it is called, and how they are shown there and in it."""
+    """How `results/trust/<name>.csv` is shown: the document with its summary, its title, its summary and its tables."""
 
     name: str
     page: Path
@@ -147,7 +147,7 @@ EVIDENCE = (
 
 
 def rows_of(name: str, results: Path) -> Rows:
-    """The rows of `<results>/<name>.csv`; none where there is no such file."""
+    """The rows of `<results>/<name>.csv`; none if there is no such file."""
     path = results / f"{name}.csv"
     if not path.is_file():
         return []
@@ -169,12 +169,12 @@ def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
 
 
 def full(evidence: Evidence, results: Path = RESULTS) -> str:
-    """The page of tables that stands beside the CSV."""
+    """The page of tables beside the CSV."""
     rows = rows_of(evidence.name, results)
-    said = (
+    origin = (
         f"Made by `python -m trust.page` from `{evidence.name}.csv`; what it means is in `{evidence.page.as_posix()}`."
     )
-    return f"# {evidence.title}\n\n{said}\n\n{evidence.tables(rows) if rows else NOTHING}\n"
+    return f"# {evidence.title}\n\n{origin}\n\n{evidence.tables(rows) if rows else NOTHING}\n"
 
 
 @command

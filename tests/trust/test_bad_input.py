@@ -1,4 +1,4 @@
-"""The bad-input command: its verdicts, each on a planted defect, and a small sample of all that it tries."""
+"""`trust.bad_input` gives each planted defect its verdict, and finds none in a sample of its attempts."""
 
 import csv
 import os
@@ -19,7 +19,7 @@ RUN = ("scale=smoke", "clip=flat")
 
 
 def verdict(attempt, monkeypatch, tmp_path, plant=None, patience=60.0):
-    """What comes of one attempt with `plant` in the place of the check of its configuration."""
+    """The verdict on one attempt, with `plant` in place of the check of its configuration."""
     monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
     if plant is not None:
         monkeypatch.setattr(command, "to_run_config", plant)
@@ -28,7 +28,7 @@ def verdict(attempt, monkeypatch, tmp_path, plant=None, patience=60.0):
 
 
 def refusing(before):
-    """A mistake that does something before it is told."""
+    """A configuration check that calls `before` and then refuses."""
 
     def plant(_):
         before()
@@ -38,7 +38,7 @@ def refusing(before):
 
 
 def unfinished(composed):
-    """A sound configuration, and a run's folder that nobody finishes."""
+    """Accept the configuration, and create a run folder that is never finished."""
     Path("results/runs/abc").mkdir(parents=True)
     return to_run_config(composed)
 
@@ -71,15 +71,15 @@ def test_each_defect_has_its_verdict(plant, expected, monkeypatch, tmp_path):
             file.unlink()
 
 
-def test_what_never_ends_is_stopped(monkeypatch, tmp_path):
+def test_endless_attempt_is_stopped(monkeypatch, tmp_path):
     import time
 
     plant = refusing(lambda: time.sleep(600))
     assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=0.2) == "stopped"
 
 
-def test_success_without_a_run_is_told(monkeypatch, tmp_path):
-    """Another function stands in for `run.py`'s, and trains nothing."""
+def test_success_without_a_run_is_silent(monkeypatch, tmp_path):
+    """Replaces the training of `run.py` by a function that does nothing."""
     from groupwise.processes import start as processes
 
     monkeypatch.setattr(processes, "start", lambda config: {})
@@ -87,7 +87,7 @@ def test_success_without_a_run_is_told(monkeypatch, tmp_path):
     assert verdict(Attempt("config", (*RUN, "--cfg=job"), trains=True), monkeypatch, tmp_path) == "ran"
 
 
-def test_a_file_that_was_there_may_not_change(monkeypatch, tmp_path):
+def test_refused_run_that_changes_a_file_is_partial(monkeypatch, tmp_path):
     def prepare(folder):
         (folder / "mine").write_text("mine")
 
@@ -96,7 +96,7 @@ def test_a_file_that_was_there_may_not_change(monkeypatch, tmp_path):
     assert verdict(Attempt("config", RUN, prepare), monkeypatch, tmp_path, refusing(lambda: None)) == "refused"
 
 
-def test_the_network_is_cut(monkeypatch, tmp_path):
+def test_network_connection_fails(monkeypatch, tmp_path):
     import socket
 
     plant = refusing(lambda: socket.create_connection(("localhost", 1)))
@@ -104,19 +104,19 @@ def test_the_network_is_cut(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_not_damaged_runs(tmp_path, monkeypatch):
-    """Else all damage would be refused for another reason."""
+def test_undamaged_files_run(tmp_path, monkeypatch):
+    """Otherwise damaged files might be refused for another reason."""
     monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache" / "datasets")
     make_templates(tmp_path / "templates")
     tried = [Attempt(kind.name, kind.arguments, kind.sound, trains=True) for kind in kinds(tmp_path / "templates")]
     verdicts = {outcome.attempt.kind: outcome.verdict for outcome in attempt_all(tried, 60.0, 1)}
-    assert verdicts.pop("CIFAR batches") == "refused"  # none of them is published
+    assert verdicts.pop("CIFAR batches") == "refused"  # these files are not the published ones
     assert set(verdicts.values()) == {"ran"}
 
 
 @pytest.mark.slow
-def test_a_sample_of_all_of_it_has_no_defect(tmp_path):
+def test_sample_of_attempts_has_no_defect(tmp_path):
     out = tmp_path / "bad_input.csv"
     few = ("--configs", "64", "--files", "27", "--seed", "7", "--out", str(out))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The faults of `python -m trust.faults`, a few times each, and that the command can fail."""
+"""A few trials of each fault of `python -m trust.faults` lose nothing, and the command detects losses."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ import torch
 
 from trust.faults import __main__ as faults
 from trust.faults.__main__ import FAULTS
-from trust.faults.process import SEEDED, Outcome, complete, left, run_folder, same
+from trust.faults.process import SEEDED, Outcome, complete, result_of, run_folder, same
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def finished(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     results = tmp_path_factory.mktemp("whole") / "results"
     process = complete(results, *SEEDED, "train.steps=4")
     assert process.code == 0, process.errors
-    return results, left(results)
+    return results, result_of(results)
 
 
 def _change_weights(folder: Path) -> None:
@@ -60,20 +60,20 @@ HARM = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_run_that_did_not_come_to_the_same_is_seen(finished, harm, tmp_path):
+def test_altered_result_is_detected(finished, harm, tmp_path):
     results = shutil.copytree(finished[0], tmp_path / "results")
     HARM[harm](run_folder(results))
     assert same(results, finished[1]) is (harm == "nothing")
 
 
-def test_only_one_sentence_counts_as_refused(tmp_path):
-    told = complete(tmp_path / "told", "privacy.epsilon=-1")
-    assert told.refused()
-    told.said.with_suffix(".err").write_text("Traceback\nerror: one\n")
-    assert not told.refused()
+def test_only_a_one_sentence_error_counts_as_refused(tmp_path):
+    refused = complete(tmp_path / "refused", "privacy.epsilon=-1")
+    assert refused.refused()
+    refused.output.with_suffix(".err").write_text("Traceback\nerror: one\n")
+    assert not refused.refused()
 
 
-def test_the_command_writes_its_table_and_fails_when_anything_was_lost(tmp_path, monkeypatch, capsys):
+def test_command_writes_its_table_and_fails_after_a_loss(tmp_path, monkeypatch, capsys):
     rows = [Outcome("a fault", 3, 0, "nothing, or so"), Outcome("another", 2, 1, "something")]
     monkeypatch.setattr(faults, "FAULTS", {"all": (lambda trials, work: rows[:trials], 2)})
     out = tmp_path / "faults.csv"

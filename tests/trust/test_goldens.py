@@ -1,4 +1,4 @@
-"""A frozen value that is not today's is named, with what may differ and by how much."""
+"""`trust.goldens` names each frozen value that differs from the current one by more than its tolerance."""
 
 import json
 from pathlib import Path
@@ -27,14 +27,14 @@ def change(file: Path, part: str, name: str, value: float | str) -> None:
     file.write_text(json.dumps(frozen))
 
 
-def test_what_was_frozen_is_what_is_found(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_values_compare_as_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plans", "architectures"]) == 0
     lines = capsys.readouterr().out.splitlines()[-2:]
     assert lines[0].startswith("plans: 12 compared, 0 not frozen, worst difference 0, 0 not the same")
     assert lines[1].startswith("architectures: 1 compared")
 
 
-def test_another_value_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_value_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "two steps: sigma_new"
     frozen = json.loads(file.read_text())["plans"][name]
     change(file, "plans", name, frozen * 1.0005)
@@ -65,14 +65,14 @@ def test_verdicts(part: str, name: str, then: float | str, now: float | str | No
     assert judge(part, name, then, now) == verdict
 
 
-def test_other_bits_are_accepted_when_asked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_moved_accepts_other_bits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARTS, "runs", lambda: {"flat: weights": "0123", "flat: epsilon": 8.0})
     assert main(["freeze", "runs"]) == main(["runs"]) == 0
     change(file, "runs", "flat: weights", "4567")
     assert main(["runs"]) == 1 and main(["runs", "--allow-moved"]) == 0
 
 
-def test_a_part_that_is_not_frozen_or_not_known_is_a_mistake(
+def test_unfrozen_or_unknown_part_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(PARTS, "resumption", lambda: {"killed and resumed": "same bits"})
@@ -80,7 +80,7 @@ def test_a_part_that_is_not_frozen_or_not_known_is_a_mistake(
     assert main(["plan"]) == 2 and "did you mean plans" in capsys.readouterr().err
 
 
-def test_the_committed_file_has_every_part_and_every_run() -> None:
+def test_committed_file_has_every_part_and_run() -> None:
     frozen = json.loads(RESULT.read_text())
     assert set(frozen) == {*PARTS, "machine"} and all(frozen.values())
     assert {name.partition(":")[0] for name in frozen["runs"]} == set(RUNS)

@@ -1,4 +1,4 @@
-"""The table of architectures: the truth is the truth, and what is wrong is said to be wrong."""
+"""`trust.models` compares engines with a correct reference, and reports wrong sums, norms and counts."""
 
 import csv
 from collections import Counter
@@ -26,29 +26,29 @@ def statuses(architecture):
 
 
 @pytest.fixture
-def spoiled(monkeypatch):
-    """Call it with what is done after each backward pass of an engine."""
+def patch_backward(monkeypatch):
+    """A function that makes engines call `after` at the end of each backward pass."""
 
-    def spoil(after):
+    def corrupt(after):
         backward = ClippingEngine.backward
 
-        def spoiling(engine, losses):
+        def patched(engine, losses):
             backward(engine, losses)
             after(engine)
 
-        monkeypatch.setattr(ClippingEngine, "backward", spoiling)
+        monkeypatch.setattr(ClippingEngine, "backward", patched)
 
-    return spoil
+    return corrupt
 
 
 @pytest.mark.parametrize("name", ["MLP", "CNN, GroupNorm", "Bilinear", "Embedding, transposed, Conv1d"])
-def test_exact(name):
+def test_correct_engine_is_exact(name):
     rows = measure(BY_NAME[name], MODES)
     assert [(row.status, row.dropout, row.note) for row in rows] == [(EXACT, "taken", "")] * 3
     assert max(row.error for row in rows) < 1e-8
 
 
-def test_the_truth_is_a_sum_of_clipped_gradients():
+def test_reference_is_a_sum_of_clipped_gradients():
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]], dtype=torch.float64)
     model = nn.Linear(2, 1, bias=False).double()
     truth = find_truth(Subject(model, {"x": x}, lambda model, batch: model(batch["x"]).squeeze(1)))
@@ -57,44 +57,44 @@ def test_the_truth_is_a_sum_of_clipped_gradients():
     torch.testing.assert_close(truth.sums([["weight"]], torch.ones(1, dtype=torch.float64))["weight"], expected)
 
 
-def spoil_a_sum(engine):
+def corrupt_sum(engine):
     engine.model.get_parameter("0.weight").grad[0, 0] += 1e-5
 
 
-def spoil_a_norm(engine):
+def corrupt_norm(engine):
     engine.squared_norms[0] = engine.squared_norms[0] * (1 + 1e-6)
 
 
-def spoil_a_count(engine):
+def corrupt_count(engine):
     engine.reset()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("corrupt", "note"),
     [
-        (spoil_a_sum, "The clipped sum of '0.weight' is off by"),
-        (spoil_a_norm, "A norm is off by"),
-        (spoil_a_count, "The counts are wrong."),
+        (corrupt_sum, "The clipped sum of '0.weight' is off by"),
+        (corrupt_norm, "A norm is off by"),
+        (corrupt_count, "The counts are wrong."),
     ],
 )
-def test_wrong(spoiled, spoil, says):
-    spoiled(spoil)
+def test_wrong_result_is_reported(patch_backward, corrupt, note):
+    patch_backward(corrupt)
     for row in measure(MLP, MODES):
-        assert row.status == WRONG and row.faulty and row.note.startswith(says)
+        assert row.status == WRONG and row.faulty and row.note.startswith(note)
 
 
-def test_a_sum_that_is_wrong_with_dropout_alone_is_wrong(spoiled):
-    def spoil(engine):
+def test_sum_that_is_wrong_only_with_dropout_is_faulty(patch_backward):
+    def corrupt(engine):
         if engine.model[5].p:
             engine.model.get_parameter("0.weight").grad[0, 0] = torch.nan
 
-    spoiled(spoil)
+    patch_backward(corrupt)
     assert isinstance(MLP.make(Size()).model[5], nn.Dropout)
     row, *_ = measure(MLP, ["flat"])
     assert (row.status, row.dropout, row.faulty) == (EXACT, WRONG, True)
 
 
-def test_a_refusal_of_what_is_exact_is_a_false_alarm(monkeypatch):
+def test_refusal_of_an_exact_model_is_a_false_alarm(monkeypatch):
     def refuse(*_):
         raise UserError("Layer '0' looks odd.")
 
@@ -103,37 +103,37 @@ def test_a_refusal_of_what_is_exact_is_a_false_alarm(monkeypatch):
         assert row.status == FALSE_ALARM and row.faulty and row.note.endswith("Layer '0' looks odd.")
 
 
-def test_a_refusal_of_what_is_wrong_is_none(monkeypatch, spoiled):
+def test_refusal_of_a_wrong_model_is_no_false_alarm(monkeypatch, patch_backward):
     def refuse(*_):
         raise UserError("Layer '0' looks odd.")
 
     monkeypatch.setattr(check, "verify", refuse)
-    spoiled(spoil_a_sum)
+    patch_backward(corrupt_sum)
     row, *_ = measure(MLP, ["flat"])
     assert row.status == WRONG and "odd" not in row.note
 
 
-def test_traceback(spoiled):
-    def spoil(engine):
+def test_exception_is_a_traceback(patch_backward):
+    def corrupt(engine):
         raise KeyError("nothing")
 
-    spoiled(spoil)
+    patch_backward(corrupt)
     row, *_ = measure(MLP, ["flat"])
     assert row.status == TRACEBACK and row.faulty
     assert row.note.startswith("KeyError: 'nothing' (test_models.py:")
 
 
-def test_what_cannot_be_built_is_a_traceback():
+def test_failing_build_is_a_traceback():
     assert statuses(replace(MLP, make=lambda size: 1 / 0)) == [TRACEBACK] * 3
 
 
-def test_what_mixes_must_be_refused():
+def test_mixing_models_must_be_refused():
     assert statuses(BY_NAME["A mean over the batch"]) == [REFUSED] * 3
     assert statuses(BY_NAME["ResNet, BatchNorm"]) == [REFUSED] * 3
     assert statuses(replace(MLP, mixes=True)) == [WRONG] * 3
 
 
-def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spoiled):
+def test_command_writes_only_complete_tables(tmp_path, monkeypatch, capsys, patch_backward):
     monkeypatch.setattr(command, "RESULT", tmp_path / "models.csv")
     assert main(["--only", "MLP"]) == 0
     assert "MLP (" in capsys.readouterr().out and not command.RESULT.exists()
@@ -141,12 +141,12 @@ def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys, spo
     assert main([]) == 0
     with command.RESULT.open(newline="") as file:
         assert [row["mode"] for row in csv.DictReader(file)] == list(MODES)
-    spoiled(spoil_a_sum)
+    patch_backward(corrupt_sum)
     assert main(["--modes", "flat"]) == 1
     assert "MLP, flat" in capsys.readouterr().err
 
 
-def test_the_table_shows_each_mode_and_each_sentence_once():
+def test_table_shows_each_mode_and_each_message_once():
     rows = [
         Row("torch.nn", "MLP", "flat", EXACT, 1e-16, "taken"),
         Row("torch.nn", "MLP", "ghost", REFUSED, note="No | and <no>."),
@@ -159,7 +159,7 @@ def test_the_table_shows_each_mode_and_each_sentence_once():
     assert "`flat`: 1 exact." in summary(read) and "`ghost`: 1 refused." in summary(read)
 
 
-def test_the_committed_rows_are_those_of_the_list():
+def test_committed_rows_are_those_of_the_list():
     assert len(ARCHITECTURES) >= 60 and max(Counter(a.name for a in ARCHITECTURES).values()) == 1
     with command.RESULT.open(newline="") as file:
         found = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""Every way to a norm is measured, and none under-states it or exceeds a threshold by more than 1e-6."""
+"""No norm formula under-states a norm, or exceeds a threshold, by more than a share of 1e-6."""
 
 import csv
 from dataclasses import replace
@@ -11,7 +11,7 @@ from trust.norms.__main__ import ALLOWED, CASES, LARGEST, LAWS, RESULT, Row, mai
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_way_is_within_what_is_allowed(name: str) -> None:
+def test_every_formula_is_within_the_tolerance(name: str) -> None:
     for law in ("one spike", "all equal"):
         row = measure(name, law, 1_000_000)
         assert row.good, row
@@ -19,12 +19,12 @@ def test_every_way_is_within_what_is_allowed(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Linear: gradients", "no rule: a copy for each example"])
-def test_layers_of_a_hundred_million_parameters(name: str) -> None:
+def test_layer_with_a_hundred_million_parameters(name: str) -> None:
     row = measure(name, "all equal", LARGEST)
     assert row.entries > 0.99 * LARGEST and row.good, row
 
 
-def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_stated_norm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     real = base.squared_row_norms
     monkeypatch.setattr(base, "squared_row_norms", lambda rows: real(rows) * (1 - 6e-6))
     row = measure("no rule: a copy for each example", "normal", 1000)
@@ -32,7 +32,7 @@ def test_a_norm_that_is_too_small_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert row.understated == pytest.approx(3e-6, rel=0.2) and row.over_threshold == pytest.approx(3e-6, rel=0.2)
 
 
-def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys) -> None:
+def test_command_writes_only_complete_tables(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(norms, "RESULT", tmp_path / "norms.csv")
     monkeypatch.setattr(norms, "CASES", {"LayerNorm": replace(CASES["LayerNorm"], entries=(1000, 4000))})
     assert main(["--most", "2000"]) == 0 and not norms.RESULT.exists()
@@ -43,7 +43,7 @@ def test_the_command_writes_only_whole_tables(tmp_path, monkeypatch, capsys) -> 
     assert main([]) == 1
 
 
-def test_the_committed_table_has_every_way_and_is_good() -> None:
+def test_committed_table_has_every_case_within_the_tolerance() -> None:
     with RESULT.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {(row["formula"], row["law"]) for row in rows} == {(name, law) for name in CASES for law in LAWS}

@@ -1,4 +1,4 @@
-"""Every planted bug is measured above the claim, and the code as it is below it."""
+"""Each planted bug has a lower bound above the claimed ε, and the correct code one below it."""
 
 import csv
 from contextlib import nullcontext
@@ -13,39 +13,39 @@ from trust.planted_bugs.cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}
 QUICK = {"one_stream": 40, "public_masks": 40, "thresholds_first": 60, "last_microbatch": 60}
-"""Some of the bugs that few plays show, for the fast tests; no_noise and no_clipping are in other tests below."""
+"""Plays of some bugs that few plays reveal, for the fast tests; no_noise and no_clipping are in other tests below."""
 
 
 def check(row):
     assert row.caught and row.sound, row
-    if row.true is not None:  # the harness itself claims no more than there is
+    if row.true is not None:  # the lower bound is below the true ε
         assert row.planted <= row.true
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_few_plays_catch(name):
+def test_few_plays_catch_the_bug(name):
     check(measure(BY_NAME[name], QUICK[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in QUICK])
-def test_many_plays_catch(name):
+def test_many_plays_catch_the_bug(name):
     check(measure(BY_NAME[name]))
 
 
-def test_without_a_bug_nothing_is_caught():
+def test_correct_code_is_not_caught():
     row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 40)
     assert row.sound and not row.caught
     assert ",no," in as_csv([row])
 
 
-def test_a_bug_in_the_code_itself_is_seen():
+def test_bug_in_the_unpatched_code_is_detected():
     with BY_NAME["no_noise"].plant():
         row = measure(replace(BY_NAME["no_noise"], plant=nullcontext), 40)
     assert not row.sound
 
 
-def test_replicas_release_what_one_process_does():
+def test_replicas_release_the_same_as_one_process():
     worst = BY_NAME["noise_per_rank"].worst
     worst = replace(worst, others=torch.linspace(-2, 2, worst.others.numel()).double().view_as(worst.others))
     one, three = (replace(worst, replicas=replicas).worlds(1.0, 1e-5, 0)[1] for replicas in (1, 3))
@@ -54,29 +54,29 @@ def test_replicas_release_what_one_process_does():
         assert three.play() != pytest.approx(one.play(), rel=1e-3)
 
 
-def test_the_patches_leave_nothing_behind():
+def test_patches_are_undone():
     before = {name: measure(BY_NAME[name], 8).correct for name in ("no_clipping", "mean_loss")}
     assert before == {name: measure(BY_NAME[name], 8).correct for name in before}
 
 
-def test_the_command_measures_and_writes_only_whole_tables(tmp_path, monkeypatch, capsys):
+def test_command_writes_only_complete_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planted, "RESULT", tmp_path / "planted.csv")
     assert main(["--only", "no_clipping", "--plays", "30"]) == 0
     assert "| no clipping | 1 |" in capsys.readouterr().out and not planted.RESULT.exists()
-    assert main(["--only", "no_clipping", "--plays", "2"]) == 1  # too few to show anything
+    assert main(["--only", "no_clipping", "--plays", "2"]) == 1  # too few to reveal the bug
     assert "no_clipping: at least" in capsys.readouterr().err
     monkeypatch.setattr(planted, "CASES", (replace(BY_NAME["no_clipping"], plays=30),))
     assert main([]) == 0
     assert len(planted.RESULT.read_text().splitlines()) == 2
     monkeypatch.setattr(planted, "CASES", [replace(BY_NAME[name], plays=30) for name in ("mean_loss", "no_clipping")])
     (before,) = planted.RESULT.read_text().splitlines()[1:]
-    assert main(["--only", "mean_loss"]) == 0  # what was measured of others stays
+    assert main(["--only", "mean_loss"]) == 0  # rows of other bugs are kept
     assert [line[:9] for line in planted.RESULT.read_text().splitlines()[1:]] == ["mean_loss", before[:9]]
     with pytest.raises(SystemExit, match="2"):
         main(["--plays", "1"])
 
 
-def test_the_committed_table_has_every_bug_caught():
+def test_committed_table_has_every_bug_caught():
     with RESULT.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == HEAD and [row["name"] for row in rows] == sorted(BY_NAME)

@@ -1,1 +1,1 @@
-"""Tries broken and unusual command lines, data files, models and checkpoints, each as `run.py` would."""
+"""Runs `run.py` with broken and unusual command lines, data files, models and checkpoints."""

@@ -1,10 +1,10 @@
-"""Bad input: broken and unusual command lines, data files, models and checkpoints, each tried as `run.py` would.
+"""Run `run.py` with broken and unusual command lines, data files, models and checkpoints.
 
-    python -m trust.bad_input                          all of it, about a quarter of an hour on two cores
+    python -m trust.bad_input                          all attempts, about a quarter of an hour on two cores
     python -m trust.bad_input --configs 200 --files 50 --seed 1
 
-Each either runs or ends in one sentence and exit code 2, with nothing left behind and nothing written elsewhere. Prints
-a table, writes results/trust/bad_input.csv, and exits 1 if anything else happened.
+Each attempt must run, or end with a one-sentence error and exit code 2, leave no files behind and write none elsewhere.
+The command prints a table, writes results/trust/bad_input.csv, and exits with 1 if an attempt has a defect.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from trust.faults.process import warm as prepare
 RESULTS = ROOT / "results" / "trust" / "bad_input.csv"
 VERDICTS = ("ran", "accepted", "refused", "stopped", *DEFECTS)
 SECONDS = 40.0
-"""Of a core, for one attempt; what has not ended then is `stopped`."""
+"""CPU time limit of one attempt; one that takes longer is `stopped`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trust.bad_input", description=__doc__.splitlines()[0])
-    parser.add_argument("--configs", type=int, default=2100, help="command lines (2100)")
-    parser.add_argument("--files", type=int, default=660, help="files and folders (660)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="at once (all cores)")
+    parser.add_argument("--configs", type=int, default=2100, help="number of command lines (2100)")
+    parser.add_argument("--files", type=int, default=660, help="number of damaged files and folders (660)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (0)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
     given = parser.parse_args(arguments)
     found: list[tuple[str, str]] = []
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append((outcome.attempt.kind, outcome.verdict))
             if outcome.verdict in DEFECTS:
                 defects += 1
-                shown = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.said}"
+                shown = f"{outcome.verdict}: {outcome.attempt.kind}: {outcome.attempt.arguments!a}\n{outcome.output}"
                 print(f"\n{shown}", file=sys.stderr)
             if done % 50 == 0 or done == len(attempts):
                 print(f"{done} of {len(attempts)} tried, {defects} defects", file=sys.stderr)
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def warm(cache: Path) -> None:
-    """Import all that an attempt needs and compose once, so that a fork of this process begins at once.
+    """Import all modules of an attempt and compose one configuration, so that a fork of this process starts quickly.
 
-    It keeps to one thread: a fork would not have the others.
+    It uses one thread, as a fork does not inherit the others.
     """
     os.environ.update(GROUPWISE_CACHE=str(cache), OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HOME=str(cache / "huggingface"))
@@ -92,7 +92,7 @@ def warm(cache: Path) -> None:
     launch(load_program().CONF, lambda config: None)
     sys.argv = given
     gc.collect()
-    gc.freeze()  # what is never looked at again is shared with the forks
+    gc.freeze()  # memory that the collector no longer scans stays shared with the forks
 
 
 if __name__ == "__main__":

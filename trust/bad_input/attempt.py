@@ -1,4 +1,4 @@
-"""One attempt: a command line of run.py, in its own process and folder, and its outcome."""
+"""Runs one command line of run.py in its own process and folder, and judges its outcome."""
 
 import hashlib
 import importlib.util
@@ -22,19 +22,19 @@ from trust.forked import fork
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.truncate"}
-"""Audit events whose first arguments are paths that are changed."""
+"""Audit events whose first argument is the path of a changed file."""
 TWO_PATHS = {"os.rename", "os.link", "os.symlink"}
 NETWORK = {"socket.connect", "socket.getaddrinfo", "socket.gethostbyname"}
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"}
 MAY_START = {"git", "uname"}
-"""The record asks for the commit and the machine."""
+"""Programs that a run may start, to record the commit and the machine."""
 
 
 def watch(allowed: Sequence[Path], report: Path) -> None:
-    """For the rest of this process: write to `report` each change of a file outside of `allowed` and each program that
-    is started, except `MAY_START`; refuse each connection with an `OSError`.
+    """From now on, write to `report` each change of a file outside of `allowed` and each started program that is not in
+    `MAY_START`; refuse each network connection with an `OSError`.
 
-    An audit hook of Python: code of C libraries that opens files by itself (torch's zip writer) is not seen.
+    It is an audit hook of Python, so files that C libraries open themselves (torch's zip writer) are not seen.
     """
     homes = tuple(f"{path.resolve()}{os.sep}" for path in allowed)
     note = os.open(report, os.O_WRONLY | os.O_APPEND)
@@ -53,7 +53,7 @@ def watch(allowed: Sequence[Path], report: Path) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in NETWORK:
             if event == "socket.connect" and isinstance(args[1], str | bytes):
-                return  # a socket of this machine's own
+                return  # a local socket
             raise OSError(f"the network is cut here ({event})")
         changed: Sequence[Any] = ()
         if event == "open":
@@ -75,13 +75,13 @@ def watch(allowed: Sequence[Path], report: Path) -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY = 4 << 30
-"""Bytes that an attempt may use beyond those of the warm process."""
+"""Bytes that an attempt may use beyond the memory of the process that it is forked from."""
 WAIT = 5
-"""How many times as long as its time on a core an attempt may take, in wall time."""
+"""The limit of an attempt's wall time, as a multiple of its limit of CPU time."""
 SHORT = 32 << 20
-"""Larger files are compared by size and time, not by content."""
+"""Larger files are compared by size and modification time, not by content."""
 LONGEST = 600
-"""A longer refusal, in characters, does not count as one sentence."""
+"""The most characters of a refusal; a longer one does not count as one sentence."""
 PROVENANCE = ("config.yaml", "config.hash", "command.txt", "git.json", "environment.json", "diff.patch", ".lock")
 _SENTENCE = re.compile(r"error: [^\n]+\n\Z")
 
@@ -99,8 +99,8 @@ class Attempt:
         kind: the row of the table.
         arguments: of run.py.
         prepare: makes files in the attempt's folder, which is the current one.
-        environment: variables beside the process's own.
-        trains: carry an accepted configuration out, rather than stop after its check.
+        environment: additional environment variables.
+        trains: run an accepted configuration, rather than stop after its check.
     """
 
     kind: str
@@ -115,25 +115,25 @@ class Outcome:
     """The outcome of an attempt.
 
     Attributes:
-        verdict: ran, accepted (only checked), refused, stopped (no verdict in time), or a defect: traceback, talkative
+        verdict: ran, accepted (only checked), refused, stopped (at the time limit), or a defect: traceback, talkative
             (more than one sentence), silent (no run), partial (a refused run left files, or a folder has no DONE),
             outside (a file was written elsewhere).
-        said: stderr, or the defect.
+        output: stderr, or a description of the defect.
     """
 
     attempt: Attempt
     verdict: str
-    said: str
+    output: str
 
 
 DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
 
 
 def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> Iterator[Outcome]:
-    """Try all, `workers` at once, each for at most `patience` seconds on a core, and `WAIT` times as long in wall time;
-    yields outcomes as they end.
+    """Run all attempts, `workers` at a time; yields outcomes as they end. Each attempt has `patience` seconds of CPU
+    time, and `WAIT` times as long in wall time.
 
-    The warm process must have only one thread, as it forks.
+    The calling process must have only one thread, as it forks.
     """
     waiting = list(reversed(attempts))
     running: dict[int, tuple[Attempt, Path, float]] = {}
@@ -155,9 +155,9 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
                 del running[pid]
                 code = os.waitstatus_to_exitcode(status) if ended else None
                 code = None if code == -signal.SIGXCPU else code
-                verdict, said = judge(attempt, folder, code)
+                verdict, output = judge(attempt, folder, code)
                 shutil.rmtree(folder, ignore_errors=True)
-                yield Outcome(attempt, verdict, said)
+                yield Outcome(attempt, verdict, output)
     finally:
         for pid, (_, folder, _) in running.items():
             os.killpg(pid, signal.SIGKILL)
@@ -166,14 +166,14 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
 
 
 def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
-    """The verdict on an attempt that ended with `code` (None: killed as it took too long), and its output."""
+    """The verdict on an attempt that ended with `code` (None: killed at the time limit), and its output."""
     errors = (folder / "stderr").read_text(errors="replace")
     outside = (folder / "outside").read_text(errors="replace")
     if outside:
         return "outside", outside
     if "Traceback (most recent call last)" in errors or code not in (0, 2, None):
         return "traceback", f"exit code {code}\n{errors}"
-    left = _left(folder)
+    left = _changes(folder)
     if code is None:
         return "stopped", errors
     if code == 2:
@@ -190,7 +190,7 @@ def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
 
 
 def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
-    """Start it; returns its process id, which is also that of its group."""
+    """Start an attempt; returns its process id, which is also its process group."""
     work = folder / "work"
     for name in ("work", "tmp"):
         (folder / name).mkdir()
@@ -198,11 +198,11 @@ def _begin(attempt: Attempt, folder: Path, patience: float) -> int:
         attempt.prepare(work)
     (folder / "before").write_text("\n".join(_files(work)))
     (folder / "outside").touch()
-    return fork(partial(_live, attempt, folder, patience), folder / "stdout", folder / "stderr")
+    return fork(partial(_run, attempt, folder, patience), folder / "stdout", folder / "stderr")
 
 
-def _live(attempt: Attempt, folder: Path, patience: float) -> int:
-    """The forked process: changes to its folder, sets limits, watches itself, and runs `run.main`."""
+def _run(attempt: Attempt, folder: Path, patience: float) -> int:
+    """In the forked process: enter its folder, set limits, install `watch`, and run `run.main`."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds := math.ceil(time.process_time() + patience), seconds + 5))
     os.setsid()
     os.chdir(folder / "work")
@@ -213,7 +213,7 @@ def _live(attempt: Attempt, folder: Path, patience: float) -> int:
     if pages:
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    sys.dont_write_bytecode = True  # Python's own caches beside the source are no trace of the attempt
+    sys.dont_write_bytecode = True  # cached bytecode beside the source would count as a change
     watch((folder, Path(os.environ["GROUPWISE_CACHE"])), folder / "outside")
     program = load_program()
     if attempt.trains:
@@ -233,7 +233,7 @@ def load_program():  # type: ignore[no-untyped-def]
 
 
 def _files(work: Path) -> list[str]:
-    """A line for each file and folder inside: its name and a fingerprint."""
+    """A line for each file and folder in `work`: its name and a fingerprint."""
     found = []
     for folder, folders, files in os.walk(work):
         for name in (*folders, *files):
@@ -252,8 +252,8 @@ def _fingerprint(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _left(folder: Path) -> list[str]:
-    """What a refused run made, changed or removed; a resumed run may write its provenance again."""
+def _changes(folder: Path) -> list[str]:
+    """Files that a refused run created, changed or removed; a resumed run may rewrite its provenance."""
     before = set((folder / "before").read_text().split("\n")) - {""}
     changed = before ^ set(_files(folder / "work"))
     if any("/config.yaml " in line for line in before):

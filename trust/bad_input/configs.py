@@ -1,4 +1,4 @@
-"""Command lines with something wrong in them, or unusual: keys, types, ranges, text, paths, pairs, grammar, flags."""
+"""Wrong or unusual command lines: keys, types, ranges, texts, paths, pairs of keys, grammar and flags."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ SLOW = (
 ENDLESS = ("train.steps", "train.epochs", "model.depth", "model.width")
 """Keys whose huge values are valid, but make endless runs."""
 BUDGET = ("privacy.epsilon", "privacy.delta", "privacy.noise_multiplier", "clip.quantile_budget", "train.sample_rate")
-"""Keys that the search for the noise follows to the ends of its range."""
+"""Keys that determine the noise multiplier, which must be found up to the ends of their ranges."""
 LEAVES = {key: kind for key, kind in key_types().items() if not hasattr(kind, "__dataclass_fields__")}
 GROUPS = groups(ROOT / "conf")
 ALL = (*LEAVES, *GROUPS)
@@ -63,17 +63,17 @@ def base(draw: random.Random, smoke: bool = True) -> list[str]:
     """A valid command line: any task, clipping mode and scale (or the smallest)."""
     scale = "smoke" if smoke else draw.choice(("smoke", "mini", "demo", "paper"))
     clip = draw.choice(CLIPS)
-    budget = [] if clip == "none" else [f"privacy.epsilon={draw.choice((1, 1, 3, 8))}"]  # small ones are accounted fast
+    budget = [] if clip == "none" else [f"privacy.epsilon={draw.choice((1, 1, 3, 8))}"]  # small ones are fast
     return [f"scale={scale}", f"task={draw.choice(TASKS)}", f"clip={clip}", *budget, "train.device=cpu"]
 
 
 def quoted(text: str) -> str:
-    """Text as a value that Hydra's grammar takes as it is."""
+    """Text as a quoted value of Hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def odd(keys: Sequence[str], values: Sequence[str], quotes: float, draw: random.Random) -> list[str]:
-    """One key with an odd value, which is in quotes with this probability."""
+    """One key with an invalid or unusual value, which is quoted with this probability."""
     value = draw.choice(values)
     return [*base(draw), f"{draw.choice(keys)}={quoted(value) if draw.random() < quotes else value}"]
 
@@ -98,14 +98,14 @@ def misspelt(draw: random.Random) -> list[str]:
 
 
 def phrase(kind: str, draw: random.Random) -> list[str]:
-    """A word of the list, in which KEY becomes a key, at any place of a command line."""
+    """An entry of the list, with KEY replaced by a key, anywhere on a command line."""
     given = base(draw)
     given.insert(draw.randrange(len(given) + 1), draw.choice(VALUES[kind]).replace("KEY", draw.choice(ALL)))
     return given
 
 
 def null(draw: random.Random) -> list[str]:
-    """A key, optional or not, or a whole group, that is null."""
+    """A key, optional or not, or a whole group, set to null."""
     optional = [key for key, kind in LEAVES.items() if _of(kind, NoneType)]
     key = draw.choice([*optional, *LEAVES, *(key.partition(".")[0] for key in LEAVES)])
     return [*base(draw), f"{key}=null", *([valid(draw)] if draw.random() < 0.5 else [])]

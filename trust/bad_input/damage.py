@@ -1,4 +1,4 @@
-"""Damages a file: cuts it, flips bits, puts something else under its name, or odd content in its format."""
+"""Damages a file: truncates it, flips bits, replaces it, or inserts unusual content in its own format."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ VALUES: tuple[Any, ...] = (
     None, 0, -1, 1, 1.5, 10**12, 10**30, True, float("nan"), float("inf"), "", "x", "x" * 100_000, "\ud800", "\x00",
     "../x", "float16", [], {}, [[]], [None], [-1], [10**12, 10**12], ["a", "b"], {"a": {"b": []}}, {"text": 3},
 )  # fmt: skip
-"""Values that replace a value of JSON."""
+"""Values that replace a JSON value."""
 CODE: dict[str, Any] = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]},
     "tokenizer_class": "os.system",
@@ -30,7 +30,7 @@ CODE: dict[str, Any] = {
     "attn_implementation": "flash_attention_2",
     "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
 }
-"""Entries that ask for other code, or take much time."""
+"""Entries that request other code, or take long to process."""
 JSONS = (
     "[" * 100_000, '{"a":' * 50_000, "[" * 900 + "]" * 900, "[1" + "0" * 5000 + "]", "NaN", "[NaN]", '["a"]', "[[]]",
     "[null]", "{}", "[{}]", "null", "1", '"text"', "[,]", "[{},]", '[{"id":1,"id":2}]', "// comment\n[]", "{'a': 1}",
@@ -45,7 +45,7 @@ YAMLS = (
 
 
 class TouchesAFile:
-    """If it is unpickled, it makes the file UNPICKLED in the current folder, which would be a defect."""
+    """Unpickling it creates the file UNPICKLED in the current folder, which is a defect."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
         return os.open, ("UNPICKLED", os.O_CREAT | os.O_WRONLY)
@@ -57,29 +57,29 @@ OTHERS = (
     b"", b"\n", b"null", b"[]", b"{}", bytes(64), PAGE, b"version https://git-lfs.github.com/spec/v1\n", MALICE,
     b"\x89PNG\r\n\x1a\n", b"PK\x05\x06" + bytes(18), gzip.compress(PAGE, mtime=0), b"#!/bin/sh\n",
 )  # fmt: skip
-"""Contents of other kinds of files."""
+"""Contents of other file types."""
 
 
 def damage(draw: random.Random, path: Path) -> None:
-    """Damage a file: in its own format if that is known, else its bytes; or replace it by something that is no file."""
-    way, odd = draw.random(), FORMATS.get(path.suffix)
-    if way < 0.07:
+    """Damage a file in its format (if in `FORMATS`) or its bytes, or replace it by something else than a file."""
+    chance, odd = draw.random(), FORMATS.get(path.suffix)
+    if chance < 0.07:
         not_a_file(draw, path)
-    elif way < 0.5 and odd is not None:
+    elif chance < 0.5 and odd is not None:
         odd(draw, path)
     else:
         path.write_bytes(any_bytes(draw, path.read_bytes()))
 
 
 def any_bytes(draw: random.Random, content: bytes) -> bytes:
-    """The content cut, doubled, with flipped bits, with a part zeroed, lost or added; or other content."""
+    """The content truncated, doubled, with flipped bits, or with a part zeroed, removed or added; or other content."""
     at = draw.randrange(len(content) + 1)
-    some = draw.choice((1, 7, 512, len(content) // 2))
+    size = draw.choice((1, 7, 512, len(content) // 2))
     flipped = bytearray(content or b"\0")
     for _ in range(draw.choice((1, 1, 8, 200))):
         flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
-    changed = (content[:at], bytes(flipped), content[:at] + bytes(some) + content[at + some :], draw.randbytes(some))
-    more = (content[:at] + content[at + some :], content[:at] + draw.randbytes(some) + content[at:], content * 2)
+    changed = (content[:at], bytes(flipped), content[:at] + bytes(size) + content[at + size :], draw.randbytes(size))
+    more = (content[:at] + content[at + size :], content[:at] + draw.randbytes(size) + content[at:], content * 2)
     return draw.choice((*changed, content[:at], *more, draw.choice(OTHERS)))
 
 
@@ -148,7 +148,7 @@ def json_text(draw: random.Random, path: Path) -> None:
 
 
 def yaml_text(draw: random.Random, path: Path) -> None:
-    """Another text of YAML."""
+    """Replace the file by a text of `YAMLS`."""
     head = (
         "---\nconfigs:\n- config_name: sst2\n  data_files:\n  - split: train\n    path: "
         if path.suffix == ".md"
@@ -165,20 +165,20 @@ def replace_member(path: Path, member: str, content: bytes) -> None:
     with zipfile.ZipFile(path) as old:
         kept = {name: old.read(name) for name in old.namelist() if name != member}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
-        for name, sound in kept.items():
-            new.writestr(name, sound)
+        for name, original in kept.items():
+            new.writestr(name, original)
         new.writestr(member, content)
 
 
 def tensors(draw: random.Random, path: Path) -> None:
-    """A file of torch's with another object, tensor or pickle in it."""
+    """Put another object, tensor or pickle into a file of `torch.save`."""
     import torch
 
-    way = draw.random()
-    if way < 0.2:
+    chance = draw.random()
+    if chance < 0.2:
         replace_member(path, draw.choice((f"{path.stem}/data.pkl", "../../escape")), MALICE)
         return
-    if way < 0.4:
+    if chance < 0.4:
         other: tuple[Any, ...] = ([1, 2], {}, "text", {"model": TouchesAFile()}, {("a", 1): 2})
         torch.save(draw.choice(other), path)
         return
@@ -188,9 +188,9 @@ def tensors(draw: random.Random, path: Path) -> None:
     if isinstance(old := state[key], torch.Tensor) and old.dim():
         odd += [old.mT if old.dim() > 1 else old[:1], old.double(), old.to(torch.int64), old.to_sparse(), old.half()]
         odd += [old.to(torch.complex64), old * torch.nan, old.new_zeros(()).expand(10**6, 10**5)]
-    if way < 0.5:
+    if chance < 0.5:
         del state[key]
-    elif way < 0.6:
+    elif chance < 0.6:
         state[draw.choice(("other", "../x", 3, ""))] = old
     else:
         state[key] = draw.choice(odd)
@@ -203,4 +203,4 @@ FORMATS: dict[str, Callable[[random.Random, Path], None]] = {
     **dict.fromkeys((".yaml", ".md"), yaml_text),
     ".pt": tensors,
 }
-"""Suffix -> how a file of that format is damaged; of other files only bytes are."""
+"""Suffix -> the function that damages files of that format; of other files only bytes are damaged."""

@@ -1,4 +1,4 @@
-"""Files and folders that a command line reads: a valid set of each format, of which files are then damaged."""
+"""Files and folders that a command line reads: a valid set of each format, some files of which are then damaged."""
 
 import json
 import os
@@ -34,9 +34,9 @@ class Kind:
 
     Args:
         name: the row of the table.
-        sound: makes them.
+        sound: creates the valid files.
         arguments: a command line that reads them.
-        damaged: patterns of the files of which one or two are damaged.
+        damaged: glob patterns; one or two of the matching files are damaged.
     """
 
     name: str
@@ -62,7 +62,7 @@ def _prepare(kind: Kind, draw: random.Random, folder: Path) -> None:
 
 
 def texts(files: dict[str, str]) -> Sound:
-    """Files by name and text."""
+    """A function that writes texts to files of these names."""
 
     def sound(folder: Path) -> None:
         for name, content in files.items():
@@ -78,12 +78,12 @@ def same(names: str, content: str) -> dict[str, str]:
 
 
 def table(separator: str, rows: list[list[str]]) -> str:
-    """Rows as lines."""
+    """Rows as lines of text."""
     return "".join(separator.join(row) + "\n" for row in rows)
 
 
 def glue(task: str, home: str, names: list[str], row: Callable[[int], list[str]], valid: str = "dev.tsv") -> Kind:
-    """One of GLUE's tasks, 16 rows."""
+    """The files of a GLUE task, 16 rows each."""
     content = table("\t", [names, *(row(i) for i in range(16))])
     files = same(" ".join(f"{home}/{name}" for name in ("train.tsv", *valid.split())), content)
     return Kind(f"{home} tsv", texts(files), (*FILES, f"task={task}"), (f"{home}/*.tsv",))
@@ -116,7 +116,7 @@ configs:
 
 
 def hub(folder: Path) -> None:
-    """A data set as the hub has them."""
+    """A data set in the layout of the Hugging Face hub."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -128,7 +128,7 @@ def hub(folder: Path) -> None:
 
 
 def batches(folder: Path) -> None:
-    """CIFAR-10's folder with pickles that are not the published ones, so none may be unpickled."""
+    """A CIFAR-10 folder with pickles other than the published ones, none of which may be unpickled."""
     home = folder / "cifar-10-batches-py"
     home.mkdir()
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"):
@@ -136,7 +136,7 @@ def batches(folder: Path) -> None:
 
 
 def mosaics(folder: Path) -> None:
-    """CIFAR-10 as pictures."""
+    """CIFAR-10 as mosaic images."""
     from PIL import Image
 
     (folder / "cifar10").mkdir()
@@ -150,14 +150,14 @@ def make_templates(folder: Path) -> None:
     """An exported model (`gpt2`), a run's weights, and a stopped run.
 
     Raises:
-        RuntimeError: a run that must succeed did not.
+        RuntimeError: a run did not end as expected.
     """
     text = (*MODEL, "model.trains=all", f"export={folder / 'gpt2'}")
     for name, code, given in (("text", 0, text), ("image", 0, IMAGE), ("stopped", 9, STOPPED)):
         process = complete(folder / name, *given, before=_stop_at_the_third_step if code else None, small=())
         if process.code != code:
             raise RuntimeError(f"{' '.join(given)} ended with {process.code}:\n{process.errors}")
-    (folder / "gpt2" / "evil.py").write_text("open('UNPICKLED', 'w')\n")  # what CODE asks for
+    (folder / "gpt2" / "evil.py").write_text("open('UNPICKLED', 'w')\n")  # the module that CODE names
 
 
 def _stop_at_the_third_step() -> None:

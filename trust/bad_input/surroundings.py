@@ -1,4 +1,4 @@
-"""Disturbs the environment of a command line: variables, files in the place of folders, wrong results."""
+"""Runs command lines with wrong environment variables, files in place of folders, and wrong results."""
 
 import os
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ FOLDERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("w/model.pt", "a file", ("model.weights=w",)),
     ("w/other", "a file", ("model.weights=w",)),
 )
-"""Path -> what lies there (a file with that text, a link or a pipe), and the command line."""
+"""(path, what is put there: a file with that text, a link or a pipe; the command line)."""
 
 
 def put(name: str, what: str, folder: Path) -> None:
-    """Put it there."""
+    """Put the file, link or pipe there."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if what == "a pipe":
@@ -47,7 +47,7 @@ def put(name: str, what: str, folder: Path) -> None:
 
 
 def surrounding_attempts() -> Iterator[Attempt]:
-    """Each variable and each of the above once; all are run."""
+    """One attempt for each environment variable and each of `FOLDERS`; all are run."""
     for variables in VALUES["environment"]:
         yield Attempt("environment", RUN, environment=variables, trains=True)
     for name, what, given in FOLDERS:

@@ -1,1 +1,1 @@
-"""Disturbs runs by the faults of clusters and disks."""
+"""Tests runs under the faults of clusters and disks."""

@@ -1,8 +1,8 @@
-"""Disturb runs by the faults of clusters and disks:  python -m trust.faults  (or some: ... sigkill disk)
+"""Test runs under the faults of clusters and disks:  python -m trust.faults  (or some: ... sigkill disk)
 
-Prints a table of fault, times tried, lost and what happens, and writes results/trust/faults.csv. A trial is lost when
-the run does not end with the same bits as an undisturbed one, or when a message is more than one sentence.
-Needs Linux. A full disk needs root too, and is not tried without it.
+It prints a table of faults, trials, lost trials and outcomes, and writes results/trust/faults.csv. A trial is lost if
+the run does not end with the same bits as an undisturbed one, or if a message is longer than one sentence.
+It needs Linux; the full disk also needs root, and is skipped without it.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from trust.faults.process import Outcome
 from trust.faults.shortage import full, halved, too_large, too_large_for_one, unwritable
 
 Fault = Callable[[int, Path], list[Outcome]]
-"""(how many trials, an empty folder) -> rows."""
+"""(number of trials, an empty folder) -> rows."""
 
 
 def _each(*faults: Callable[[int, Path], Outcome]) -> Fault:
-    """Try all of these, each in its own folder."""
+    """A fault that tries all of these, each in its own folder."""
     return lambda trials, work: [fault(trials, work / fault.__name__) for fault in faults]
 
 
@@ -40,14 +40,14 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "memory": (_each(halved, too_large_for_one), 3),
     "together": (_each(two), 6),
 }
-"""Name -> how to try it, and how often."""
+"""Name -> the function that tries it, and the number of trials."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns 1 where anything was lost."""
+    """The command line; returns 1 if a trial was lost."""
     parser = argparse.ArgumentParser(prog="python -m trust.faults", description=__doc__.split("\n")[0])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)}; all if none is given")
-    parser.add_argument("--trials", type=int, help="of each fault, instead of its usual number")
+    parser.add_argument("--trials", type=int, help="number of trials of each fault, instead of its default")
     parser.add_argument("--out", type=Path, default=Path("results/trust/faults.csv"), help="where the table goes")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.faults if name not in FAULTS]:

@@ -1,4 +1,4 @@
-"""Examples whose gradients are not finite: they add nothing, are counted, and the sum stays within its bound."""
+"""Examples with non-finite gradients add nothing to a sum, are counted, and the sum keeps its sensitivity bound."""
 
 import math
 import random
@@ -25,12 +25,12 @@ MODES = (
     ClipConfig("custom", grouping="custom", mapping={"0": "early", "*": "late"}),
 )
 BAD = (math.nan, math.inf, -math.inf, 1e30)
-"""1e30 has a finite loss; the square of its norm is infinite in the first layer."""
+"""1e30 has a finite loss, but its squared gradient norm overflows in the first layer."""
 EXAMPLES, WIDTH = 12, 6
 
 
 class Case:
-    """A small model with an engine, and examples of which some are bad."""
+    """A small model with an engine, and examples some of which have non-finite gradients."""
 
     def __init__(self, mode: ClipConfig, chance: random.Random) -> None:
         torch.manual_seed(chance.randrange(1 << 30))
@@ -70,20 +70,20 @@ class Case:
 
 
 def sound(case: Case) -> bool:
-    """Whether the sum is finite, each example moves group k by at most C_k, and by nothing if its norm is not finite.
+    """Whether the sum is finite, each example adds at most C_k to group k, and nothing if its norm is not finite.
 
-    A NaN spreads to all groups. An infinite input need not, as tanh(inf) is 1.
+    A NaN reaches all groups. An infinite input need not, as tanh(inf) is 1.
     """
-    everybody = list(range(EXAMPLES))
-    whole = case.sums(everybody)
+    examples = list(range(EXAMPLES))
+    sums = case.sums(examples)
     counted = case.engine.nonfinite
-    good = all(bool(total.isfinite().all()) for total in whole)
-    out = torch.stack([case.left_out(i) for i in everybody])  # (n, K)
+    good = all(bool(total.isfinite().all()) for total in sums)
+    out = torch.stack([case.left_out(i) for i in examples])  # (n, K)
     good &= counted == int(out.sum(0).max()) and counted > 0
     good &= all(bool(out[i].all()) for i in case.bad if case.x[i].isnan().any())
-    for i in everybody:
-        without = case.sums([j for j in everybody if j != i])
-        moved = torch.stack([(a - b).norm() for a, b in zip(whole, without, strict=True)])
+    for i in examples:
+        without = case.sums([j for j in examples if j != i])
+        moved = torch.stack([(a - b).norm() for a, b in zip(sums, without, strict=True)])
         good &= bool((moved <= case.thresholds * (1 + 1e-5) + 1e-5).all())
         good &= float(moved.norm()) <= float(case.thresholds.norm()) * (1 + 1e-5) + 1e-5
         good &= bool((moved[out[i]] <= 1e-5).all())

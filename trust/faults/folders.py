@@ -1,4 +1,4 @@
-"""Damages files and folders of a run, or starts it twice, and checks that this is noticed."""
+"""Damages files of a run, or starts a second process in its folder, and checks that both are detected."""
 
 import os
 import random
@@ -11,21 +11,21 @@ from trust.faults.process import (
     STEPS,
     Outcome,
     complete,
-    halting,
     run_folder,
     same,
     start,
+    stop_after,
     undisturbed,
     wait_for,
 )
 
 HARM = ("cut", "flip", "zeros", "empty", "gone", "more")
 SMALL = ("flip", "more")
-"""These may change bytes that no checksum covers, and then change nothing."""
+"""These may only change bytes that no checksum covers, which has no effect."""
 
 
 def harm(path: Path, how: str, chance: random.Random) -> None:
-    """Cut a file, flip one bit of it, zero a block, empty it, remove it, or add to it."""
+    """Truncate a file, flip one bit of it, invert a block, empty it, remove it, or append to it."""
     content = bytearray(path.read_bytes())
     place = chance.randrange(len(content))
     if how == "gone":
@@ -104,22 +104,22 @@ def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
 def _interrupted(work: Path, chance: random.Random, *settings: str) -> tuple[Path, dict[str, object]]:
     """The folder of a run that was killed, and the result of the undisturbed run."""
     results = work / "interrupted"
-    process = start(results, *SEEDED, *settings, before=halting(chance.randrange(3, STEPS - 4)))
-    assert wait_for(process, process.standing), process.errors
+    process = start(results, *SEEDED, *settings, before=stop_after(chance.randrange(3, STEPS - 4)))
+    assert wait_for(process, process.is_stopped), process.errors
     process.send(signal.SIGKILL)
     process.wait()
     return results, undisturbed(work, *settings)
 
 
 def two(trials: int, work: Path, seed: int = 10) -> Outcome:
-    """A second process, the same configuration, at a random moment of the first; every third with overwrite=true."""
+    """Start a second process with the same configuration at a random step; each third one has overwrite=true."""
     expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results, step = work / str(trial), chance.randrange(0, STEPS // 2)
-        first = start(results, *SEEDED, before=halting(step + 1))  # or it might be done before the second is ready
-        assert wait_for(first, first.standing), first.errors
+        first = start(results, *SEEDED, before=stop_after(step + 1))  # it must not end too early
+        assert wait_for(first, first.is_stopped), first.errors
         more = ("overwrite=true",) if trial % 3 == 2 else ()
-        second = complete(results, *SEEDED, *more, said=work / f"second-{trial}")
+        second = complete(results, *SEEDED, *more, output=work / f"second-{trial}")
         os.kill(first.pid, signal.SIGCONT)
         good = first.wait() == 0 and second.refused() and "another process" in second.errors
         lost += not (good and same(results, expected))

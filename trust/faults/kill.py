@@ -1,4 +1,4 @@
-"""Runs that are killed, or asked to stop, many times at random moments, and resumed each time."""
+"""Kills or terminates runs many times at random moments, and resumes them each time."""
 
 import random
 import shutil
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trust.faults.process import STEPS, Outcome, complete, left, logged, run_folder, same, start, wait_for
+from trust.faults.process import STEPS, Outcome, complete, logged, result_of, run_folder, same, start, wait_for
 
 MODES = (
     ("clip=adaptive_layer",),
@@ -27,8 +27,8 @@ Moment = Callable[[Path], Callable[[], bool]]
 def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
     """End runs with a signal at least `trials` times, about ten times each, and resume them each time.
 
-    Every run has a secret key. So its folder is copied after the first stop. The copy goes on undisturbed, and the run
-    must end as the copy does.
+    Every run has its own secret key, so its folder is copied after the first stop. The copy is resumed without further
+    stops, and the run must end with the same result.
     """
     chance, name = random.Random(seed), signal.Signals(number).name
     tried = lost = chain = 0
@@ -40,7 +40,7 @@ def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
 
 
 def _chain(number: int, where: Path, mode: tuple[str, ...], chance: random.Random, fresh: bool) -> tuple[int, bool]:
-    """How often one run was stopped, and whether it ended as it should."""
+    """The number of times that one run was stopped, and whether it ended like its undisturbed copy."""
     begun = _after_step(0, 0.0)
     times, good, whole = 0, True, where.with_name(f"{where.name}-whole")
     for moment in (begun, *_moments(chance)):
@@ -53,7 +53,7 @@ def _chain(number: int, where: Path, mode: tuple[str, ...], chance: random.Rando
     for results in (where, whole):
         last = complete(results, *mode)
         good &= last.code == 0
-    return times, good and same(where, left(whole))
+    return times, good and same(where, result_of(whole))
 
 
 def _moments(chance: random.Random) -> Iterator[Moment]:

@@ -1,4 +1,4 @@
-"""A process of run.py that faults are tried on, and the result of a finished run.
+"""Starts processes of run.py for the fault tests, and compares the results of finished runs.
 
 Processes are forked from this one, which has imported torch, and execute run.py as the command line does. With `fresh`
 they start a new Python.
@@ -24,7 +24,7 @@ from trust.forked import fork
 RUN = Path(__file__).resolve().parents[2] / "run.py"
 STEPS = 24
 SEEDED = ("clip=adaptive_layer", "debug.noise_seed=5")
-"""Noise from a seed, so that also runs that were refused before their first step end with the same bits."""
+"""Noise from a seed, so that a run that was refused before its first step also ends with the same bits."""
 SMALL = (
     "task=cifar",
     "scale=smoke",
@@ -59,23 +59,23 @@ class Process:
     """A process of run.py; its output goes to files beside its results."""
 
     pid: int
-    said: Path
+    output: Path
     code: int | None = None
     """Exit code, or minus the signal that ended it."""
-    halted: bool = False
+    stopped: bool = False
 
     def running(self) -> bool:
         if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):
-                self.halted = True
+                self.stopped = True
             elif pid:
                 self.code = os.waitstatus_to_exitcode(status)
         return self.code is None
 
-    def standing(self) -> bool:
-        """Whether `halting` has stopped it."""
-        return self.halted
+    def is_stopped(self) -> bool:
+        """Whether `stop_after` has stopped the process."""
+        return self.stopped
 
     def wait(self) -> int:
         """The exit code."""
@@ -97,10 +97,10 @@ class Process:
     @property
     def errors(self) -> str:
         """Its output on stderr."""
-        return self.said.with_suffix(".err").read_text()
+        return self.output.with_suffix(".err").read_text()
 
     def refused(self) -> bool:
-        """Whether it ended with one sentence and exit code 2."""
+        """Whether it ended with a one-sentence error and exit code 2."""
         sentences = [line for line in self.errors.splitlines() if line.startswith("error: ")]
         return self.wait() == 2 and len(sentences) == 1 and "Traceback" not in self.errors
 
@@ -110,21 +110,21 @@ def start(
     *overrides: str,
     before: Callable[[], Any] | None = None,
     fresh: bool = False,
-    said: Path | None = None,
+    output: Path | None = None,
     small: Sequence[str] = SMALL,
 ) -> Process:
     """Start `run.py` with `SMALL` and more settings.
 
     Args:
-        results: its paths.results, made here.
-        before: called in the new process first; it has no effect on this one.
-        fresh: a new Python instead of a fork of this one.
-        said: its output goes to <said>.out and .err; by default beside the results.
-        small: other settings than `SMALL`.
+        results: its paths.results, created here.
+        before: called first in the new process.
+        fresh: start a new Python instead of a fork of this process.
+        output: write its output to <output>.out and .err; by default beside the results.
+        small: settings in place of `SMALL`.
     """
     results.mkdir(parents=True, exist_ok=True)
     warm()
-    said = (said or results).with_suffix(".out")
+    output = (output or results).with_suffix(".out")
     given = {each.partition("=")[0]: each for each in (*small, f"paths.results={results}", *overrides)}
     arguments = [str(RUN), *given.values()]
 
@@ -136,11 +136,11 @@ def start(
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
 
-    return Process(fork(live, said, said.with_suffix(".err")), said)
+    return Process(fork(live, output, output.with_suffix(".err")), output)
 
 
 def complete(results: Path, *overrides: str, **options: Any) -> Process:
-    """`start`, and wait for the end."""
+    """Call `start` and wait for the end of the process."""
     process = start(results, *overrides, **options)
     process.wait()
     return process
@@ -166,15 +166,15 @@ def run_folder(results: Path) -> Path:
 
 
 def logged(results: Path) -> int:
-    """How many lines metrics.jsonl has: one for each step, and one for the last evaluation."""
+    """The number of lines in metrics.jsonl: one for each step, and one for the last evaluation."""
     metrics = run_folder(results) / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def halting(last: int) -> Callable[[], None]:
-    """For a new process: a function that makes the run stop itself after it has logged step `last`, until SIGCONT.
+def stop_after(last: int) -> Callable[[], None]:
+    """A function for the new process: the run stops itself (until SIGCONT) after it has logged step `last`.
 
-    Another process might send a signal too late on a busy machine, when the run is done.
+    On a busy machine, a signal from another process might arrive only after the end of the run.
     """
 
     def halt() -> None:
@@ -201,12 +201,12 @@ def wait_for(process: Process, happened: Callable[[], bool]) -> bool:
     return False
 
 
-def left(results: Path) -> dict[str, Any]:
+def result_of(results: Path) -> dict[str, Any]:
     """The results of a finished run that must not depend on faults: weights, thresholds, plan, ε and metrics.
 
     Raises:
-        FileNotFoundError: it is not finished.
-        ValueError: it has left a checkpoint.
+        FileNotFoundError: the run is not finished.
+        ValueError: a checkpoint is left in its folder.
     """
     folder = run_folder(results)
     if not (folder / "DONE").is_file():
@@ -225,13 +225,13 @@ def left(results: Path) -> dict[str, Any]:
 def undisturbed(work: Path, *settings: str) -> dict[str, Any]:
     """The results of a seeded run that nothing disturbs."""
     complete(work / "whole", *SEEDED, *settings)
-    return left(work / "whole")
+    return result_of(work / "whole")
 
 
 def same(results: Path, expected: dict[str, Any]) -> bool:
-    """Whether the run in `results` has ended as expected; prints differences on stderr."""
+    """Whether the run in `results` ended with the expected results; prints differences on stderr."""
     try:
-        found = left(results)
+        found = result_of(results)
     except (OSError, ValueError) as error:
         print(f"lost: {results}: {error}", file=sys.stderr)
         return False

@@ -1,6 +1,6 @@
-"""Takes disk and memory away from runs: each must stop with one sentence, lose nothing and go on later.
+"""Runs short of disk space or memory must stop with a one-sentence error, lose nothing and resume later.
 
-Disks that are full, files that may not grow, folders that turn read-only, and memory that runs out in a step.
+The faults are a full disk, a limit on file sizes, a read-only folder, and memory that runs out in a step.
 """
 
 import ctypes
@@ -24,23 +24,23 @@ from trust.faults.process import (
     STEPS,
     Outcome,
     complete,
-    halting,
-    left,
+    result_of,
     run_folder,
     same,
     start,
+    stop_after,
     undisturbed,
     wait_for,
 )
 
 NEEDED = 1_300_000
-"""Bytes that a run takes at most: two checkpoints, one that is being written, and small files."""
+"""The most bytes that a run writes: two checkpoints, one that is being written, and small files."""
 SMALLEST, LARGEST = 1500, 330_000
-"""Sizes of its files in bytes; its output on stdout is smaller."""
+"""Sizes in bytes of the files of a run; its stdout is smaller."""
 
 
 def full(trials: int, work: Path, seed: int = 2) -> Outcome:
-    """A file system with room for a part of the run only; later there is room."""
+    """The file system has room for only a part of the run, and for all of it later."""
     expected, chance, tried, lost = undisturbed(work), random.Random(seed), 0, 0
     with _small_disk(work / "disk", 4_000_000) as disk:
         if disk is None:
@@ -51,8 +51,8 @@ def full(trials: int, work: Path, seed: int = 2) -> Outcome:
             results.mkdir()
             room = os.statvfs(disk)
             filler.write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - chance.randrange(NEEDED))))
-            process = start(results, *SEEDED, said=work / str(tried))
-            if process.wait() != 0:  # else there was room enough
+            process = start(results, *SEEDED, output=work / str(tried))
+            if process.wait() != 0:  # otherwise there was enough room
                 filler.unlink()
                 tried += 1
                 lost += not (process.refused() and _goes_on(results, work, expected))
@@ -64,7 +64,7 @@ def full(trials: int, work: Path, seed: int = 2) -> Outcome:
 
 
 def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
-    """Files that may not grow beyond a size; later they may."""
+    """Files may not grow beyond a limit, which is lifted later."""
     expected, chance, lost = undisturbed(work), random.Random(seed), 0
     for trial in range(trials):
         results, size = work / str(trial), int(SMALLEST * (LARGEST / SMALLEST) ** chance.random())
@@ -93,17 +93,17 @@ def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
 
 
 def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> bool:
-    """Make the folder read-only after `step` steps (0: before the start); returns whether the run ends as it should."""
+    """Make the folder read-only after `step` steps (0: before the start); returns whether the resumed run ends well."""
     results.mkdir()
     if step == 0:
         results.chmod(0o555)
 
     def before() -> None:
         _obey()
-        halting(step)()
+        stop_after(step)()
 
     process = start(results, *SEEDED, before=before)
-    if wait_for(process, process.standing):
+    if wait_for(process, process.is_stopped):
         run_folder(results).chmod(0o555)
         process.send(signal.SIGCONT)
     process.wait()
@@ -117,7 +117,7 @@ def _without_permission(results: Path, step: int, expected: dict[str, Any]) -> b
 
 
 def _goes_on(results: Path, work: Path, expected: dict[str, Any]) -> bool:
-    return complete(results, *SEEDED, said=work / "again").code == 0 and same(results, expected)
+    return complete(results, *SEEDED, output=work / "again").code == 0 and same(results, expected)
 
 
 def _obey() -> None:
@@ -150,11 +150,11 @@ def _small_disk(folder: Path, size: int) -> Iterator[Path | None]:
 MANY = ("data.train_limit=256", "train.batch_size=128", "train.steps=3", "eval.batch_size=1", "eval.train_limit=4")
 AT_ONCE = 128
 PER_EXAMPLE = 8 * 8 * 16 * 4
-"""Bytes of an example's activations after one of the first layers."""
+"""Bytes of one example's activations after one of the first layers."""
 
 
 def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
-    """Steps that do not fit run with half the microbatch, and end as a run with that microbatch."""
+    """Steps that do not fit in memory halve the microbatch, and end like a run with that microbatch."""
     chance, lost = random.Random(seed), 0
     for trial in range(trials):
         results, fits = work / str(trial), 2 ** chance.randrange(2, 7)
@@ -162,7 +162,7 @@ def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
         complete(whole := work / f"whole-{trial}", *SEEDED, *MANY, f"train.microbatch={fits}")
         good = process.code == 0 and "memory ran out" in process.errors
         good = good and json.loads((run_folder(results) / "system.json").read_text())["microbatch"] == fits
-        lost += not (good and same(results, left(whole)))
+        lost += not (good and same(results, result_of(whole)))
     result = "a warning; examples at once halved, same batch and noise: the bits of a run set to that"
     return Outcome("out of memory in a step", trials, lost, result)
 
@@ -178,7 +178,7 @@ def too_large_for_one(trials: int, work: Path) -> Outcome:
 
 
 def _limit(largest: int) -> Callable[[], Any]:
-    """For a new process: refuse larger tensors of the shape of activations, with torch's message on a CPU."""
+    """A function for the new process: refuse larger tensors of activations, with torch's message on a CPU."""
     return lambda: Refusing(largest).__enter__()
 
 

@@ -1,1 +1,1 @@
-"""Architectures that users bring, each clipped in every mode and compared with a loop over single examples."""
+"""Common architectures, each clipped in every mode and compared with a loop over single examples."""

@@ -1,7 +1,7 @@
-"""Clip every architecture in every mode and compare with the truth: `python -m trust.models`.
+"""Clip every architecture in every mode and compare with the reference: `python -m trust.models`.
 
-Each row says exact (equal to a float64 loop over single examples), refused (and the sentence), false alarm (`verify`
-refuses what is exact), wrong or traceback; exit code 1 if there is any of the last three.
+The status of a row is exact (equal to a float64 loop over single examples), refused (with the error message), false
+alarm (`verify` refuses a model that is clipped exactly), wrong or traceback; the last three give exit code 1.
 """
 
 import argparse
@@ -18,27 +18,27 @@ import torch
 from groupwise.atomic import write_text
 from groupwise.rows import csv_text
 from trust.models.architecture import Architecture
-from trust.models.check import attempt, check, know
+from trust.models.check import attempt, check, compute_known
 from trust.models.hugging_face import ADAPTERS, TEXT
-from trust.models.hugging_face_senses import SENSES, WATCHING
+from trust.models.hugging_face_media import IMAGES_AND_SOUND, VIDEO_MODELS
 from trust.models.libraries import DIFFUSERS, NETWORKS, TIMM, VIDEO
 from trust.models.plain_attention import ATTENTION
 from trust.models.plain_layers import LAYERS
-from trust.models.plain_networks import NETWORKS_OF_ONES_OWN
+from trust.models.plain_networks import CUSTOM_NETWORKS
 from trust.models.plain_recurrent import RECURRENT
 from trust.models.rows import HEAD, MODES, TRACEBACK, Row
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *TEXT,
-    *SENSES,
+    *IMAGES_AND_SOUND,
     *NETWORKS,
     *ADAPTERS,
     *LAYERS,
     *RECURRENT,
     *ATTENTION,
-    *NETWORKS_OF_ONES_OWN,
+    *CUSTOM_NETWORKS,
     *VIDEO,
-    *WATCHING,
+    *VIDEO_MODELS,
     *TIMM,
     *DIFFUSERS,
 )
@@ -48,15 +48,15 @@ RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv
 
 
 def measure(architecture: Architecture, modes: Sequence[str]) -> list[Row]:
-    """The rows of one architecture; if it cannot be built, each has the traceback."""
-    _, note, known = attempt(lambda: know(architecture))
+    """The rows of one architecture; if it cannot be built, each row has the traceback."""
+    _, note, known = attempt(lambda: compute_known(architecture))
     if known is None:
         return [Row(architecture.family, architecture.name, mode, TRACEBACK, note=note) for mode in modes]
     return [check(architecture, mode, known) for mode in modes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a line each, and write the table if all were measured; returns 1 if a row has a fault."""
+    """Measure and print each architecture; write the table if all were measured; returns 1 if a row is faulty."""
     names = [architecture.name for architecture in ARCHITECTURES]
     parser = argparse.ArgumentParser(prog="python -m trust.models", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines: list[list[str]] = []
     committed = list(csv.reader(RESULT.read_text(encoding="utf-8").splitlines())) if RESULT.is_file() else []
     for architecture in ARCHITECTURES:
-        if architecture.name in (options.only or names) and not _is_there(architecture.needs):
+        if architecture.name in (options.only or names) and not _is_installed(architecture.needs):
             print(f"{architecture.name}: skipped, {architecture.needs} is not installed; its committed rows stay")
             lines += [line for line in committed if line[HEAD.index("architecture")] == architecture.name]
         elif architecture.name in (options.only or names):
@@ -88,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faulty else 0
 
 
-def _is_there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return not package or importlib.util.find_spec(package) is not None
 
 
 def _by_note(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Note -> the architectures and modes with it."""
+    """Note -> the architectures and modes that have it."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row.note, []).append(f"{row.architecture}, {row.mode}")

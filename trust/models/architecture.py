@@ -1,4 +1,4 @@
-"""An architecture says how to build a small model, a batch for it, and one loss an example."""
+"""An architecture builds a small model, a batch for it, and a function for its per-example losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and its batch are; every architecture reads what it needs.
+    """The sizes of a model and its batch; each architecture uses those that apply to it.
 
     Args:
         batch: examples. tokens: length of a sequence. width: features of a hidden layer, a multiple of 8.
-        depth: layers. image: pixels an edge, a multiple of 16. vocabulary: tokens that exist.
+        depth: layers. image: edge of an image in pixels, a multiple of 16. vocabulary: number of token ids.
         dropout: probability of every dropout and stochastic depth.
     """
 
@@ -31,7 +31,7 @@ class Size:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each example without padding, (B,): all of the first, fewer of the others."""
+        """The number of tokens of each example without padding, (B,): `tokens` in the first, fewer in the others."""
         return self.tokens - torch.arange(self.batch) % max(1, self.tokens // 2)
 
     @property
@@ -48,7 +48,7 @@ class Size:
         return torch.randint(classes, (self.batch,))
 
     def vectors(self, *shape: int) -> Tensor:
-        """Random numbers, (B, *shape), of a different scale for each example."""
+        """Random numbers, (B, *shape), with a different scale for each example."""
         return torch.randn(self.batch, *shape) * torch.linspace(0.5, 1.5, self.batch).view(-1, *[1] * len(shape))
 
     def images(self, channels: int = 3) -> Tensor:
@@ -58,7 +58,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Subject:
-    """A built architecture: the model, its batch, and (model, batch) -> one loss an example, (B,)."""
+    """A built architecture: the model, its batch, and (model, batch) -> per-example losses (B,)."""
 
     model: nn.Module
     batch: Batch
@@ -70,10 +70,10 @@ class Architecture:
     """One line of the table.
 
     Args:
-        name: unique. family: whose it is.
+        name: unique. family: its library.
         make: builds it; the caller has seeded torch's generator.
-        mixes: one example's loss depends on the others, so that it must be refused.
-        needs: a package that is not in requirements.txt; without it the committed rows are kept.
+        mixes: one example's loss depends on the others, so the architecture must be refused.
+        needs: a package that is not in requirements.txt; the committed rows are kept if it is not installed.
     """
 
     name: str
@@ -84,28 +84,28 @@ class Architecture:
 
 
 def in_eval(module: nn.Module) -> nn.Module:
-    """Put a module into eval mode permanently, as `verify` advises for some; `train` has no effect on it."""
+    """Put a module into eval mode permanently, as `verify` advises for some layers; `train` has no effect on it."""
     module.eval().train = lambda mode=True: module  # type: ignore[method-assign]
     return module
 
 
 def classified(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of one label an example: (B, classes), (B,) -> (B,)."""
+    """Per-example cross-entropy: logits (B, classes), labels (B,) -> (B,)."""
     return F.cross_entropy(logits, labels, reduction="none")
 
 
 def decisions(model: nn.Module, batch: Batch) -> Tensor:
-    """The same for a model that takes all tensors of the batch but the labels, in their order, (B,)."""
+    """`classified` for a model that takes all tensors of the batch except the labels, in their order, (B,)."""
     return classified(model(*(values for name, values in batch.items() if name != "labels")), batch["labels"])
 
 
 def next_tokens(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy over each example's own tokens but the first: (B, T, words), (B, T), (B, T) -> (B,)."""
+    """Mean cross-entropy over the tokens of each example except the first: (B, T, words), (B, T), (B, T) -> (B,)."""
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
     return (losses * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1).clamp_min(1)
 
 
 def each_token(model: nn.Module, batch: Batch) -> Tensor:
-    """The same for a model that takes all tensors but the mask, and predicts the last of them, (B,)."""
+    """`next_tokens` for a model that takes all tensors except the mask, and predicts the last of them, (B,)."""
     inputs = [values for name, values in batch.items() if name != "mask"]
     return next_tokens(model(*inputs), inputs[-1], batch["mask"])

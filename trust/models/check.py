@@ -1,4 +1,4 @@
-"""Clips one architecture in one mode, and compares sums, norms and counts with the truth."""
+"""Clips one architecture in one mode, and compares sums, norms and counts with the reference."""
 
 import math
 import traceback
@@ -21,10 +21,10 @@ from trust.models.rows import EXACT, FALSE_ALARM, REFUSED, TRACEBACK, WRONG, Row
 from trust.models.truth import Truth, buffers_kept, find_truth, freeze_unreached, parameters_of, trained
 
 SMALL, SQUARE = Size(), Size(batch=8)
-"""The second has as many examples as tokens, so a wrong batch axis does not show by its length. So the check before
-training runs first."""
+"""The second has as many examples as tokens, so the length of an axis does not show a wrong batch axis. There the check
+before training runs first."""
 FEWER = (SQUARE.batch, 3, 1)
-"""Sizes of the batches that are clipped after that check."""
+"""The sizes of the batches that are clipped after that check."""
 SQUARED = "With as many examples as tokens:"
 SEVERITY = (EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK)
 DROPOUT = 0.2
@@ -49,20 +49,20 @@ class Mode:
         return attach(model, partition, thresholds, norms=self.norms)  # type: ignore[arg-type]
 
 
-WAYS = MappingProxyType({"flat": Mode(flat), "ghost": Mode(flat, "ghost"), "per_layer": Mode(per_layer)})
+MODE_BY_NAME = MappingProxyType({"flat": Mode(flat), "ghost": Mode(flat, "ghost"), "per_layer": Mode(per_layer)})
 
 
 @dataclass(frozen=True)
 class Known:
-    """What all modes of one architecture are compared with: the truth at each size (None if examples mix), and the
-    parameters that no loss reaches."""
+    """The reference for all modes of one architecture: the truth at each size (None if examples mix), and the names of
+    the parameters that no loss reaches."""
 
     truth: Mapping[Size, Truth | None]
     frozen: tuple[str, ...]
 
 
 def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> Subject:
-    """The same model and batch each time, in train mode, with weights changed a little, so that none is 0 or 1."""
+    """A deterministic model and batch, in train mode, with slightly perturbed weights, so that none is 0 or 1."""
     torch.manual_seed(0)
     made = architecture.make(size)
     model = made.model.to(dtype).train()
@@ -76,35 +76,35 @@ def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tu
     return Subject(model, batch, made.losses)
 
 
-def know(architecture: Architecture) -> Known:
-    """The truth of an architecture, before anything is attached to it."""
+def compute_known(architecture: Architecture) -> Known:
+    """Compute the truth of an architecture with plain autograd."""
     truth: dict[Size, Truth | None] = {}
     subject = build(architecture, SMALL, torch.float64)
     with in_double():
         frozen = tuple(freeze_unreached(subject))
     for size in (SMALL, SQUARE):
-        subject = build(architecture, size, torch.float64, frozen)  # not inside, where other random numbers are drawn
+        subject = build(architecture, size, torch.float64, frozen)  # in_double would change the random numbers
         with in_double():
             truth[size] = None if architecture.mixes else find_truth(subject)
     return Known(truth, frozen)
 
 
 def check(architecture: Architecture, mode: str, known: Known) -> Row:
-    """One row, the worse of both sizes. An exception of any kind becomes part of the row."""
+    """One row, the worse result of both sizes. Any exception becomes part of the row."""
     rows = []
     for size in (SMALL, SQUARE):
-        status, note, found = attempt(partial(_compare, architecture, WAYS[mode], known, size))
+        status, note, found = attempt(partial(_compare, architecture, MODE_BY_NAME[mode], known, size))
         row = found or Row(architecture.family, architecture.name, "", status, note=note)
         rows.append(row if size is SMALL or not row.note else replace(row, note=f"{SQUARED} {row.note}"))
     row = replace(max(rows, key=lambda row: SEVERITY.index(row.status)), mode=mode)
     if row.status != EXACT:
         return row
-    dropped, note, _ = attempt(partial(_with_dropout, architecture, WAYS[mode], known))
+    dropped, note, _ = attempt(partial(_with_dropout, architecture, MODE_BY_NAME[mode], known))
     return replace(row, error=max(row.error or 0.0 for row in rows), dropout=dropped or "taken", note=note)
 
 
 def attempt(action: Callable[[], T]) -> tuple[str, str, T | None]:
-    """(status, note, result): refused and the sentence, traceback and its place, or "" and what the action returned."""
+    """(status, note, result): refused and the message, traceback and its place, or "" and the result of the action."""
     try:
         return "", "", action()
     except _FalseAlarm as error:
@@ -118,11 +118,11 @@ def attempt(action: Callable[[], T]) -> tuple[str, str, T | None]:
 
 
 class _Wrong(Exception):
-    """A dropout step whose sums or counts cannot be right."""
+    """The engine's result is wrong."""
 
 
 class _FalseAlarm(UserError):
-    """`verify` refuses what has been clipped exactly."""
+    """`verify` refuses a model that is clipped exactly."""
 
 
 def place(error: BaseException) -> str:
@@ -134,8 +134,8 @@ def place(error: BaseException) -> str:
 
 
 def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -> Row:
-    """Compare the engine with the truth in one backward pass; at the second size, run the check before training, then
-    several batches. The worst result is the row."""
+    """Compare the engine with the truth in one backward pass; at the second size, run the check before training first,
+    then compare several batches. The row is the worst result."""
     truth, subject = known.truth[size], build(architecture, size, torch.float64, known.frozen)
     partition = mode.partition(subject.model)
     with mode.attach(subject.model, 1.0, partition) as engine:
@@ -144,7 +144,7 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
             alarm = size is SQUARE and truth is not None and _is_exact(architecture, mode, known)
             raise _FalseAlarm(message(refusal, 600)) if alarm else refusal
         if truth is None:
-            raise _Wrong("Its examples mix, and nobody refused it.")
+            raise _Wrong("Its examples mix, but it was not refused.")
         batches = FEWER if size is SQUARE else (size.batch,)
         found = [_clip(engine, subject, truth.first(n), n) for n in batches]
     error, note = max(found, key=lambda pair: (bool(pair[1]), pair[0]))
@@ -152,7 +152,7 @@ def _compare(architecture: Architecture, mode: Mode, known: Known, size: Size) -
 
 
 def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int) -> tuple[float, str]:
-    """One backward pass of the first examples: the largest error, and what is wrong, or ""."""
+    """Clip the first examples in one backward pass; returns the largest error and a description of it, or ""."""
     model = subject.model
     groups = parameters_of(model, tuple(group.layers for group in engine.partition))
     norms = truth.norms(groups)
@@ -171,13 +171,13 @@ def _clip(engine: ClippingEngine, subject: Subject, truth: Truth, examples: int)
 
 
 def _is_exact(architecture: Architecture, mode: Mode, known: Known) -> bool:
-    """Whether the engine alone is right at the size at which shapes show the batch axis."""
+    """Whether the engine is exact at the size whose shapes show the batch axis."""
     _, _, row = attempt(partial(_compare, architecture, mode, known, SMALL))
     return row is not None and row.status == EXACT
 
 
 def _check_first(engine: ClippingEngine, subject: Subject, verified: bool) -> UserError | None:
-    """The trace, and the check that follows it, as every training begins: the refusal, or None."""
+    """Run the trace and the check before training, as `make_private` does; returns the refusal, or None."""
     examples = range(len(next(iter(subject.batch.values()))))
     losses = partial(losses_of, subject)
     try:
@@ -196,23 +196,23 @@ def losses_of(subject: Subject, rows: Sequence[int]) -> Tensor:
 
 
 def choose_thresholds(norms: Tensor) -> Tensor:
-    """A little above the median norm of each group, (K,); without a gradient, a share of the whole norm."""
-    whole = norms.square().sum(0).sqrt().median()
-    return torch.maximum(1.01 * norms.median(1).values, 1e-4 * whole).clamp_min(LEAST)
+    """Slightly above the median norm of each group, (K,); for groups without gradients, a share of the total norm."""
+    total = norms.square().sum(0).sqrt().median()
+    return torch.maximum(1.01 * norms.median(1).values, 1e-4 * total).clamp_min(LEAST)
 
 
 def compare(
     sums: Mapping[str, Tensor | None], norms: Tensor, truth: Truth, groups: list[list[str]], thresholds: Tensor
 ) -> tuple[float, str]:
-    """The largest error, and what has it: a clipped sum, relative to Σ_i min(‖g_k^(i)‖, C_k), or a squared norm,
-    relative to max(‖g_k^(i)‖, C_k)². Infinite where a shape is wrong or a number is none."""
+    """The largest error, and its location: a clipped sum, relative to Σ_i min(‖g_k^(i)‖, C_k), or a squared norm,
+    relative to max(‖g_k^(i)‖, C_k)². Infinite if a shape is wrong or a value is NaN."""
     right, expected = truth.norms(groups), truth.sums(groups, thresholds)
     if norms.shape != right.shape:
         return math.inf, f"The shape of the norms, {tuple(norms.shape)} for {tuple(right.shape)},"
     scale = torch.maximum(right, thresholds[:, None]).square()
     errors = {"A norm": float(((norms.square() - right.square()).abs() / scale).max() / 2)}
     clipped = torch.minimum(right, thresholds[:, None]).sum(1)
-    floors = torch.maximum(clipped, 1e-2 * thresholds)  # of a group whose gradients are zero up to rounding
+    floors = torch.maximum(clipped, 1e-2 * thresholds)  # for groups whose gradients are zero up to rounding
     for names, floor in zip(groups, floors.tolist(), strict=True):
         for name in names:
             found = sums[name]
@@ -223,7 +223,7 @@ def compare(
 
 
 def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
-    """A step with dropout and thresholds that clip nothing: sums must be finite, and all examples counted."""
+    """Take a step with dropout and thresholds that clip nothing: sums must be finite, and all examples counted."""
     subject = build(architecture, replace(SMALL, dropout=DROPOUT), torch.float64, known.frozen)
     with mode.attach(subject.model, 1e9) as engine, in_double():
         engine.trace(partial(losses_of, subject), range(SMALL.batch))
@@ -237,11 +237,11 @@ def _with_dropout(architecture: Architecture, mode: Mode, known: Known) -> None:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Inside, `.float()`, `torch.float32` and the default dtype mean float64, in forward and backward passes.
+    """Within it, `.float()`, `torch.float32` and the default dtype mean float64, in forward and backward passes.
 
-    Rotary positions, RMS norms and softmaxes of many models are in float32. Their rounding, 1e-7 of a gradient, would
-    hide small errors of a clipped sum. Float32 in the engine itself would not be noticed here, but in the library's
-    tests.
+    Many models compute rotary positions, RMS norms and softmaxes in float32, whose rounding (1e-7 of a gradient) would
+    hide small errors of a clipped sum. Float32 in the engine itself is not detected here, but in the tests of the
+    library.
     """
     before = torch.get_default_dtype()
     with ExitStack() as stack:

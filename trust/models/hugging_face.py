@@ -1,4 +1,4 @@
-"""Small text models of transformers, and peft's adapters on two of them, as listed in `libraries.yaml`."""
+"""Small text models of transformers, and adapters of peft on two of them, as listed in `libraries.yaml`."""
 
 import re
 from typing import Any
@@ -13,11 +13,11 @@ FAMILY = "transformers"
 
 
 def configure(size: Size, kind: str, **own: Any) -> Any:
-    """A small configuration; its dropouts are the size's, and whole layers are never dropped. None leaves a key out."""
-    import_torchvision_first()  # transformers imports it, and if it is broken, only this import repairs it
+    """A small configuration with the dropout rate of `size` and no layer drop. A value of None leaves the key out."""
+    import_torchvision_first()  # transformers imports torchvision; this import handles a broken one
     from transformers import AutoConfig, logging
 
-    logging.set_verbosity_error()  # of kernels that are not installed, of tokens outside a small vocabulary
+    logging.set_verbosity_error()  # no warnings on missing kernels, or on tokens outside the small vocabulary
     common = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,
@@ -56,12 +56,12 @@ def build_model(head: str, config: Any) -> nn.Module:
     import transformers
 
     automatic = getattr(transformers, f"AutoModelFor{head}", None)
-    config._experts_implementation = "eager"  # the grouped product has no float64
+    config._experts_implementation = "eager"  # the grouped product does not support float64
     return automatic.from_config(config) if automatic else getattr(transformers, head)(config)
 
 
 def classifier(name: str, own: dict[str, Any]) -> Architecture:
-    """Text with padding, one label an example."""
+    """Text with padding, and one label for each example."""
 
     def make(size: Size) -> Subject:
         model = build_model("SequenceClassification", configure(size, **own))
@@ -72,14 +72,14 @@ def classifier(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def classifier_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): everything but the labels goes to the model, which returns its logits first."""
+    """Losses (B,) of a model that takes everything except the labels, and returns its logits first."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return classified(model(**inputs)[0], batch["labels"])
 
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): each token of the decoder from those before it. A mask that is called "mask" does not go to the model; the
-    logits of prompts, which stand before the tokens, are left out."""
+    """Next-token losses (B,) of a decoder. A mask called "mask" is not passed to the model; the logits of prompts,
+    which come first, are left out."""
     inputs = {name: value for name, value in batch.items() if name != "mask"}
     ids = batch.get("decoder_input_ids", batch["input_ids"])
     logits = model(**inputs).logits[:, -ids.shape[1] :]
@@ -87,7 +87,7 @@ def token_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def causal(name: str, own: dict[str, Any]) -> Architecture:
-    """Text, the mean loss over each example's tokens; with `positions`, position ids are given."""
+    """Text, with the mean loss over the tokens of each example; with `positions`, position ids are passed."""
 
     def make(size: Size) -> Subject:
         given = dict(own)
@@ -102,7 +102,7 @@ def causal(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def translator(name: str, own: dict[str, Any]) -> Architecture:
-    """An encoder and a decoder, the mean loss over each example's target tokens."""
+    """An encoder and a decoder, with the mean loss over the target tokens of each example."""
 
     def make(size: Size) -> Subject:
         layers: dict[str, Any] = {
@@ -140,7 +140,7 @@ def adapted(name: str, own: dict[str, Any]) -> Architecture:
         whole = build_model("CausalLM", configure(size, below, **heads))
         model = peft.get_peft_model(whole, getattr(peft, config)(task_type="CAUSAL_LM", **given))  # type: ignore[arg-type]
         for module in model.modules():
-            if getattr(module, "module_dropout", None):  # at rate 0 it draws one number for the batch all the same
+            if getattr(module, "module_dropout", None):  # it draws one number for the whole batch, even at rate 0
                 in_eval(module)
         return Subject(model, {"input_ids": size.ids(), "attention_mask": size.mask}, token_losses)
 

@@ -19,13 +19,13 @@ LISTED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("lib
 
 
 def settings(size: Size, own: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the list with the size's numbers filled in."""
+    """An entry of the list with the numbers of `size` filled in."""
     numbers = asdict(size) | {"wide": 2 * size.width, "quarter": size.width // 4, "positions": 2 * size.tokens}
     return OmegaConf.to_container(OmegaConf.create({**numbers, "own": own}), resolve=True)["own"]  # type: ignore
 
 
 def torchvision(name: str, own: dict[str, Any]) -> Architecture:
-    """A network of images or videos; BatchNorm becomes GroupNorm with up to 4 groups, unless the entry says `mixes`."""
+    """A network for images or videos; BatchNorm becomes GroupNorm with up to 4 groups, unless the entry has `mixes`."""
     image, frames, mixes = own.get("image", 0), own.get("frames", 0), own.get("mixes", False)
     given = {key: value for key, value in own.items() if key not in ("image", "frames", "mixes")}
 
@@ -44,12 +44,12 @@ def torchvision(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def timm(name: str, own: dict[str, Any]) -> Architecture:
-    """A network of images; BatchNorm is in eval mode, unless the entry says `mixes`."""
+    """A network for images; BatchNorm is in eval mode, unless the entry has `mixes`."""
     image, mixes = own.get("image", 32), own.get("mixes", False)
     given = {key: value for key, value in own.items() if key not in ("image", "mixes")}
 
     def make(size: Size) -> Subject:
-        import_torchvision_first()  # timm imports it
+        import_torchvision_first()  # timm imports torchvision
         known = inspect.signature(get_class(given["_target_"])).parameters
         rates = {rate: size.dropout for rate in ("drop_rate", "drop_path_rate") if rate in known or "kwargs" in known}
         network = instantiate(given, num_classes=3, **rates, _convert_="all")
@@ -57,17 +57,17 @@ def timm(name: str, own: dict[str, Any]) -> Architecture:
             for layer in network.modules():
                 if isinstance(layer, nn.modules.batchnorm._BatchNorm) or type(layer).__name__ == "RelPosMlp":
                     in_eval(layer)  # the latter drops one bias for the whole batch
-        nn.init.normal_(list(network.parameters())[-2], std=0.1)  # many heads begin at zero
+        nn.init.normal_(list(network.parameters())[-2], std=0.1)  # many heads are initialised to zero
         larger = Size(size.batch, image=image)
         with torch.no_grad():
-            network(larger.images())  # some fill buffers of positions the first time
+            network(larger.images())  # some fill position buffers in their first forward pass
         return Subject(network, {"images": larger.images(), "labels": larger.labels()}, decisions)
 
     return Architecture(name, "timm", make, mixes, needs="timm")
 
 
 def diffusers_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """(B,): mean squared errors; everything but the target goes to the network, which returns its prediction first."""
+    """Mean squared errors (B,) of a network that takes all but the target, and returns its prediction first."""
     inputs = {name: values for name, values in batch.items() if name != "target"}
     found = model(**inputs, return_dict=False)[0]
     return (found[:, : batch["target"].shape[1]] - batch["target"]).square().flatten(1).mean(1)
@@ -79,12 +79,12 @@ def diffusers(name: str, own: dict[str, Any]) -> Architecture:
 
     def make(size: Size) -> Subject:
         import_torchvision_first()  # diffusers imports transformers
-        importlib.import_module("diffusers").logging.set_verbosity_error()  # of a cast by `to`
+        importlib.import_module("diffusers").logging.set_verbosity_error()  # no warning on the cast by `to`
         network = instantiate(given, _convert_="all")
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 module.p = size.dropout
-            elif getattr(module, "dropout_prob", 0):  # it leaves out the classes of a part of the examples
+            elif getattr(module, "dropout_prob", 0):  # it drops the class of some examples
                 in_eval(module)
         inputs = {key: _drawn(size, shape) for key, shape in own["inputs"].items()}
         return Subject(network, {**inputs, "target": size.vectors(*own["target"])}, diffusers_losses)

@@ -1,4 +1,4 @@
-"""Attention of torch.nn in both layouts, and transformers that people write themselves."""
+"""Attention modules of torch.nn with batch first and time first, and hand-written transformers."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from trust.models.plain_layers import net, words
 
 
 class Encoder(nn.Module):
-    """Words, nn.TransformerEncoder, a head on the first position."""
+    """An embedding, nn.TransformerEncoder, and a head on the first position."""
 
     def __init__(self, size: Size, first: bool, before: bool, causal: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def translator(name: str, first: bool) -> Architecture:
 
 
 class CausalBlock(nn.Module):
-    """Attention by scaled_dot_product_attention and an MLP, both behind LayerNorm."""
+    """Attention by scaled_dot_product_attention and an MLP, each after LayerNorm."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class CausalBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT is written: positions wpe(arange(T)), and the head.
+    """nanoGPT: blocks between embeddings of tokens and of positions, wpe(arange(T)), and a head.
 
     Args:
-        tied: "weight": the head's weight is the words'; "function": F.linear(x, wte.weight); "" for neither.
-        table: positions are a slice of a parameter instead.
+        tied: "weight": the head has the weight of wte; "function": F.linear(x, wte.weight); "" for an untied head.
+        table: positions are a slice of a parameter instead of an embedding.
     """
 
     def __init__(self, size: Size, tied: str, table: bool = False) -> None:

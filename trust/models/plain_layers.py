@@ -1,4 +1,4 @@
-"""Layers of torch.nn, one or two at a time, in very small networks."""
+"""Very small networks with one or two layers of torch.nn each."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ def net(
     losses: Callable[[nn.Module, Batch], Tensor] = decisions,
     mixes: bool = False,
 ) -> Architecture:
-    """One architecture of the table: a model and its inputs; its losses are cross-entropies unless given."""
+    """One architecture of the table: a model and its inputs, with cross-entropy unless `losses` is given."""
 
     def make(size: Size) -> Subject:
-        made, given = model(size), inputs(size)
+        network, given = model(size), inputs(size)
         batch = given if isinstance(given, dict) else {"x": given}
-        return Subject(made, batch | ({"labels": size.labels()} if losses is decisions else {}), losses)
+        return Subject(network, batch | ({"labels": size.labels()} if losses is decisions else {}), losses)
 
     return Architecture(name, FAMILY, make, mixes)
 
@@ -34,17 +34,17 @@ def words(size: Size) -> Batch:
 
 
 def vectors(size: Size) -> Tensor:
-    """(B, width)."""
+    """Random vectors, (B, width)."""
     return size.vectors(size.width)
 
 
 def sequences(size: Size) -> Tensor:
-    """(B, T, width)."""
+    """Random sequences, (B, T, width)."""
     return size.vectors(size.tokens, size.width)
 
 
 def images(size: Size) -> Tensor:
-    """(B, 3, image / 2, image / 2)."""
+    """Random images, (B, 3, image / 2, image / 2)."""
     return size.vectors(3, size.image // 2, size.image // 2)
 
 
@@ -101,7 +101,7 @@ class Pool(nn.Module):
 
 
 class Scale(nn.Module):
-    """A parameter for each feature, or one for all: shape (width,) or ()."""
+    """One parameter per feature, or one for all: shape (width,) or ()."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-def settled(size: Size) -> nn.Module:
-    """A linear layer whose spectral norm stays in eval mode, so that no forward pass moves its vectors."""
+def fixed_spectral_norm(size: Size) -> nn.Module:
+    """A linear layer whose spectral norm stays in eval mode, so that forward passes do not change its vectors."""
     layer = parametrizations.spectral_norm(nn.Linear(size.width, size.width))
     in_eval(layer.parametrizations["weight"][0])  # type: ignore[index, arg-type]
     return layer
@@ -166,7 +166,7 @@ LAYERS = (
     net("RMSNorm over positions", lambda s: Pool(s, nn.Linear(s.width, s.width), nn.RMSNorm(s.width)), sequences),
     net("Bilinear", Bilinear, vectors),
     net("Weight norm", lambda s: between(s, parametrizations.weight_norm(nn.Linear(s.width, s.width))), vectors),
-    net("Spectral norm", lambda s: between(s, settled(s)), vectors),
+    net("Spectral norm", lambda s: between(s, fixed_spectral_norm(s)), vectors),
     net("Orthogonal", lambda s: between(s, parametrizations.orthogonal(nn.Linear(s.width, s.width))), vectors),
     net(
         "Weight norm, convolution",

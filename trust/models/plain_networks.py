@@ -1,4 +1,4 @@
-"""Networks that people write themselves: pairs, graphs, capsules, and one that must be refused."""
+"""Hand-written networks: pairs, graphs, capsules, and one that must be refused."""
 
 import math
 
@@ -11,7 +11,7 @@ from trust.models.plain_layers import FAMILY, net, sequences, vectors
 
 
 def siamese(size: Size) -> Subject:
-    """Two inputs an example, concatenated into one batch of 2B inside the model."""
+    """Two inputs per example, which the loss concatenates into one batch of 2B."""
     model = nn.Sequential(nn.Linear(size.width, 2 * size.width), nn.ReLU(), nn.Linear(2 * size.width, size.width))
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -55,7 +55,7 @@ class Temporal(nn.Module):
 
 
 class Capsules(nn.Module):
-    """T capsules vote for three, by a weight (T, 3, d, 8) of the module, with two rounds of routing."""
+    """T capsules that vote for three by a parameter (T, 3, d, 8), with two rounds of routing."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Capsules(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A decoder whose weight is the encoder's, transposed."""
+    """A decoder whose weight is the transposed weight of the encoder."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Normalised(nn.Module):
         return self.head((y - y.mean(0)).tanh())
 
 
-NETWORKS_OF_ONES_OWN = (
+CUSTOM_NETWORKS = (
     net("Graph with fixed edges", Graph, sequences),
     net("TCN", Temporal, sequences),
     net("Capsules", Capsules, sequences),

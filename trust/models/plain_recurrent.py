@@ -1,4 +1,4 @@
-"""Recurrent networks of torch.nn: whole layers, packed sequences."""
+"""Recurrent networks of torch.nn, on padded and packed sequences."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class Reader(nn.Module):
     """An embedding, a recurrent network, and a linear layer on the output at the last token.
 
     Args:
-        packed: the network gets packed sequences. first: the batch is its first axis.
+        packed: the network gets packed sequences. first: the batch is the first axis of its input.
     """
 
     def __init__(self, size: Size, kind: Recurrent, layers: int, both: bool, first: bool, packed: bool) -> None:
@@ -51,7 +51,7 @@ def reader(
 
 
 class Translator(nn.Module):
-    """One LSTM reads, another writes from its last state; both embeddings and the head are tied."""
+    """An encoder LSTM and a decoder LSTM that starts from its last state; both embeddings and the head are tied."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -15,11 +15,11 @@ class Row:
     """The result for one architecture in one mode.
 
     Args:
-        family, architecture, mode: which.
+        family, architecture, mode: what was clipped.
         status: exact, refused, false alarm (`verify` refuses what the engine clips exactly), wrong or traceback.
-        error: the worst of clipped sums and norms, relative; None unless exact or wrong.
+        error: the largest relative error of clipped sums and norms; None unless exact or wrong.
         dropout: the status of a step with dropout: "taken", one of the words above, or "" if it was not tried.
-        note: the sentence of the refusal, or the exception and its place.
+        note: the message of the refusal, or the exception and its place.
     """
 
     family: str
@@ -60,7 +60,7 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
-    """One table a family, one line an architecture; then the sentences that numbers in the tables refer to."""
+    """A table for each family with a line for each architecture; then the numbered messages of the tables."""
     notes: dict[str, int] = {}
     parts = []
     for family in dict.fromkeys(row["family"] for row in rows):

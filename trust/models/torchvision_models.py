@@ -1,4 +1,4 @@
-"""Networks of torchvision, made smaller; `libraries.yaml` lists them beside those that are small already."""
+"""Smaller versions of torchvision networks; `libraries.yaml` lists them and the networks that are already small."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,20 +22,20 @@ def cut(build: Callable[[], nn.Module], **parts: nn.Module) -> nn.Module:
 
 
 def resnet(block: str) -> nn.Module:
-    """The first two of four stages, with one block each."""
+    """A ResNet with the first two of its four stages, one block each."""
     kind = getattr(models.resnet, block)
-    none = {"layer3": nn.Identity(), "layer4": nn.Identity()}
-    return cut(partial(models.ResNet, kind, [1, 1, 1, 1]), **none, fc=nn.Linear(128 * kind.expansion, 3))
+    removed = {"layer3": nn.Identity(), "layer4": nn.Identity()}
+    return cut(partial(models.ResNet, kind, [1, 1, 1, 1]), **removed, fc=nn.Linear(128 * kind.expansion, 3))
 
 
 def vgg(dropout: float) -> nn.Module:
-    """Four convolutions with pooling, and a small classifier."""
+    """A VGG of four convolutions with pooling, and a small classifier."""
     build = partial(models.VGG, models.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"]))
     return cut(build, classifier=classifier(64 * 49, dropout))
 
 
 def alexnet(dropout: float) -> nn.Module:
-    """Its convolutions as they are, and a small classifier."""
+    """The convolutions of AlexNet, and a small classifier."""
     return cut(models.AlexNet, classifier=classifier(256 * 36, dropout))
 
 
@@ -45,17 +45,17 @@ def classifier(features: int, dropout: float) -> nn.Module:
 
 
 def resnet3d(conv: str, stem: str = "BasicStem") -> nn.Module:
-    """The first of four stages, of one block; each convolution over space and time, or one after the other."""
+    """A video ResNet with one block in the first of its four stages; `conv` is the kind of its convolutions."""
     module = models.video.resnet
     kinds, stages = [getattr(module, conv)] * 4, [1, 1, 1, 1]
     build = partial(models.video.VideoResNet, module.BasicBlock, kinds, stages, getattr(module, stem), num_classes=3)
-    none = {f"layer{stage}": nn.Identity() for stage in (2, 3, 4)}
-    return cut(build, **none, fc=nn.Linear(64, 3))
+    removed = {f"layer{stage}": nn.Identity() for stage in (2, 3, 4)}
+    return cut(build, **removed, fc=nn.Linear(64, 3))
 
 
 def s3d(dropout: float) -> nn.Module:
-    """Up to the first blocks of parallel convolutions."""
-    whole = models.video.S3D(num_classes=3, dropout=dropout)
+    """S3D up to its first blocks of parallel convolutions."""
+    network = models.video.S3D(num_classes=3, dropout=dropout)
     head = nn.Sequential(nn.Dropout(dropout), nn.Conv3d(256, 3, 1))
-    whole.features, whole.classifier, whole.avgpool = whole.features[:6], head, nn.AdaptiveAvgPool3d(1)
-    return whole
+    network.features, network.classifier, network.avgpool = network.features[:6], head, nn.AdaptiveAvgPool3d(1)
+    return network

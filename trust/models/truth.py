@@ -1,4 +1,4 @@
-"""The truth: a loop over single examples with plain autograd in float64, without any of the tested code."""
+"""The reference: a loop over single examples with plain autograd in float64, without any of the tested code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trust.models.architecture import Subject
 
 @dataclass(frozen=True)
 class Truth:
-    """Per-example gradients by parameter name (one entry a tensor): (B, *shape), zero where an example has none."""
+    """Per-example gradients (B, *shape) by parameter name (a shared one once), zero if an example has none."""
 
     gradients: dict[str, Tensor]
 
     def first(self, examples: int) -> Truth:
-        """The same of the first examples only."""
+        """The gradients of the first examples only."""
         return Truth({name: rows[:examples] for name, rows in self.gradients.items()})
 
     def norms(self, groups: list[list[str]]) -> Tensor:
@@ -50,9 +50,9 @@ def freeze_unreached(subject: Subject) -> list[str]:
 
 
 def find_truth(subject: Subject) -> Truth:
-    """One backward pass for each example alone, beside a copy of itself.
+    """One backward pass for each example, in a batch with a copy of itself.
 
-    The copy has no part in the gradient. Without it torch's BatchNorm in eval mode is wrong on a CPU: of a single
+    The copy does not contribute to the gradient. Without it torch's BatchNorm in eval mode is wrong on a CPU: for one
     example with an incoming gradient in channels_last, whose strides fit both layouts, it mixes up the channels.
     """
     trainable = trained(subject.model)
@@ -69,7 +69,7 @@ def find_truth(subject: Subject) -> Truth:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes may change buffers; afterwards they are restored."""
+    """Restore the buffers of a model at the end, as forward passes may change them."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
@@ -79,18 +79,18 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, the first name of a shared one."""
+    """Trainable parameters by name; a shared one has its first name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def parameters_of(model: nn.Module, partition: tuple[tuple[str, ...], ...]) -> list[list[str]]:
-    """The parameters of each group, from the names of the groups' layers alone.
+    """The parameters of each group, from the names of the groups' layers.
 
-    A parameter belongs to the innermost layer named that it is inside of; one tensor with several names must belong
-    to one group under all of them.
+    A parameter belongs to the innermost named layer that contains it; all names of a shared parameter must belong to
+    the same group.
 
     Raises:
-        ValueError: a parameter that trains is in no group, or in two.
+        ValueError: a trainable parameter is in no group, or in two.
     """
     group_of = {layer: k for k, layers in enumerate(partition) for layer in layers}
     first = {id(parameter): name for name, parameter in trained(model).items()}

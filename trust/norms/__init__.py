@@ -1,1 +1,1 @@
-"""Measures how far each formula of a per-example norm is from the truth on large layers."""
+"""Measures the error of each per-example norm formula on large layers."""

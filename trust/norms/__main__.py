@@ -1,8 +1,8 @@
-"""Measures how far norms are under-stated, and a clipped example exceeds its threshold: `python -m trust.norms`.
+"""Measures by how much norms are under-reported and clipped gradients exceed their thresholds: `python -m trust.norms`.
 
-For each way to compute a norm (`CASES`), one example's inputs and output gradients are drawn from difficult laws. The
-norm that the engine states, and the length of what it adds to `.grad`, are compared with the norm of the float64
-gradient. Exit code 1 if a norm is under-stated, or a threshold exceeded, by more than 1e-6 of it.
+For each norm formula (`CASES`), the inputs and output gradients of one example are drawn from difficult distributions.
+The norm that the engine reports, and the norm of the gradient that it adds to `.grad`, are compared with that of the
+float64 gradient. Exit code 1 if a norm is under-reported, or a threshold exceeded, by more than a share of 1e-6.
 """
 
 import argparse
@@ -35,13 +35,13 @@ Built = tuple[nn.Module, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to compute a norm.
+    """A layer and a formula for its norm.
 
     Args:
-        build: takes a number of parameters.
-        entries: numbers of parameters, the table's rows.
-        formula: what the layer must choose, given to `attach`; "" where it has no choice.
-        norms: given to `attach`.
+        build: builds a model of about this number of parameters.
+        entries: numbers of parameters, one row of the table each.
+        formula: the argument of `attach`, which the layer must use; "" if it has only one.
+        norms: the argument of `attach`.
         flat: all layers are one group; otherwise there is one layer.
     """
 
@@ -83,14 +83,14 @@ class Scale(nn.Module):
 
 
 def linear(positions: tuple[int, ...], entries: int, twice: bool = False) -> Built:
-    """As many outputs as inputs."""
+    """A linear layer with as many outputs as inputs."""
     width = int(entries**0.5)
     layer = nn.Linear(width, width)
     return Twice(layer, 1) if twice else layer, (*positions, width)
 
 
 def conv(kind: Any, space: tuple[int, ...], entries: int, kernel: int = 3, **options: Any) -> Built:
-    """As many channels out as in; `twice` over the first axis of space."""
+    """A convolution with as many channels out as in; `twice` splits the first axis of space."""
     twice = options.pop("twice", False)
     channels = int((entries / kernel ** len(space)) ** 0.5)
     layer = kind(channels, channels, kernel, **options)
@@ -98,12 +98,12 @@ def conv(kind: Any, space: tuple[int, ...], entries: int, kernel: int = 3, **opt
 
 
 def branches(entries: int) -> Built:
-    """300 linear layers."""
+    """300 parallel linear layers."""
     width = int((entries / 300) ** 0.5)
     return Branches([nn.Linear(width, width) for _ in range(300)]), (300, 4, width)
 
 
-GRAM, FORMED = "gram", "materialize"
+GRAM, GRADIENTS = "gram", "materialize"
 STRIDED = {
     "Conv1d": partial(conv, nn.Conv1d, (24,), stride=3),
     "Conv2d": partial(conv, nn.Conv2d, (8, 8), stride=2, padding=1),
@@ -120,13 +120,13 @@ CASES: dict[str, Case] = {
     "Linear: Gram": Case(partial(linear, (16,)), MOST, GRAM),
     "Linear: Gram of long rows": Case(lambda n: (nn.Linear(n // 64, 64), (4, n // 64)), SOME, GRAM),
     "Linear: Gram of many positions": Case(partial(linear, (1024,)), SOME[:1], GRAM),
-    "Linear: gradients": Case(partial(linear, (2,)), MOST, FORMED),
-    "Linear: gradients, kept or made again": Case(branches, SOME[:1], formula=FORMED, flat=True),
+    "Linear: gradients": Case(partial(linear, (2,)), MOST, GRADIENTS),
+    "Linear: gradients, kept or made again": Case(branches, SOME[:1], formula=GRADIENTS, flat=True),
     **{f"{name}: Gram": Case(build, formula=GRAM) for name, build in PADDED.items()},
     **{f"{name}: Gram, with a stride": Case(build, formula=GRAM) for name, build in STRIDED.items()},
-    **{f"{name}: gradients": Case(build, MOST, FORMED) for name, build in STRIDED.items()},
+    **{f"{name}: gradients": Case(build, MOST, GRADIENTS) for name, build in STRIDED.items()},
     "WSConv2d: Gram": Case(STANDARDISED, formula=GRAM),
-    "WSConv2d: gradients": Case(STANDARDISED, formula=FORMED),
+    "WSConv2d: gradients": Case(STANDARDISED, formula=GRADIENTS),
     "Embedding": Case(lambda n: (nn.Embedding(n // 500, 500), (n // 500,)), MOST),
     "LayerNorm": Case(lambda n: (nn.LayerNorm(n // 2), (n // 2,))),
     "GroupNorm": Case(lambda n: (nn.GroupNorm(8, n // 16 * 8), (n // 16 * 8, 2))),
@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
 
 
 def _spike(shape: tuple[int, ...]) -> Tensor:
-    """One number is 1, the others so small that all their squares together are 1."""
+    """Random numbers whose squares add up to about 1, except one number that is 1."""
     numbers = torch.randn(shape)
     numbers *= numbers.numel() ** -0.5
     numbers.view(-1)[numbers.numel() // 3] = 1.0
@@ -160,8 +160,8 @@ LAWS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one way and law: (true norm − stated norm)/true norm, which is below 0 where the norm was
-    raised, and (length of what was added to .grad)/C − 1."""
+    """The errors of one case and distribution: (true norm − reported norm)/true norm, which is below 0 if the norm is
+    over-stated, and (norm of the gradient added to .grad)/C − 1."""
 
     entries: int
     understated: float
@@ -174,10 +174,10 @@ class Row:
 
 
 def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
-    """One example through the engine, and through float64.
+    """Clip one example with the engine, and compare with its float64 gradient.
 
     Raises:
-        RuntimeError: the engine went another way than the case is about.
+        RuntimeError: the engine chose another formula than that of the case.
     """
     torch.manual_seed(seed)
     case, draw = CASES[name], LAWS[law]
@@ -193,34 +193,34 @@ def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
         engine = attach(model, (flat if case.flat else per_layer)(model), SHARE * true, **options)
     with engine:
         engine.clip(lambda _: (model(inputs) * g).flatten(1).sum(1), [0])
-        stated = float(engine.per_example_norms[0, 0])
-        added = _length([p.grad for p in model.parameters()])
+        reported = float(engine.per_example_norms[0, 0])
+        added = _norm([p.grad for p in model.parameters()])
         methods = engine.groups[0].members[0].rule.methods
     chosen = None if methods.last is None else methods[methods.last]
     if case.formula and chosen != case.formula:
         raise RuntimeError(f"{name}: the engine chose {chosen}, not {case.formula}")
-    return Row(sum(p.numel() for p in model.parameters()), 1 - stated / true, added / (SHARE * true) - 1)
+    return Row(sum(p.numel() for p in model.parameters()), 1 - reported / true, added / (SHARE * true) - 1)
 
 
 def _true_norm(model: nn.Module, inputs: Tensor, g: Tensor) -> float:
-    """Of the gradient that plain torch gets in float64."""
+    """The norm of the float64 gradient of plain torch."""
     double = copy.deepcopy(model).double()
     outputs = double(inputs.double() if inputs.is_floating_point() else inputs)
-    return _length(list(torch.autograd.grad(outputs, list(double.parameters()), g.double())))
+    return _norm(list(torch.autograd.grad(outputs, list(double.parameters()), g.double())))
 
 
-def _length(gradients: Sequence[Tensor | None]) -> float:
-    """Of all of them together, added up in float64, some numbers at a time."""
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    """The norm of all gradients together, summed in float64 in parts."""
     found = [gradient for gradient in gradients if gradient is not None]
     assert len(found) == len(gradients)
     return sum(float(part.double().square_().sum()) for g in found for part in g.reshape(-1).split(1 << 22)) ** 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the table if everything was measured; returns 1 if a row is not good."""
+    """Measure, print, and write the table if all cases were measured; returns 1 if an error is above `ALLOWED`."""
     parser = argparse.ArgumentParser(prog="python -m trust.norms", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME", help=f"some of: {', '.join(CASES)}")
-    parser.add_argument("--most", type=int, help="leave out layers of more parameters than this: a fast look")
+    parser.add_argument("--most", type=int, help="leave out layers with more parameters than this")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     lines, good = [], True

@@ -1,1 +1,1 @@
-"""The bugs that `python -m trust.planted_bugs` plants, and the worst case that shows each of them."""
+"""The bugs that `python -m trust.planted_bugs` plants, and a worst case that reveals each of them."""

@@ -1,8 +1,8 @@
 """Plant each bug in the real trainer and measure what it leaks: `python -m trust.planted_bugs`.
 
-Each bug has two neighbouring data sets and an attack that show it. Both data sets are trained on thousands of times, by
-the code with and without the bug, which bounds ε from below at 95 %. Without the bug the bound must be at most the
-claimed ε, with it above; exit code 1 otherwise.
+Each bug has two neighbouring data sets and an attack that reveal it. The code with and without the bug trains on both
+data sets many times, which gives a lower bound on ε with 95 % confidence. The bound must be at most the claimed ε
+without the bug, and above it with the bug; otherwise the exit code is 1.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Row:
     """The measurements of one bug.
 
     Args:
-        name, bug, how: the case's. claimed: ε at `delta`.
+        name, bug, how: those of the case. claimed: ε at `delta`.
         correct, planted: the bounds on ε without and with the bug, from `plays` plays of each world.
         true: ε of the bug, if a formula gives it.
     """
@@ -63,7 +63,7 @@ class Row:
 
 
 def as_csv(rows: Sequence[Row], earlier: str = "") -> str:
-    """A header and one line a bug, by name; lines of other bugs in the `earlier` text are kept."""
+    """A header and a line for each bug, sorted by name; lines of other bugs in the `earlier` text are kept."""
     measured = {row.name for row in rows}
     lines: list[list[Any]] = [line for line in csv.reader(earlier.splitlines()[1:]) if line[0] not in measured]
     for row in rows:
@@ -79,11 +79,11 @@ RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "planted.cs
 
 
 def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
-    """Both measurements of one bug, each with `plays` plays of two worlds (None: as many as the case has)."""
+    """Both measurements of one bug, each with `plays` plays of two worlds (None: the number of the case)."""
     plays = plays or case.plays
     right, wrong = (case.worst.worlds(EPSILON, DELTA, 2 * seed + planted) for planted in (0, 1))
     correct = distinguish(*right, plays, DELTA)
-    with case.plant():  # after the worlds are made, as the check before training would refuse the bug
+    with case.plant():  # not before the worlds are built: the check before training would refuse the bug
         planted = distinguish(*wrong, plays, DELTA)
     return Row(case.name, case.bug, case.how, EPSILON, DELTA, plays, correct, planted, _true(case))
 
@@ -98,11 +98,11 @@ def _true(case: Case) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the rows unless --plays was given; returns 1 if a bound is on the wrong side."""
+    """Measure, print, and write the rows unless --plays was given; returns 1 if a row is not caught or not sound."""
     names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m trust.planted_bugs", description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some bugs: {', '.join(names)}")
-    parser.add_argument("--plays", type=int, help="of each world, for every bug; fewer are quicker and show less")
+    parser.add_argument("--plays", type=int, help="plays of each world; fewer are faster, with weaker bounds")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.plays is not None and options.plays < 2:

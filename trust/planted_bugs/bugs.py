@@ -1,4 +1,4 @@
-"""The bugs, each a context manager that patches the real code."""
+"""The bugs; each function returns a context manager that patches the real code."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ PUBLIC_SEED = 0
 
 
 def no_noise() -> AbstractContextManager[object]:
-    """Sums and counts are released as they are."""
+    """Sums and counts are released without noise."""
     real = NoiseSource.add_gaussians_
 
     def without(self: NoiseSource, tensors: Any, stds: Any, *place: Any, **options: Any) -> None:
@@ -40,14 +40,14 @@ def no_noise() -> AbstractContextManager[object]:
 
 
 def noise_without_root_k() -> AbstractContextManager[object]:
-    """S = max_k C_k/γ_k in the place of (Σ_k C_k²/γ_k²)^½, which for equal thresholds is √K too small."""
+    """S = max_k C_k/γ_k instead of (Σ_k C_k²/γ_k²)^½, which for equal thresholds is too small by a factor of √K."""
     real = mechanism.sensitivity
     return patch.object(mechanism, "sensitivity", lambda c, weights: real(c, weights) / math.sqrt(len(c)))
 
 
 @contextmanager
 def noise_on_every_rank() -> Iterator[None]:
-    """Each of R replicas noises its own share at σ/R with a key of its own; the sum has σ/√R."""
+    """Each of R replicas adds noise with σ/R from its own key, so the sum has σ/√R."""
 
     def keep(self: PrivateStep) -> Tensor:
         return torch.zeros(0) if self.engine is None else self.engine.counts
@@ -70,7 +70,7 @@ def noise_on_every_rank() -> Iterator[None]:
 
 
 def one_stream_for_all() -> AbstractContextManager[object]:
-    """Two shards or stages draw from the same key and stream, so that parameters of one shape get equal noise."""
+    """Two shards or stages draw from the same key and stream, so parameters of the same shape get the same noise."""
     real = NoiseSource.add_gaussians_
 
     def each(self: NoiseSource, tensors: Any, stds: Any, *place: Any, **options: Any) -> None:
@@ -81,13 +81,13 @@ def one_stream_for_all() -> AbstractContextManager[object]:
 
 
 def one_noise_for_all_steps() -> AbstractContextManager[object]:
-    """The step is left out of what the noise is a function of."""
+    """The noise does not depend on the step."""
     real = NoiseSource._digest
     return patch.object(NoiseSource, "_digest", lambda self, step, stream: real(self, 0, stream))
 
 
 def masks_from_the_public_seed() -> AbstractContextManager[object]:
-    """Dropout follows `seed`, so everybody can draw the masks again, in the order of the batch."""
+    """Dropout masks are drawn from the public `seed`, so anyone can reproduce them, in the order of the batch."""
 
     @contextmanager
     def public(*place: Any, **settings: Any) -> Iterator[None]:
@@ -99,18 +99,18 @@ def masks_from_the_public_seed() -> AbstractContextManager[object]:
 
 
 def no_clipping() -> AbstractContextManager[object]:
-    """All factors are 1."""
+    """All clip factors are 1."""
     return patch.object(group_pass, "keep_finite", lambda factors, *rest: keep_finite(torch.ones_like(factors), *rest))
 
 
 @contextmanager
 def first_layer_unclipped() -> Iterator[None]:
-    """The factors of the first group are 1."""
+    """The clip factors of the first group are 1."""
     real = group_pass.clip_factors_of
 
-    def factors(some: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
-        found = real(some, squares)
-        for i, group in enumerate(some):
+    def factors(groups: Sequence[ClippingGroup], squares: Sequence[Tensor]) -> list[Factors]:
+        found = real(groups, squares)
+        for i, group in enumerate(groups):
             if group.index == 0:
                 ones = torch.ones_like(found[i].values)
                 found[i] = Factors.of(keep_finite(ones, squares[i], ones.dtype))
@@ -131,7 +131,7 @@ def tied_use_missed() -> AbstractContextManager[object]:
     return patch.object(group_pass, "stack_calls", stack_calls)
 
 
-class _Unnoticed:  # as much of a rule as a closing group asks for
+class _Unnoticed:  # implements only the methods of a rule that the group calls
     """A rule that adds to the sums, but not to the norms."""
 
     def __init__(self, rule: Any) -> None:
@@ -145,13 +145,13 @@ class _Unnoticed:  # as much of a rule as a closing group asks for
 
 
 def tied_uses_as_if_separate() -> AbstractContextManager[object]:
-    """The norm of a tied weight adds up squares of its uses, without their inner products."""
+    """The squared norm of a tied weight is the sum over its uses, without their inner products."""
     return patch.object(group_pass, "stack_calls", lambda calls: ([], calls))
 
 
 @contextmanager
 def thresholds_before_noise() -> Iterator[None]:
-    """Thresholds move before the noise, which is scaled to the new ones, not to those that clipped."""
+    """Thresholds are updated before the noise, which is then scaled to the new ones instead of those that clipped."""
     real_release, real_update, real_sensitivity = (
         PrivateStep._release,
         AdaptiveThresholds.update,
@@ -177,12 +177,12 @@ def thresholds_before_noise() -> Iterator[None]:
 
 
 def counts_not_centred() -> AbstractContextManager[object]:
-    """Raw counts, as Algorithm 1 prints them."""
+    """Raw counts, as printed in Algorithm 1."""
     return patch.object(thresholds, "centred_counts", lambda counts, examples: torch.as_tensor(counts).double().clone())
 
 
 def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
-    """Counts begin again with each microbatch."""
+    """Counts are reset at each microbatch."""
     real = PrivateStep.clip
 
     def clip(self: PrivateStep, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
@@ -194,7 +194,7 @@ def counts_of_the_last_microbatch() -> AbstractContextManager[object]:
 
 
 def drawn_batch_size() -> AbstractContextManager[object]:
-    """The noisy sum is divided by the number of examples that were drawn."""
+    """The noisy sum is divided by the drawn batch size."""
     real, release = PrivateStep._release, private_step.release_gradients
 
     def divided(self: PrivateStep, step: int) -> float | None:
@@ -210,7 +210,7 @@ def drawn_batch_size() -> AbstractContextManager[object]:
 
 
 def shuffled_batches() -> AbstractContextManager[object]:
-    """Batches are cut from a permutation, under a plan that accounted for Poisson samples."""
+    """Batches come from a permutation, but the plan accounts for Poisson sampling."""
     shuffles: dict[PoissonSampler, ShuffleSampler] = {}
 
     def indices(self: PoissonSampler, step: int) -> np.ndarray:

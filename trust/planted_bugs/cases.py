@@ -1,4 +1,4 @@
-"""Each bug with the worst case that shows it."""
+"""Each bug with a worst case that reveals it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Case:
     """A bug, and how it is caught.
 
     Args:
-        name: for the command line. bug: in words. how: the data sets and the attack, in words without commas.
-        plant: the patch. worst: what makes the worlds. plays: of each world.
-        factor: by how much one full-batch Gaussian release is too narrow, where the bug is no more than that.
+        name: for the command line. bug: a description. how: the data sets and the attack, described without commas.
+        plant: the patch. worst: builds the worlds. plays: the number of plays of each world.
+        factor: the factor by which the noise of a full-batch Gaussian release is too small, if that is the whole bug.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _fallen(plan: PrivacyPlan) -> Score:
 
 
 def _shuffle_likelihood(plan: PrivacyPlan) -> Score:
-    """log of how much likelier the sums are if one batch of the epoch is 2 above the others than if the last is 1."""
+    """Log likelihood ratio of the sums: one batch of the epoch is 2 above the others, or the last is 1 above."""
     full, variance = round(plan.expected_batch_size), plan.noise_multiplier**2
 
     def score(releases: Sequence[Release]) -> float:
@@ -105,14 +105,14 @@ def _shuffle_likelihood(plan: PrivacyPlan) -> Score:
 
 
 def _alternating(count: int, width: int) -> Tensor:
-    """Gradients (count, 1, 1, width) of length 1 along the diagonal, to and fro in turn."""
+    """Gradients (count, 1, 1, width) of length 1 along the diagonal, with alternating signs."""
     gradients = torch.full((count, 1, 1, width), width**-0.5, dtype=torch.float64)
     gradients[1::2] *= -1
     return gradients
 
 
 def _as_public_masks_move(gradients: Tensor, dropout: float) -> Callable[[PrivacyPlan], Score]:
-    """Along what the last of these gradients, taken first, changes in the clipped sum if masks are public."""
+    """Projects on the change of the clipped sum by the last of these gradients, taken first, if masks are public."""
 
     def clipped_sum(taken: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):

@@ -18,10 +18,10 @@ from groupwise.training.step import Trainer
 
 
 class Linears(nn.Module):
-    """A loss that is linear in the weights: Σ_k Σ_u ⟨w_k, x_ku⟩, whose gradient in layer k is Σ_u x_ku whatever w is.
+    """A loss that is linear in the weights: Σ_k Σ_u ⟨w_k, x_ku⟩, whose gradient in layer k is Σ_u x_ku for every w.
 
     Args:
-        layers: K. uses: U, how often each layer is called; above 1 its weight is tied to itself. width: entries of w_k.
+        layers: K. uses: U, the number of calls of each layer, which share its weight. width: entries of w_k.
         dropout: the rate at which entries of x are dropped out.
     """
 
@@ -38,7 +38,7 @@ class Linears(nn.Module):
 
 
 class Given(CanaryTask):
-    """Examples that are gradients: x (N, K, U, width). With dropout they come in reversed order."""
+    """Examples that are gradients: x (N, K, U, width). With dropout their order is reversed."""
 
     def __init__(self, x: Tensor, dropout: float = 0.0) -> None:
         _, layers, uses, width = x.shape
@@ -46,22 +46,22 @@ class Given(CanaryTask):
         self.x, self._turned = x, dropout > 0
 
     def order(self, examples: np.ndarray) -> np.ndarray:
-        """In their order, or reversed."""
+        """The examples in their order, or reversed."""
         return examples[::-1].copy() if self._turned else examples
 
     def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> Tensor:
-        """Their gradients, (n, K, U, width)."""
+        """The gradients of these examples, (n, K, U, width)."""
         return self.x[np.asarray(examples)]
 
 
 class CountWorld:
-    """Plays of one real `AdaptiveThresholds.update`, which test what the thresholds reveal of the counts.
+    """Plays one real `AdaptiveThresholds.update`, to test what the thresholds reveal about the counts.
 
     Args:
-        thresholds: a policy at its start.
-        counts: how many examples are within each threshold, (K,).
-        examples: how many examples there are.
-        noise: a source of this world's own.
+        thresholds: a policy in its initial state.
+        counts: the number of examples within each threshold, (K,).
+        examples: the number of examples.
+        noise: a noise source for this world alone.
     """
 
     def __init__(self, thresholds: AdaptiveThresholds, counts: Tensor, examples: int, noise: NoiseSource) -> None:
@@ -69,22 +69,22 @@ class CountWorld:
         self._start, self._done = thresholds.state_dict(), 0
 
     def play(self) -> float:
-        """-Σ_k log C_k after one update: rises with the released counts, all K together."""
+        """-Σ_k log C_k after one update, which grows with the sum of the released counts."""
         self._policy.load_state_dict(self._start)
         self._policy.update(self._counts, self._examples, self._noise, self._done)
         self._done += 1
         return -float(self._policy.clip_thresholds.log().sum())
 
 
-class Handed(Exception):
-    """A replica has handed in its tensors for a sum."""
+class HandedIn(Exception):
+    """Ends a replica's step after it has handed in its tensors for a sum."""
 
 
-class InTurn(Ranks):
-    """Stands in for `groupwise.training.ranks.Ranks` in a step, for replicas that run one after the other.
+class SequentialRanks(Ranks):
+    """Replaces `groupwise.training.ranks.Ranks` in a step, for replicas that run one after another.
 
     Args:
-        replica: d. hands: the tensors that each of the D replicas handed in.
+        replica: d. hands: the tensors that each of the D replicas has handed in.
     """
 
     def __init__(self, replica: int, hands: list[list[Tensor]]) -> None:
@@ -92,31 +92,31 @@ class InTurn(Ranks):
         self.replica, self.replicas, self._hands = replica, len(hands), hands
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over the replicas, in place, on the first; the others hand in and stop."""
+        """On the first replica, sum over all replicas in place; on the others, hand in the tensors and end the step."""
         self._hands[self.replica] = [tensor.clone() for tensor in tensors]
         if self.replica:
-            raise Handed
+            raise HandedIn
         for tensor, *of_all in zip(tensors, *self._hands, strict=True):
             tensor.copy_(torch.stack(of_all).sum(0))
 
 
-class Together:
+class SequentialReplicas:
     """Runs replicas with equal weights through a step; only the weights of the first are updated.
 
-    So plays must have one step, or gradients must not depend on the weights.
+    So a play must have one step, or gradients that do not depend on the weights.
     """
 
     def __init__(self, trainers: Sequence[Trainer]) -> None:
         hands: list[list[Tensor]] = [[] for _ in trainers]
         for replica, trainer in enumerate(trainers):
-            trainer.private.ranks = InTurn(replica, hands)
+            trainer.private.ranks = SequentialRanks(replica, hands)
         self._first, *self._others = trainers
 
     def __call__(self, step: int) -> None:
         for trainer in self._others:
             try:
                 trainer.step(step)
-            except Handed:
+            except HandedIn:
                 trainer.private.executed = step + 1
                 continue
             raise AssertionError("a replica took a step without a sum over all of them")
@@ -126,8 +126,8 @@ class Together:
 Worlds = tuple[World, World]
 
 
-class Nobody:
-    """A sampler without examples."""
+class NoExamples:
+    """A sampler that draws no examples."""
 
     def indices(self, step: int) -> np.ndarray:
         """No examples."""
@@ -140,11 +140,11 @@ class Worst:
 
     Args:
         others: gradients of the examples of both worlds, (n, K, U, width).
-        canary: those of the one in which they differ, (K, U, width); it comes last.
-        clip: the mode; thresholds are 1 where the case is.
-        score: of a plan, the attacker.
-        steps: of one play. rate: ρ. replicas: R.
-        microbatch: examples at once. dropout: of entries of the gradients.
+        canary: gradients of the example in which the worlds differ, (K, U, width); it comes last.
+        clip: the clipping mode, with thresholds of 1.
+        score: plan -> the score of the attacker.
+        steps: steps of one play. rate: the sampling rate ρ. replicas: R.
+        microbatch: examples of a microbatch. dropout: the rate for entries of the gradients.
     """
 
     others: Tensor
@@ -162,7 +162,7 @@ class Worst:
         return self._world(epsilon, delta, 2 * seed, False), self._world(epsilon, delta, 2 * seed + 1, True)
 
     def plan(self, epsilon: float, delta: float) -> PrivacyPlan:
-        """The plan that is claimed; N is public and includes the canary."""
+        """The claimed plan; N is public and includes the canary."""
         examples = len(self.others) + 1
         adaptive = self.clip.policy == "adaptive"
         return make_plan(
@@ -180,7 +180,7 @@ class Worst:
         plan = self.plan(epsilon, delta)
         score = self.score(plan)
         trainers = [self._trainer(plan, seed, canary) for _ in range(self.replicas)]
-        together = Together(trainers) if self.replicas > 1 else None
+        together = SequentialReplicas(trainers) if self.replicas > 1 else None
         return TrainerWorld(trainers, self.steps, score, together)
 
     def _trainer(self, plan: PrivacyPlan, seed: int, canary: bool) -> Trainer:
@@ -192,14 +192,14 @@ class Worst:
         )
         torch.manual_seed(0)
         gradients = torch.cat([self.others, self.canary.unsqueeze(0)])
-        if len(gradients) == 1:  # the trace needs two; the second is never drawn
+        if len(gradients) == 1:  # the trace needs two examples; the second is never drawn
             gradients = gradients.repeat(2, 1, 1, 1)
         task = Given(gradients, self.dropout)
         engine = make_engine(task.model, self.clip)
         trainer = build_trainer(config, task, engine, plan, torch.device("cpu"), Ranks(), None)
         size = len(self.others) + canary
         key = trainer.private.noise.derive("sampling")
-        trainer.private.sampler = PoissonSampler(size, plan.sample_rate, key) if size else Nobody()  # type: ignore[assignment]
+        trainer.private.sampler = PoissonSampler(size, plan.sample_rate, key) if size else NoExamples()  # type: ignore[assignment]
         return trainer
 
 
@@ -221,7 +221,7 @@ class WorstCounts:
         return self._world(plan, 2 * seed, self.others), self._world(plan, 2 * seed + 1, self.others + 1)
 
     def plan(self, epsilon: float, delta: float) -> PrivacyPlan:
-        """One full batch."""
+        """The plan of one full batch."""
         examples = self.others + 1
         return make_plan(
             dataset_size=examples,

@@ -1,4 +1,4 @@
-"""Models of transformers for images and sound, and models with several inputs an example."""
+"""Models of transformers for images, video and sound, and models with several inputs per example."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from trust.models.hugging_face import FAMILY, build_model, classifier_losses, co
 from trust.models.libraries import LISTED
 
 
-def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: Any) -> Architecture:
-    """Images (3, edge, edge), or `shape` of them; one label an example."""
+def image_model(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: Any) -> Architecture:
+    """Images (3, edge, edge) with leading axes `shape`, and one label for each example."""
 
     def make(size: Size) -> Subject:
         given = {"image_size": size.image, "vocab_size": None, "max_position_embeddings": None, **more, **own}
@@ -24,7 +24,7 @@ def seeing(name: str, own: dict[str, Any], shape: tuple[int, ...] = (), **more: 
 
 
 def clip_config(size: Size) -> Any:
-    """Both towers, small."""
+    """A small configuration of both towers."""
     config = configure(size, **LISTED["clip"])
     set_dropout(config, size.dropout)
     return config
@@ -45,7 +45,7 @@ def clip_vision(size: Size) -> Subject:
 
 
 def clip_contrastive(size: Size) -> Subject:
-    """Both towers; each image is compared with the texts of the whole batch, so the examples mix."""
+    """Both towers; each image is compared with the texts of all examples, so the examples mix."""
     model = build_model("CLIPModel", clip_config(size))
     ids = size.ids().clamp_min(3)
     ids[torch.arange(size.batch), size.lengths - 1] = 2
@@ -69,8 +69,8 @@ def whisper(size: Size) -> Subject:
     return Subject(model, {"sound": sound, "ids": size.ids(), "mask": size.mask}, losses)
 
 
-def hearing(name: str, own: dict[str, Any]) -> Architecture:
-    """Raw sound, one label an example."""
+def sound_model(name: str, own: dict[str, Any]) -> Architecture:
+    """Raw sound, and one label for each example."""
 
     def make(size: Size) -> Subject:
         model = build_model("AudioClassification", configure(size, **own))
@@ -81,7 +81,7 @@ def hearing(name: str, own: dict[str, Any]) -> Architecture:
 
 
 def multiple_choice(size: Size) -> Subject:
-    """Three texts an example, folded into the batch inside the model."""
+    """Three texts per example, which the model folds into the batch axis."""
     model = build_model("MultipleChoice", configure(size, "bert"))
     ids = torch.stack([size.ids() for _ in range(3)], 1)
     mask = size.mask[:, None].expand(-1, 3, -1).contiguous()
@@ -101,15 +101,15 @@ def siamese(size: Size) -> Subject:
 
 
 FRAMES = 4
-SENSES = (
+IMAGES_AND_SOUND = (
     Architecture("BERT for multiple choice", FAMILY, multiple_choice),
     Architecture("BERT, siamese", FAMILY, siamese),
-    *(seeing(name, own, patch_size=8) for name, own in LISTED["images"].items()),
+    *(image_model(name, own, patch_size=8) for name, own in LISTED["images"].items()),
     Architecture("CLIP, text tower", FAMILY, clip_text),
     Architecture("CLIP, vision tower", FAMILY, clip_vision),
     Architecture("CLIP, contrastive", FAMILY, clip_contrastive, mixes=True),
     Architecture("Whisper", FAMILY, whisper),
-    *(hearing(name, own) for name, own in LISTED["sound"].items()),
+    *(sound_model(name, own) for name, own in LISTED["sound"].items()),
 )
-WATCHING = tuple(seeing(name, own, (FRAMES,), num_frames=FRAMES) for name, own in LISTED["video"].items())
-"""One label a video; TimeSformer mixes class tokens of different examples' frames."""
+VIDEO_MODELS = tuple(image_model(name, own, (FRAMES,), num_frames=FRAMES) for name, own in LISTED["video"].items())
+"""One label for each video; TimeSformer mixes the class tokens of frames of different examples."""
