@@ -1,1 +1,1 @@
-"""Commands of a checkout that no run needs."""
+"""Maintenance commands of a checkout; training does not need them."""

@@ -1,9 +1,9 @@
-"""Measures what one answer for every input scores on each task, the least that a run must beat to say anything.
+"""Measures the constant-prediction baseline of each task, which a run must beat to be informative.
 
     python scripts/constant_answers.py DATA [--out results/measured/constant_answers.csv]
 
-Classification: the larger class of the evaluated split. Generation: the best of `TRIES` training targets on the test
-split itself, which favours the constant answer.
+Classification: the larger class of the evaluated split. Generation: the best score of `TRIES` training targets on
+the test split itself, which favours the baseline.
 """
 
 import argparse
@@ -28,17 +28,17 @@ def majority(labels: list[int]) -> float:
 
 
 def best_constant(task: str, root: Path) -> dict[str, float]:
-    """The best score of one text for all test inputs, by metric."""
+    """The best score, by metric, of one text for all test inputs."""
     data = {"e2e": load_e2e, "dart": load_dart, "samsum": load_samsum}[task](
         root, "webnlg2017-train.json" if task == "dart" else None
     )
     references = [request.references for request in data.test]
     found: dict[str, float] = {}
     for _, answer in Random(0).sample(data.train, TRIES):
-        said = [answer] * len(references)
-        scores = rouge(said, references) if task == "samsum" else {"rougeL": e2e_rouge_l(said, references)}
+        texts = [answer] * len(references)
+        scores = rouge(texts, references) if task == "samsum" else {"rougeL": e2e_rouge_l(texts, references)}
         if task != "samsum":
-            scores["bleu"] = corpus_bleu(said, references)
+            scores["bleu"] = corpus_bleu(texts, references)
         for name, value in scores.items():
             found[f"test/{name}"] = max(found.get(f"test/{name}", 0.0), value)
     return found
@@ -52,9 +52,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = [("cifar", "valid/accuracy", majority(load_cifar10(given.data).y_test.tolist()))]
     for task in GLUE:
-        data = load_glue(
-            task, given.data, hub="nyu-mll/glue", train_file="dev.tsv"
-        )  # the split that is evaluated is all that counts
+        data = load_glue(task, given.data, hub="nyu-mll/glue", train_file="dev.tsv")  # only the evaluated split is used
         rows.append((task, "valid/accuracy", majority(list(next(iter(data.valid.values())).labels))))
     for task in ("e2e", "dart", "samsum"):
         rows += [(task, metric, value) for metric, value in sorted(best_constant(task, given.data).items())]

@@ -1,7 +1,7 @@
-"""Makes notebooks of their scripts, with what they print and draw:  python scripts/notebook.py notebooks/tabular.py
+"""Converts scripts to executed notebooks:  python scripts/notebook.py notebooks/tabular.py
 
-A script has `# %%` above each cell, and is what is edited; the notebook beside it is made. A run's noise is secret, so
-numbers differ from one making to the next.
+Edit the script, in which `# %%` starts a cell; the notebook beside it is generated. The noise of a run is secret, so
+numbers differ each time.
 """
 
 import sys
@@ -13,7 +13,7 @@ from nbformat import NotebookNode
 
 
 def notebook_of(script: Path) -> NotebookNode:
-    """The cells of a script, without any output; the same for the same script."""
+    """The cells of a script without output; deterministic."""
     notebook = jupytext.read(script, fmt="py:percent")
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for number, cell in enumerate(notebook.cells):
@@ -22,21 +22,21 @@ def notebook_of(script: Path) -> NotebookNode:
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run its cells from top to bottom in `folder`, and keep what they show; an error in a cell is raised.
+    """Run the cells from top to bottom in `folder`, and keep their output; an error in a cell is raised.
 
-    What they write on stderr, progress bars and warnings, is not kept.
+    Progress bars and warnings on stderr are not kept.
     """
     NotebookClient(
         notebook, timeout=3600, kernel_name="python3", resources={"metadata": {"path": folder}}, record_timing=False
     ).execute()
-    notebook.metadata.pop("language_info", None)  # the Python that it was made with
+    notebook.metadata.pop("language_info", None)  # names the Python version
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
 
 def main() -> int:
-    """Make the notebook of each script that is named."""
+    """Convert each script of the command line."""
     for script in map(Path, sys.argv[1:]):
         notebook = notebook_of(script)
         execute(notebook, script.parent)

@@ -1,1 +1,1 @@
-"""Makes and uses the kit for a GPU machine without a network."""
+"""Builds and uses the kit for a GPU machine without network access."""

@@ -3,17 +3,17 @@
 #
 #     bash scripts/gpu/first_half_hour.sh STEP [OUT]
 #
-#   1  is it right?   the tests marked cuda; one private step of WRN16-4 by microbatch and precision, with profiles
-#   2  how fast?      the speed table, what matters most first
-#   3  the paper's CIFAR-10 cell: adaptive per layer, epsilon 3, seed 0, until the time is up
-#   4  the same, from where 3 stopped; give it again, here or on another machine with OUT, until it is done
+#   1  correctness: the tests marked cuda; one private step of WRN16-4 by microbatch and precision, with profiles
+#   2  speed: the speed table, the most important rows first
+#   3  the paper's CIFAR-10 cell: adaptive per layer, epsilon 3, seed 0, until the time limit
+#   4  resumes 3 from its checkpoint; repeat it, here or with OUT on another machine, until it is done
 #
-# Everything goes to OUT (default: $OUT, else results/first-half-hour): rows, logs, the checkpoint. A step that is given
-# again goes on from there. Where the parts of `make gpu-kit` lie (beside the code, or in results/gpu-kit), they are unpacked and
-# used; what the machine's own Python has is taken from it. Settings: LIMIT (seconds of a step, 570), DEVICE (cuda or cpu),
-# PRECISION (of the cell: float32), SCALE (paper), TINY (true: smallest sizes), PYTHON, GROUPWISE_DATA.
+# Rows, logs and the checkpoint go to OUT (default: $OUT, else results/first-half-hour). A repeated step continues from
+# there. Parts of `make gpu-kit` beside the code or in results/gpu-kit are unpacked and used, except for packages that the
+# machine's Python already has. Settings: LIMIT (seconds of a step, 570), DEVICE (cuda or cpu), PRECISION (of the cell:
+# float32), SCALE (paper), TINY (true: smallest sizes), PYTHON, GROUPWISE_DATA.
 #
-# Exit codes: 0 the step is done; 4 time was up, and the same command goes on; 2 a mistake, reported in one sentence; 1 a failure.
+# Exit codes: 0 the step is done; 4 the time limit was reached: repeat the command; 2 a user error; 1 a failure.
 set -u -o pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -31,19 +31,19 @@ if [ -z "$python" ]; then
     if [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; else python=$(command -v python3 || command -v python); fi
 fi
 [ -n "$python" ] || fail "there is no Python here: name one, PYTHON=/path/to/python."
-mkdir -p "$out" || fail "$out cannot be made: give another folder."
+mkdir -p "$out" || fail "$out cannot be created: give another folder."
 out=$(cd "$out" && pwd)
 log=$out/step-$step.log
 cd "$root" || exit 1
 
-# The kit: its parts lie beside the code, or in results/gpu-kit. Each is unpacked once.
+# The kit: its parts are beside the code, or in results/gpu-kit. Each is unpacked once.
 kit=
 for folder in "$root/.." "$root/results/gpu-kit"; do
     for part in "$folder"/{wheels,data-[0-9]*}.tar; do
         [ -f "$part" ] || continue
         kit=$(cd "$folder" && pwd)
         if [ ! "$part.unpacked" -nt "$part" ]; then
-            tar -xf "$part" -C "$kit" || fail "$part cannot be unpacked: bring it again."
+            tar -xf "$part" -C "$kit" || fail "$part cannot be unpacked: copy it again."
             touch "$part.unpacked"
         fi
     done
@@ -62,7 +62,7 @@ fi
 "$python" "$root/scripts/gpu/install.py" check || exit 2
 
 say() { echo "$@" | tee -a "$log"; }
-timed() { # seconds command…: interrupted when they are up, killed half a minute later
+timed() { # seconds command…: interrupted after so many seconds, killed half a minute later
     local seconds=$1
     shift
     timeout --signal=INT --kill-after=30 "$seconds" "$@" 2>&1 | tee -a "$log"
@@ -74,7 +74,7 @@ case $step in
 1)
     export GROUPWISE_TEST_DEVICE=$device
     tests=0
-    if [ ! -f "$out/cuda-tests-$device.done" ]; then # to their end, with whatever result: they do not begin again
+    if [ ! -f "$out/cuda-tests-$device.done" ]; then # run to the end, passed or failed: not repeated
         timed $(($(left) * 2 / 3)) "$python" -m pytest -m cuda tests/device -q -p no:cacheprovider -rfs --junitxml="$out/cuda-tests.xml" ${TESTS:-} ||
             tests=$?
         case $tests in 0 | 1) touch "$out/cuda-tests-$device.done" ;; esac
@@ -88,24 +88,24 @@ case $step in
     ;;
 2)
     code=3
-    while [ $code = 3 ] && [ "$(left)" -gt 30 ]; do # 3: a kernel broke the GPU for that process; the rest goes on in another
+    while [ $code = 3 ] && [ "$(left)" -gt 30 ]; do # 3: a kernel broke the GPU for that process; another continues
         code=0
         timed "$(left)" "$python" -m benchmarks.device_table out="$out" device="$device" limit=$(($(left) - 30)) tiny="$tiny" ${TABLE:-} || code=$?
     done
     ;;
 3 | 4)
     [ "$step" = 4 ] && [ -z "$(ls "$out"/runs/*/checkpoint*.pt "$out"/runs/*/DONE 2>/dev/null)" ] &&
-        fail "$out has no run to go on with: give step 3 first, or the folder that it wrote to."
-    [ "$device" = cuda ] && wanted=auto || wanted=$device # as a sweep's cell has it, so that it is the same run
+        fail "$out has no run to resume: give step 3 first, or the folder that it wrote to."
+    [ "$device" = cuda ] && wanted=auto || wanted=$device # as in a cell of a sweep, so that it is the same run
     timed "$(left)" "$python" run.py task=cifar clip=adaptive_layer privacy.epsilon=3 seed=0 scale="$scale" \
         train.precision="$precision" train.device="$wanted" train.checkpoint_every=20 paths.results="$out" ${CELL:-} || code=$?
     ;;
 esac
 case $code in
-124 | 130) say "time was up: the same command goes on from here"; code=4 ;;
-3) say "a kernel broke the GPU: the same command goes on with the next"; code=4 ;;
-4) say "some is left: the same command goes on from here" ;;
+124 | 130) say "time limit reached: repeat the command to continue"; code=4 ;;
+3) say "a kernel broke the GPU: repeat the command to continue"; code=4 ;;
+4) say "not finished: repeat the command to continue" ;;
 0) say "step $step is done in $((SECONDS - began)) s" ;;
-*) say "step $step ended with exit code $code after $((SECONDS - began)) s; $log has what was said" ;;
+*) say "step $step ended with exit code $code after $((SECONDS - began)) s; see $log" ;;
 esac
 exit $code

@@ -1,9 +1,9 @@
-"""Installs what this Python lacks from a folder of wheels, without a network, and says what is still missing.
+"""Installs missing packages from a folder of wheels, without network access, and reports what is still missing.
 
-    python scripts/gpu/install.py WHEELS TARGET      packages that this Python has are left as they are
-    python scripts/gpu/install.py check              exit code 2 where one is missing that a run needs
+    python scripts/gpu/install.py WHEELS TARGET      install wheels of packages that this Python lacks into TARGET
+    python scripts/gpu/install.py check              exit code 2 if a package that a run needs is missing
 
-It runs before anything else does, so it imports nothing beyond the standard library.
+It runs before all other code, so it imports only the standard library.
 """
 
 import importlib.metadata
@@ -25,12 +25,12 @@ NEEDED = (
     "prv_accountant",
     "dp_accounting",
 )
-"""Modules without which no step runs."""
+"""Modules that every step needs."""
 
 
 def install(wheels: Path, target: Path) -> str | None:
-    """Unpack the wheels of packages that are not there into `target`; returns what went wrong, in a sentence."""
-    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not (_there(wheel) or _unpacked(wheel, target))]
+    """Install the wheels of missing packages into `target`; returns an error message of one sentence, or None."""
+    missing = [wheel for wheel in sorted(wheels.glob("*.whl")) if not (_installed(wheel) or _in_target(wheel, target))]
     if not missing:
         return None
     command = [
@@ -47,9 +47,9 @@ def install(wheels: Path, target: Path) -> str | None:
     if done.returncode == 0:
         print(f"installed into {target}: {', '.join(wheel.name.split('-')[0] for wheel in missing)}")
         return None
-    said = (done.stderr.strip().splitlines() or ["pip said nothing"])[0]
+    message = (done.stderr.strip().splitlines() or ["no message from pip"])[0]
     version = ".".join(map(str, sys.version_info[:2]))
-    return f"the kit's wheels do not fit Python {version} here ({said}): make it again with KIT=python={version}."
+    return f"the kit's wheels do not fit Python {version} here ({message}): make it again with KIT=python={version}."
 
 
 def lacking() -> list[str]:
@@ -57,7 +57,7 @@ def lacking() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-def _there(wheel: Path) -> bool:
+def _installed(wheel: Path) -> bool:
     try:
         importlib.metadata.distribution(wheel.name.split("-")[0])
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +65,7 @@ def _there(wheel: Path) -> bool:
     return True
 
 
-def _unpacked(wheel: Path, target: Path) -> bool:
+def _in_target(wheel: Path, target: Path) -> bool:
     name, version = wheel.name.split("-")[:2]
     return (target / f"{name}-{version}.dist-info").is_dir()
 

@@ -1,14 +1,14 @@
-"""Makes the kit: what a machine without a network needs, beside a PyTorch image, to run `first_half_hour.sh`.
+"""Builds the kit, with which a machine with a PyTorch image but no network can run `first_half_hour.sh`.
 
     python -m scripts.gpu.make_kit data=FOLDER
 
-`out` then holds parts of at most 60 MB, each a tar archive that can be unpacked by itself, and their SHA-256:
+It writes parts of at most 60 MB to `out`, each a tar archive that can be unpacked by itself, and their SHA-256:
 
-    code.tar     the last commit, with what git says of it        wheels.tar   packages that such an image lacks
-    data-1.tar … CIFAR-10, as the project reads it
+    code.tar     the last commit, with its git state              wheels.tar   packages that such an image lacks
+    data-1.tar … CIFAR-10, in the layout that the project reads
 
-Unpacked beside each other they are the folders groupwise/, wheels/ and data/; `first_half_hour.sh` does that by
-itself. What was not committed is not in the kit. The network is needed here, and never there.
+Unpacked side by side they are the folders groupwise/, wheels/ and data/; `first_half_hour.sh` unpacks them itself.
+Uncommitted changes are not in the kit. Only building the kit needs a network.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from groupwise.training.provenance import RECORDED, git_state
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 60_000_000
-"""Bytes of a part, and of what it holds: mail, clipboards and small disks take that much."""
+"""The most bytes of a part, and of each file in it, for transfers with a size limit."""
 PACKAGES = (
     *("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3", "hydra-submitit-launcher", "submitit", "cloudpickle"),
     *("prv-accountant", "dp-accounting", "dm-tree", "absl-py", "attrs", "wrapt"),
@@ -40,25 +40,25 @@ PACKAGES = (
 )
 """What an image with torch, numpy, scipy, pandas, pillow and transformers lacks; pinned by requirements.txt."""
 SOURCE_ONLY = ("antlr4-python3-runtime", "rouge-score")
-"""Published as source of pure Python: a wheel of them is made here, and fits every version."""
+"""Pure Python packages published only as source; their wheels are built here, and fit every version."""
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 
 
 @dataclass
 class KitOptions:
-    """What the command line may say."""
+    """The options of the command line."""
 
     data: str | None = option(None, "the folder with CIFAR-10 in it")
-    python: str = option("3.12", "the version there")
-    extra: str | None = option(None, "more packages, by commas")
-    out: str = option("results/gpu-kit", "where the parts go")
+    python: str = option("3.12", "the Python version of the GPU machine")
+    extra: str | None = option(None, "more packages, separated by commas")
+    out: str = option("results/gpu-kit", "the folder for the parts")
 
 
 def make(options: KitOptions) -> list[Path]:
     """Write all parts and `SHA256SUMS`; returns their paths.
 
     Raises:
-        UserError: no CIFAR-10 in the folder, a file above `MOST`, or packages that cannot be had.
+        UserError: no CIFAR-10 in the folder, a file above `MOST`, or packages that cannot be downloaded.
     """
     if options.data is None:
         raise UserError("no data= was given: name the folder with CIFAR-10 in it, as paths.data of a run does.")
@@ -84,10 +84,10 @@ def make(options: KitOptions) -> list[Path]:
 
 
 def cifar_files(root: Path) -> list[tuple[str, Path]]:
-    """(name below the data folder, path) of the first layout of CIFAR-10 that is there, in the order of the loader.
+    """(name below the data folder, path) of the first layout of CIFAR-10 that the folder has.
 
     Raises:
-        UserError: none is, or it is not whole.
+        UserError: there is none, or files are missing.
     """
     folder = root / BATCHES_FOLDER
     if folder.is_dir():
@@ -100,10 +100,10 @@ def cifar_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def in_parts(files: Sequence[tuple[str, Path]]) -> list[list[tuple[str, Path]]]:
-    """The files in their order, as many together as `MOST` allows.
+    """The files in their order, in parts of at most `MOST` bytes.
 
     Raises:
-        UserError: one file is larger than that by itself.
+        UserError: a single file is larger.
     """
     parts: list[list[tuple[str, Path]]] = []
     room = 0
@@ -111,7 +111,7 @@ def in_parts(files: Sequence[tuple[str, Path]]) -> list[list[tuple[str, Path]]]:
         size = path.stat().st_size + 2 * tarfile.BLOCKSIZE
         if size > MOST - tarfile.RECORDSIZE:
             raise UserError(
-                f"{path} has {size / 1e6:.0f} MB, and a part of the kit at most {MOST / 1e6:.0f}: give a data= folder "
+                f"{path} has {size / 1e6:.0f} MB, more than a part of the kit ({MOST / 1e6:.0f}): give a data= folder "
                 f"with {BATCHES_FOLDER}/ or the mosaics {MOSAIC_FOLDER}/*.webp."
             )
         if size > room:
@@ -131,12 +131,12 @@ def archive(path: Path, files: Iterable[tuple[Path, str]]) -> Path:
 
 
 def code(path: Path) -> Path:
-    """The last commit as groupwise/, with what a record says of where code came from."""
+    """Pack the last commit as groupwise/, with its git state for the provenance of runs."""
     tar = subprocess.run(["git", "-C", str(ROOT), "archive", "--prefix=groupwise/", "HEAD"], capture_output=True)
     if tar.returncode:
         raise UserError(f"git archive failed ({tar.stderr.decode().strip()}): make the kit in a checkout.")
     path.write_bytes(tar.stdout)
-    state = {**git_state(ROOT), "dirty": False, "untracked": [], "diff": ""}  # of the commit, which is what is packed
+    state = {**git_state(ROOT), "dirty": False, "untracked": [], "diff": ""}  # the packed commit has no changes
     content = json.dumps(state).encode()
     with tarfile.open(path, "a") as made:
         entry = tarfile.TarInfo(f"groupwise/{RECORDED}")
@@ -149,7 +149,7 @@ def download(folder: Path, python: str, extra: Sequence[str]) -> None:
     """Fill a folder with wheels for that version of Python on Linux (x86-64).
 
     Raises:
-        UserError: a package is not to be had.
+        UserError: a package cannot be downloaded.
     """
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     pins = ["--constraint", str(ROOT / "requirements.txt"), "--no-deps"]
@@ -166,7 +166,7 @@ def download(folder: Path, python: str, extra: Sequence[str]) -> None:
         if done.returncode:
             why = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
             raise UserError(
-                f"the wheels for Python {python} cannot be had ({why}): correct that, or name another python=."
+                f"the wheels for Python {python} cannot be downloaded ({why}): correct that, or give another python=."
             )
     if bound := [
         file.name for file in folder.glob("*") if file.name.startswith("antlr4") and "-none-any" not in file.name
@@ -175,10 +175,10 @@ def download(folder: Path, python: str, extra: Sequence[str]) -> None:
 
 
 def print_made(options: KitOptions) -> None:
-    """Make the kit, and say how to use it."""
+    """Build the kit, and print how to use it."""
     parts = make(options)
     total = sum(part.stat().st_size for part in parts) / 1e6
-    print(f"{total:8.1f} MB in all. There: put the parts into one folder, unpack code.tar, and give")
+    print(f"{total:8.1f} MB in all. On the GPU machine, put the parts into one folder, unpack code.tar, and run")
     print("             bash groupwise/scripts/gpu/first_half_hour.sh 1     (then 2, 3 and 4)")
 
 

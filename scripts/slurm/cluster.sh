@@ -1,13 +1,13 @@
-# What up.sh and down.sh share: where the one-node cluster lives, and how its daemons are found again.
+# Shared by up.sh and down.sh: the folder of the one-node cluster, and functions to find its daemons.
 #
-# All of it lies in one folder and on ports of its own, so that a SLURM or MariaDB that the machine may run already is
-# neither used nor touched. `source scripts/slurm/cluster.sh` is enough for sbatch, squeue and sacct to find it.
+# It uses its own folder and ports, so that a SLURM or MariaDB that already runs on the machine is neither used nor
+# changed. `source scripts/slurm/cluster.sh` is enough for sbatch, squeue and sacct to find it.
 
 export SLURM_ONE=${SLURM_ONE:-/var/tmp/groupwise-slurm}
 export SLURM_CONF=$SLURM_ONE/etc/slurm.conf
-PATH=$PATH:/usr/sbin # where Debian has the daemons
+PATH=$PATH:/usr/sbin # where Debian installs the daemons
 
-# alive NAME: does the daemon that wrote NAME.pid run?
+# alive NAME: succeeds if the daemon that wrote NAME.pid is running
 alive() {
   [ -s "$SLURM_ONE/run/$1.pid" ] && kill -0 "$(cat "$SLURM_ONE/run/$1.pid")" 2>/dev/null
 }

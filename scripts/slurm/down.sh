@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Take down what up.sh brought up, its jobs included. REMOVE=1 also removes the folder: logs, accounts, state.
+# Stop the cluster that up.sh started, and its jobs. REMOVE=1 also removes its folder: logs, accounts, state.
 set -uo pipefail
 source "$(cd "$(dirname "$0")" && pwd)/cluster.sh"
 [ -d "$SLURM_ONE" ] || exit 0

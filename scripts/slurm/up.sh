@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Bring up a real SLURM of one node: slurmctld, slurmd, munge, and slurmdbd on MariaDB for sacct.
+# Start a real one-node SLURM: slurmctld, slurmd, munge, and slurmdbd on MariaDB for sacct.
 #
-#   scripts/slurm/up.sh                          half a minute; nothing to do if it is up
+#   scripts/slurm/up.sh                          takes half a minute; does nothing if it is running
 #   source scripts/slurm/cluster.sh && sinfo     to use it by hand
 #   scripts/slurm/down.sh
 #
-# Needs Debian or Ubuntu, and root to install what is missing. Runs as whoever starts it, who alone may submit to it.
+# Needs Debian or Ubuntu, and root to install missing packages. It runs as the current user, who alone may submit jobs.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/cluster.sh"
-[ -z "${SLURM_JOB_ID:-}" ] || { echo "error: this is a job of SLURM already." >&2; exit 2; }
+[ -z "${SLURM_JOB_ID:-}" ] || { echo "error: this is already a SLURM job." >&2; exit 2; }
 
 packages=(slurmctld slurmd slurm-client slurmdbd slurm-wlm-mysql-plugin munge mariadb-server)
 missing=$(for package in "${packages[@]}"; do dpkg -s "$package" >/dev/null 2>&1 || echo "$package"; done)
 if [ -n "$missing" ]; then
-  [ "$(id -u)" = 0 ] || { echo "error: not installed, and only root can: $(echo $missing)" >&2; exit 2; }
+  [ "$(id -u)" = 0 ] || { echo "error: only root can install the missing packages: $(echo $missing)" >&2; exit 2; }
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq
   apt-get install -y -qq --no-install-recommends $missing >/dev/null
@@ -52,7 +52,7 @@ sql -e "CREATE DATABASE IF NOT EXISTS accounts; CREATE USER IF NOT EXISTS slurm@
 
 alive slurmdbd || slurmdbd
 until_true 30 timeout 5 sacctmgr -n list cluster || { echo "error: slurmdbd did not come up: $root/log/slurmdbd.log" >&2; exit 1; }
-sacctmgr -i add cluster one >/dev/null 2>&1 || true # it is there already
+sacctmgr -i add cluster one >/dev/null 2>&1 || true # it may already exist
 alive slurmctld || slurmctld
 alive slurmd || slurmd
 ready() { [[ "$(sinfo -h -p main -o %T)" =~ ^(idle|mixed|allocated)$ ]]; }

@@ -1,4 +1,4 @@
-"""Made-up rows of the benchmarks, with easy numbers."""
+"""Synthetic benchmark rows with round numbers."""
 
 import pandas as pd
 import pytest
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def throughput_row(method: str, round_: int, **given: object) -> dict[str, object]:
-    """A row at batch b takes b/2 GiB times the method's factor; round r is r % faster for everyone but `none`."""
+    """A row whose memory at batch b is b/2 GiB times the method's factor; round r is r % faster, except for `none`."""
     batch = int(given.get("batch", 4))  # type: ignore[call-overload]
     speed = SPEED[method] * (1.0 if method == "none" else 1.0 + 0.01 * round_)
     row = {
@@ -71,7 +71,7 @@ def throughput() -> pd.DataFrame:
 
 
 @pytest.fixture
-def beside() -> pd.DataFrame:
+def opacus_comparison() -> pd.DataFrame:
     """A search and three results of two methods; accuracies of 94, 95 and 96."""
     machine = {"device": "cpu", "hardware": "Made-up CPU", "threads": 1, "dtype": "float32"}
     methods = {"adaptive_layer": (0.2, 25), "opacus_hooks": (0.4, 40)}

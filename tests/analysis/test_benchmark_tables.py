@@ -1,4 +1,4 @@
-"""The tables say what the CSVs say; docs/benchmarks.md and results/tables/benchmarks.md are up to date."""
+"""The benchmark tables agree with the CSVs; docs/benchmarks.md and results/tables/benchmarks.md are up to date."""
 
 from pathlib import Path
 
@@ -26,42 +26,42 @@ def blank(path: Path) -> Path:
     return path
 
 
-def test_the_committed_page_shows_the_committed_rows():
-    made, prose, again = page(Folders.of_checkout()), ROOT / "docs" / "benchmarks.md", "run make bench-page"
-    for name, part in made.parts.items():
+def test_committed_page_is_up_to_date():
+    built, prose, again = page(Folders.of_checkout()), ROOT / "docs" / "benchmarks.md", "run make bench-page"
+    for name, part in built.parts.items():
         assert between_markers(prose.read_text(), name, part, prose) == prose.read_text(), again
-    assert made.text == (ROOT / "results" / "tables" / "benchmarks.md").read_text(), again
+    assert built.text == (ROOT / "results" / "tables" / "benchmarks.md").read_text(), again
 
 
-def test_a_throughput_table(throughput):
+def test_throughput_table(throughput):
     text = throughput_tables(throughput)
     assert text.count("**GPT-2 shape, tied, 100 tokens**") == 2  # one thread, two threads
     assert "batch 4, 4 of 12 layers, 3 rounds" in text and "commit `0123456`" in text
     assert "| adaptive per layer | 96.96 | 0.970 [0.960..0.979] | 0.751 | 1.01 | 0.990 | 12.0 |" in text
     assert "| Opacus, ghost | refused: tied weights \\| no | – | – | – | – | – |" in text
-    assert text.index("flat, book-keeping") < text.index("flat, ghost")  # the rows have them the other way round
+    assert text.index("flat, book-keeping") < text.index("flat, ghost")  # in the rows ghost comes first
     fast = throughput_tables(throughput.assign(examples_per_second=21404.4))
     assert "| adaptive per layer | 21,400 |" in fast  # four digits, no exponent
 
 
-def test_a_method_that_died_on_the_way_was_not_measured(throughput):
-    died = (throughput["method"] == "ghost") & (throughput["round"] == 1)
-    text = throughput_tables(throughput.assign(status=throughput["status"].mask(died, "refused: out of memory")))
-    assert text.count("| flat, ghost | refused: out of memory | – |") == 2  # with one thread and with two
+def test_method_that_fails_in_a_later_round_is_shown_as_refused(throughput):
+    failed = (throughput["method"] == "ghost") & (throughput["round"] == 1)
+    text = throughput_tables(throughput.assign(status=throughput["status"].mask(failed, "refused: out of memory")))
+    assert text.count("| flat, ghost | refused: out of memory | – |") == 2  # with one and with two threads
     assert "| flat, book-keeping | refused" not in text
 
 
-def test_the_full_depths_are_those_of_the_workloads(throughput):
+def test_full_depths_are_those_of_the_workloads(throughput):
     for name, kind in KINDS.items():
         if kind.layers is not None:
             found = throughput_tables(throughput.assign(workload=name, layers=kind.layers - 1))
             assert f", {kind.layers - 1} of {kind.layers} layers, " in found
-            whole = throughput_tables(throughput.assign(workload=name, layers=kind.layers))
-            assert f"of {kind.layers} layers" not in whole
+            full_depth = throughput_tables(throughput.assign(workload=name, layers=kind.layers))
+            assert f"of {kind.layers} layers" not in full_depth
     assert "SmolLM2-135M shape, 4 of 30 layers, batch 4" in throughput_summary(throughput.assign(workload="llama"))
 
 
-def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus(throughput):
+def test_summary_has_a_line_per_workload_and_machine_and_the_fastest_opacus(throughput):
     slower = throughput[throughput["method"] == "opacus_hooks"].assign(method="opacus_functorch", ratio=0.1)
     text = throughput_summary(pd.concat([throughput, slower]))
     first = "| GPT-2 shape, tied, 100 tokens, 4 of 12 layers, batch 4 | Made-up CPU, 1 thread, float32 | 0.75 | 1.01 |"
@@ -70,32 +70,32 @@ def test_the_summary_has_a_line_a_workload_and_machine_and_the_fastest_of_opacus
     assert "| adaptive per layer: speed | memory |" in text
     assert text.splitlines()[2].endswith(" | – | – | – | – | 2.08 × |")
     peer = throughput[throughput["method"] == "opacus_hooks"].assign(method="fastdp_flat", ratio=0.5, peer="fastDP abc")
-    beside = pd.concat([throughput, peer])
-    assert throughput_summary(beside).splitlines()[2].endswith("0.45 | 4.00 | – | – | 1.68 × |")
-    assert "opacus 1.6.0, fastDP abc;" in throughput_tables(beside)
+    both = pd.concat([throughput, peer])
+    assert throughput_summary(both).splitlines()[2].endswith("0.45 | 4.00 | – | – | 1.68 × |")
+    assert "opacus 1.6.0, fastDP abc;" in throughput_tables(both)
 
 
-def test_a_training_beside_opacus_has_a_line_a_method_of_its_results_alone(beside):
-    text = side_by_side_table(beside)
+def test_side_by_side_table_has_a_line_per_method_without_the_search(opacus_comparison):
+    text = side_by_side_table(opacus_comparison)
     assert "| adaptive per layer, 0.2 | 25 | 95.0 [94.0..96.0] | 7.990 |" in text
     assert "| Opacus, hooks, 0.4 | 40 | 95.0 [94.0..96.0] | 7.990 |" in text and text.count("\n") == 3
 
 
 @pytest.fixture
 def small() -> pd.DataFrame:
-    """One model, of which a peer is refused."""
+    """One model that Opacus refuses."""
     cell = {"model": "lstm", "parameters": 1234, "batch": 64, "device": "cpu", "dtype": "float32"}
     timed = (("opacus_hooks", None, None), ("none", 5.0, 1.0), ("flat", 8.0, 0.625))
     return pd.DataFrame([{**cell, "method": name, "milliseconds": time, "ratio": ratio} for name, time, ratio in timed])
 
 
-def test_small_models_have_a_line_each_and_refusals_are_said(small):
+def test_small_models_have_a_line_each_and_show_refusals(small):
     lines = small_models_table(small).splitlines()
     assert lines[0] == "| model | non-private | flat, book-keeping | Opacus, hooks |"
     assert lines[2] == "| lstm, 1,234 parameters, batch 64 | 5.00 | 8.00 (0.62) | refused |"
 
 
-def test_a_page_is_filled_between_its_markers(tmp_path, throughput, beside, small):
+def test_page_is_filled_between_its_markers(tmp_path, throughput, opacus_comparison, small):
     prose, measured = blank(tmp_path / "benchmarks.md"), tmp_path / "benchmarks"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
@@ -105,7 +105,7 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, beside, smal
     text = prose.read_text()
     assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 1
-    parts = {"throughput": throughput, "opacus_side_by_side": beside}
+    parts = {"throughput": throughput, "opacus_side_by_side": opacus_comparison}
     for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
     assert main(command) == 0
@@ -116,7 +116,7 @@ def test_a_page_is_filled_between_its_markers(tmp_path, throughput, beside, smal
     assert main(command) == 0 and prose.read_text() == text
 
 
-def test_a_page_without_its_markers_is_one_sentence(tmp_path, capsys):
+def test_page_without_markers_gives_a_one_sentence_error(tmp_path, capsys):
     (tmp_path / "benchmarks.md").write_text("no markers")
     assert main(["benchmarks", "--docs", str(tmp_path), "--out", str(tmp_path / "tables")]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The picture of one run: a panel for each kind of metric that it has."""
+"""The plot of one run has a panel for each kind of metric."""
 
 import json
 
@@ -17,7 +17,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_there_is_a_panel_for_each_kind_of_metric(folder):
+def test_plot_has_a_panel_for_each_kind_of_metric(folder):
     figure = draw_run(read_metrics(folder), "a run")
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "validation", "ε spent", "threshold $C_k$"]
     thresholds = figure.axes[3].get_lines()
@@ -25,12 +25,12 @@ def test_there_is_a_panel_for_each_kind_of_metric(folder):
     assert [list(line.get_ydata()) for line in thresholds] == [[1, 2, 3], [2, 2, 2]]
 
 
-def test_the_picture_lies_in_the_runs_folder(folder, capsys):
+def test_plot_is_written_to_the_run_folder(folder, capsys):
     assert main([str(folder)]) == 0
     assert (folder / "plot.png").stat().st_size > 1000 and "plot.pdf" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_no_runs_is_refused(tmp_path, capsys):
+def test_folder_without_metrics_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 2 and "metrics.jsonl" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("")
     assert main([str(tmp_path)]) == 2 and "no metrics yet" in capsys.readouterr().err

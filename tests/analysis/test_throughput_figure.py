@@ -1,4 +1,4 @@
-"""The figure shows the right rows, and the same rows give the same bytes."""
+"""The throughput figure shows the expected rows and is deterministic."""
 
 import pandas as pd
 import pytest
@@ -12,7 +12,7 @@ def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
     shown = panels("throughput", cells(throughput))
     flat = shown.lines[shown.lines["method"] == "flat"]
     assert flat["batch"].tolist() == [1, 2, 4, 8]
-    assert flat["ratio"].tolist() == pytest.approx([0.88 * 1.01] * 4)  # of rounds 0, 1 and 2 % faster
+    assert flat["ratio"].tolist() == pytest.approx([0.88 * 1.01] * 4)  # the median of three rounds
     assert "4 layers" in shown.caption and "1 thread" in shown.caption
     assert shown.scale == "reduced" and shown.absent == {}
     figure = draw(shown)
@@ -20,7 +20,7 @@ def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
     assert "Without noise, which is added once per logical batch and takes 0.012 s." in figure.get_label()
 
 
-def test_the_resolution_is_how_far_a_repeated_baseline_strays(throughput):
+def test_resolution_is_the_deviation_of_a_repeated_baseline(throughput):
     shown = panels("throughput", cells(throughput))
     assert "none_again" not in set(shown.lines["method"])
     figure = draw(shown)
@@ -29,7 +29,7 @@ def test_the_resolution_is_how_far_a_repeated_baseline_strays(throughput):
     assert "itself" not in draw(once).get_label()
 
 
-def test_a_method_that_refused_is_named_with_its_words(throughput):
+def test_refused_method_is_named_with_its_reason(throughput):
     hooks = throughput["method"] == "opacus_hooks"
     refused = throughput.assign(
         examples_per_second=throughput["examples_per_second"].mask(hooks),
@@ -44,7 +44,7 @@ def run(tmp_path, rows: pd.DataFrame, *names: str) -> int:
     return main([*names, "--measured", str(tmp_path), "--out", str(tmp_path / "figures")])
 
 
-def test_the_command_writes_both_figures_and_again_the_same(tmp_path, throughput):
+def test_command_writes_both_figures_deterministically(tmp_path, throughput):
     assert run(tmp_path, throughput, "throughput", "runtime_breakdown") == 0
     files = sorted((tmp_path / "figures").iterdir())
     kinds = ("pdf", "png", "txt")
@@ -57,7 +57,7 @@ def test_the_command_writes_both_figures_and_again_the_same(tmp_path, throughput
     assert [file.read_bytes() for file in files] == before
 
 
-def test_too_few_machines_are_one_sentence(tmp_path, throughput, capsys):
+def test_too_few_machines_give_a_one_sentence_error(tmp_path, throughput, capsys):
     assert run(tmp_path, throughput[throughput["batch"] == 4], "throughput") == 2
     assert "at two batch sizes on a machine" in capsys.readouterr().err
     assert run(tmp_path, throughput[throughput["threads"] == 1], "runtime_breakdown") == 2

@@ -1,4 +1,4 @@
-"""The four commands of the first half hour at the smallest sizes on the CPU: rows, logs, a checkpoint, going on."""
+"""scripts/gpu/first_half_hour.sh at the smallest sizes on a CPU writes rows, logs and a checkpoint, and resumes."""
 
 import csv
 import json
@@ -21,19 +21,19 @@ def command(step: str, out: Path, **settings: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("step", ["", "5", "one"])
-def test_a_step_that_is_none_is_refused_in_a_sentence(tmp_path: Path, step: str) -> None:
+def test_unknown_step_is_refused(tmp_path: Path, step: str) -> None:
     done = command(step, tmp_path)
     assert done.returncode == 2 and done.stderr == f"error: step '{step}' was given: give 1, 2, 3 or 4.\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_there_is_nothing_to_go_on_with(tmp_path: Path) -> None:
+def test_fourth_step_without_a_run_is_refused(tmp_path: Path) -> None:
     done = command("4", tmp_path)
-    assert done.returncode == 2 and "has no run to go on with: give step 3 first" in done.stderr
+    assert done.returncode == 2 and "has no run to resume: give step 3 first" in done.stderr
 
 
 @pytest.mark.slow
-def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) -> None:
+def test_first_step_writes_test_results_rows_and_a_profile(tmp_path: Path) -> None:
     settings = {"TESTS": "-k linear_2d", "STEPS": "microbatch=2 precision=float32,tf32 repeats=1"}
     done = command("1", tmp_path, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -49,14 +49,14 @@ def test_the_first_step_leaves_the_tests_the_rows_and_a_profile(tmp_path: Path) 
     assert "aten::" in (tmp_path / "profile-wrn16_4_ws-(tiny)-adaptive_layer-2-float32-contiguous.txt").read_text()
     before = (tmp_path / "device_steps.csv").read_bytes()
     assert command("1", tmp_path, **settings).returncode == 0
-    assert (tmp_path / "device_steps.csv").read_bytes() == before, "what is there is not measured again"
+    assert (tmp_path / "device_steps.csv").read_bytes() == before, "existing rows are not measured again"
 
 
 @pytest.mark.slow
-def test_the_second_step_goes_on_until_the_table_is_whole(tmp_path: Path) -> None:
+def test_second_step_continues_until_the_table_is_complete(tmp_path: Path) -> None:
     table = "rounds=1 steps=1 workload=wrn16_4_ws dtype=float32"
     first = command("2", tmp_path, TABLE=f"{table} limit=0.001", LIMIT="3000")
-    assert first.returncode == 4 and "the same command goes on" in first.stdout, first.stdout + first.stderr
+    assert first.returncode == 4 and "repeat the command to continue" in first.stdout, first.stdout + first.stderr
     done = command("2", tmp_path, TABLE=table, LIMIT="3000")
     assert done.returncode == 0, done.stdout + done.stderr
     with (tmp_path / "throughput.csv").open(newline="") as lines:
@@ -68,15 +68,15 @@ def test_the_second_step_goes_on_until_the_table_is_whole(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_cell_is_left_and_gone_on_with(tmp_path: Path) -> None:
-    """However far the third step came before its time was up, on the way or not yet begun: the fourth ends it."""
+def test_fourth_step_resumes_the_third(tmp_path: Path) -> None:
+    """Wherever the time limit stopped the third step, the fourth completes the run."""
     cell = {"CELL": "train.steps=12"}
     third = command("3", tmp_path, LIMIT="25", **cell)
     assert third.returncode in (0, 4), third.stdout + third.stderr
     fourth = third
     for _ in range(6):
-        going_on = bool(list(tmp_path.glob("runs/*/checkpoint.pt")) or list(tmp_path.glob("runs/*/DONE")))
-        fourth = command("4" if going_on else "3", tmp_path, **cell)
+        resumable = bool(list(tmp_path.glob("runs/*/checkpoint.pt")) or list(tmp_path.glob("runs/*/DONE")))
+        fourth = command("4" if resumable else "3", tmp_path, **cell)
         if fourth.returncode == 0:
             break
     assert fourth.returncode == 0, fourth.stdout + fourth.stderr

@@ -1,4 +1,4 @@
-"""The kit: what a machine without a network needs, in parts of a size; what that machine has is left as it is."""
+"""The kit for a machine without network: small parts with checksums, and wheels only of missing packages."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def mosaics(root: Path, size: int = 10) -> Path:
     return root
 
 
-def test_every_layout_of_cifar_is_found_as_the_loader_names_it(tmp_path: Path) -> None:
+def test_every_layout_of_cifar10_is_found(tmp_path: Path) -> None:
     found = [name for name, _ in cifar_files(mosaics(tmp_path / "a"))]
     assert found == [f"cifar10/train_shard{shard}.webp" for shard in range(5)] + ["cifar10/test.webp"]
     (tmp_path / "a" / "cifar-10-batches-py").mkdir()
@@ -35,7 +35,7 @@ def test_every_layout_of_cifar_is_found_as_the_loader_names_it(tmp_path: Path) -
         cifar_files(tmp_path / "b")
 
 
-def test_parts_are_small_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_small_complete_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_kit, "MOST", 40_000)
     files = cifar_files(mosaics(tmp_path, 900))
     parts = in_parts(files)
@@ -48,11 +48,11 @@ def test_parts_are_small_whole_and_in_order(tmp_path: Path, monkeypatch: pytest.
                 content = there.extractfile(name)
                 assert content is not None and content.read() == path.read_bytes()
     monkeypatch.setattr(make_kit, "MOST", 20_000)
-    with pytest.raises(UserError, match="a part of the kit at most"):
+    with pytest.raises(UserError, match="more than a part of the kit"):
         in_parts(files)
 
 
-def test_a_kit_is_its_parts_and_their_sums(
+def test_kit_consists_of_parts_and_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -73,7 +73,7 @@ def test_a_kit_is_its_parts_and_their_sums(
         make(KitOptions(out=str(out)))
 
 
-def test_the_code_is_the_last_commits_and_says_so(tmp_path: Path) -> None:
+def test_code_is_the_last_commit_with_its_git_state(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout, so there is no commit to pack")
     with tarfile.open(code(tmp_path / "code.tar")) as packed:
@@ -93,7 +93,7 @@ def wheel(folder: Path, name: str) -> None:
         made.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
-def test_what_is_there_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_installed_packages_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wheels, target = tmp_path / "wheels", tmp_path / "packages"
     wheels.mkdir()
     wheel(wheels, "numpy")
@@ -105,16 +105,16 @@ def test_what_is_there_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFi
     assert install(wheels, target) is None and not capsys.readouterr().out
 
 
-def test_wheels_of_another_python_are_told_in_a_sentence(tmp_path: Path) -> None:
+def test_wheels_of_another_python_give_a_one_sentence_error(tmp_path: Path) -> None:
     wheel(tmp_path, "nothing_of_that_name")
     (tmp_path / "nothing_of_that_name-1.0-py3-none-any.whl").rename(
         tmp_path / "nothing_of_that_name-1.0-cp38-cp38-manylinux2014_x86_64.whl"
     )
-    told = install(tmp_path, tmp_path / "packages")
+    problem = install(tmp_path, tmp_path / "packages")
     version = ".".join(map(str, sys.version_info[:2]))
-    assert told is not None and told.startswith(f"the kit's wheels do not fit Python {version} here (ERROR")
-    assert told.endswith(f"make it again with KIT=python={version}.")
+    assert problem is not None and problem.startswith(f"the kit's wheels do not fit Python {version} here (ERROR")
+    assert problem.endswith(f"make it again with KIT=python={version}.")
 
 
-def test_this_python_lacks_nothing() -> None:
+def test_this_python_lacks_no_needed_module() -> None:
     assert lacking() == []

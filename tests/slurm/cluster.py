@@ -1,4 +1,4 @@
-"""A sweep on the one-node cluster of scripts/slurm, and what can be done to its jobs."""
+"""Starts sweeps on the one-node cluster of scripts/slurm, and inspects or kills their jobs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ WHY_NOT = "needs the one-node cluster of scripts/slurm: make test-slurm"
 
 
 def slurm(*command: str) -> str:
-    """What a command of SLURM prints."""
+    """The output of a SLURM command."""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 def until(true: Callable[[], Any], what: str, seconds: float = 900) -> Any:
-    """Wait for something, and return it."""
+    """Wait until `true()` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := true():
             return found
         time.sleep(0.2)
-    raise TimeoutError(f"after {seconds:g} s still not: {what}")
+    raise TimeoutError(f"not within {seconds:g} s: {what}")
 
 
 def start(results: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -41,10 +41,10 @@ def start(results: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def finish(sweep: subprocess.Popen[str], seconds: float = 900) -> str:
-    """Wait for a sweep that succeeds; returns what it said on stderr."""
-    _, told = sweep.communicate(timeout=seconds)
-    assert sweep.returncode == 0, told
-    return told
+    """Wait for a sweep that succeeds; returns its stderr."""
+    _, errors = sweep.communicate(timeout=seconds)
+    assert sweep.returncode == 0, errors
+    return errors
 
 
 class Cell:
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def job(self) -> str:
-        """As SLURM calls it: 7_3."""
+        """The job id of SLURM, such as 7_3."""
         return until(self._log.is_symlink, "submitted") and self._log.resolve().parent.name
 
     @property
@@ -65,25 +65,25 @@ class Cell:
 
     @property
     def shown(self) -> dict[str, str]:
-        """What SLURM knows of the job."""
+        """The fields of `scontrol show job`."""
         return dict(
             part.split("=", 1) for part in slurm("scontrol", "show", "job", "-o", self.job).split() if "=" in part
         )
 
     @property
     def step(self) -> str:
-        """Its processes, as SLURM calls them: signals to the job itself are sent again and again while others wait."""
+        """The id of the job step. A signal to the job itself would be sent repeatedly while other tasks wait."""
         return f"{self.shown['JobId']}.0"
 
     @property
     def steps(self) -> int:
-        """How many lines of metrics there are."""
+        """The number of lines in metrics.jsonl."""
         file = self.run / "metrics.jsonl"
         return len(file.read_text().splitlines()) if file.is_file() else 0
 
     @property
     def minutes(self) -> int:
-        """For how many minutes it runs already, rounded."""
+        """The run time so far in minutes, rounded."""
         hours, minutes, seconds = map(int, self.shown["RunTime"].split(":"))
         return 60 * hours + minutes + (seconds >= 30)
 
@@ -92,7 +92,7 @@ class Cell:
         return int(self.shown["Restarts"])
 
     def under_way(self, steps: int = 20) -> Cell:
-        """Wait until it has trained for so many steps."""
+        """Wait until it has trained for this many steps."""
         until(lambda: self.steps >= steps, f"{self.job} trains")
         return self
 
@@ -106,7 +106,7 @@ class Cell:
         }
 
     def lose_node(self) -> None:
-        """Kill all that there is of the job, and SLURM's daemon of its node."""
+        """Kill all processes of the job, and the SLURM daemon of its node."""
         job = self.shown["JobId"]
         daemons = [number for number, (command, _) in _processes("").items() if f"slurmstepd: [{job}." in command]
         daemon = int((Path(os.environ["SLURM_ONE"]) / "run" / "slurmd.pid").read_text())
@@ -116,7 +116,7 @@ class Cell:
 
 
 def _processes(marked: str) -> dict[int, tuple[str, dict[str, str]]]:
-    """Process id -> command line and environment, of those that have `marked` in their environment."""
+    """Process id -> command line and environment, of processes that have `marked` in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -130,7 +130,7 @@ def _processes(marked: str) -> dict[int, tuple[str, dict[str, str]]]:
 
 
 def cells_of(results: Path, sweep: subprocess.Popen[str]) -> list[Cell]:
-    """The cells of the only sweep of that results folder, in their order."""
+    """The cells of the only sweep in the results folder, in order."""
     until(lambda: any(results.glob("sweeps/*/logs/*.log")) or sweep.poll() is not None, "submitted")
     if sweep.returncode is not None:
         raise AssertionError(sweep.communicate()[1])

@@ -1,4 +1,4 @@
-"""What a warned job does, without any cluster; a handler stands in for submitit's."""
+"""The behaviour of a warned SLURM job, tested without a cluster; a stub replaces the handler of submitit."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ in_job(work, {seconds})(None)
 
 
 def ended(before: str = "", after: str = "", seconds: float = 600, sent: str = "SIGUSR2") -> tuple[int, list[str]]:
-    """How a task ends that gets USR2 so many seconds before its time is over."""
+    """The exit code and output of a task that gets a signal `seconds` before its time limit."""
     done = subprocess.run(
         [sys.executable, "-c", WARNED.format(before=before, after=after, seconds=seconds, signal=sent)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
@@ -41,25 +41,25 @@ def ended(before: str = "", after: str = "", seconds: float = 600, sent: str = "
     return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
-def test_a_warned_task_is_requeued_by_submitit():
+def test_warned_task_is_requeued_by_submitit():
     assert ended() == (255, ["interrupted: the job can resume from its last checkpoint", "requeued"])
 
 
-def test_a_task_that_slurm_itself_stops_is_not_requeued_twice():
+def test_task_stopped_by_slurm_is_not_requeued_twice():
     assert ended(sent="SIGTERM") == (130, ["interrupted: the job can resume from its last checkpoint"])
 
 
-def test_a_run_that_heeds_sigterm_ends_its_step_first():
+def test_run_that_handles_sigterm_finishes_its_step():
     flag = "stop = []; signal.signal(signal.SIGTERM, lambda *_: stop.append(1))"
-    code, told = ended(flag, "time.sleep(0.01); print(stop); raise KeyboardInterrupt")
-    assert code == 255 and told[0] == "[1]" and told[-1] == "requeued"
+    code, lines = ended(flag, "time.sleep(0.01); print(stop); raise KeyboardInterrupt")
+    assert code == 255 and lines[0] == "[1]" and lines[-1] == "requeued"
 
 
-def test_a_step_that_takes_too_long_is_given_up_before_the_time_is_over():
+def test_long_step_is_aborted_before_the_time_limit():
     assert ended("signal.signal(signal.SIGTERM, signal.SIG_IGN)", seconds=1) == (255, ["requeued"])
 
 
-def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
+def test_only_a_second_ctrl_c_interrupts_the_step():
     with _stop_flag() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
@@ -71,12 +71,12 @@ def test_only_a_second_ctrl_c_does_not_wait_for_the_end_of_the_step():
 @pytest.mark.parametrize(
     ("processes", "most", "nodes", "tasks"), [(1, 8, 1, 1), (4, 8, 1, 4), (16, 8, 2, 8), (9, 3, 3, 3)]
 )
-def test_a_run_takes_a_task_a_process(processes, most, nodes, tasks):
+def test_each_process_of_a_run_is_a_task(processes, most, nodes, tasks):
     words = slurm.job_words(OmegaConf.create({"tasks_per_node": most}), processes)
     assert words == [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={tasks}"]
 
 
-def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
+def test_jobs_missing_from_the_queue_twice_are_over(tmp_path, monkeypatch):
     for name in ("7_0", "7_1"):
         (tmp_path / "logs" / name).mkdir(parents=True)
     queue = tmp_path / "queue"
@@ -97,6 +97,6 @@ def test_jobs_are_over_when_they_were_missing_twice(tmp_path, monkeypatch):
         slurm.wait_for_the_others(RuntimeError("it failed\nsbatch: error: Invalid account"), tmp_path, pause)
 
 
-def test_processes_that_do_not_share_out_are_refused():
+def test_processes_that_cannot_be_split_evenly_are_refused():
     with pytest.raises(UserError, match="9 processes cannot be split evenly"):
         slurm.job_words(OmegaConf.create({"tasks_per_node": 8}), 9)

@@ -1,4 +1,4 @@
-"""What the command line says of the cluster reaches the batch script; programs of SLURM's names stand in for it."""
+"""Options of the SLURM launcher reach the batch script; stubs replace the programs of SLURM."""
 
 import os
 import subprocess
@@ -33,11 +33,11 @@ GIVEN = {
     "hydra.launcher.tasks_per_node=2": "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2",
     "hydra.launcher.stderr_to_stdout=true": f" {sys.executable} -u -m submitit.core._submit ",
 }
-"""An argument, and what of it stands in the script."""
+"""Argument -> its text in the batch script."""
 
 
 @pytest.mark.slow
-def test_all_that_the_page_names_stands_in_the_batch_script(tmp_path: Path) -> None:
+def test_documented_options_reach_the_batch_script(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "running.md").read_text()
     (tmp_path / "bin").mkdir()
     for name, text in PROGRAMS.items():
@@ -51,7 +51,7 @@ def test_all_that_the_page_names_stands_in_the_batch_script(tmp_path: Path) -> N
     }
     command = [sys.executable, str(ROOT / "run.py"), "-m", *CELLS, "hydra/launcher=slurm", *GIVEN]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "3 jobs ended without a result" in done.stderr, done.stderr  # nobody ran them
+    assert "3 jobs ended without a result" in done.stderr, done.stderr  # the stubs run nothing
     [script] = [file.read_text() for file in (tmp_path / "scripts").iterdir()]
     for argument, line in GIVEN.items():
         assert line in script, f"{argument}\n{script}"

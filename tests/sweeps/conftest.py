@@ -1,4 +1,4 @@
-"""A checkout of its own for tests of sweeps, in which a cell takes no time: it writes its row, or fails if told to."""
+"""A separate checkout for tests of sweeps, with a stub for training that writes a row, waits or fails."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ SWEEP = """
 #   python run.py -m +sweep=table
 grids:
   - {task: cifar, clip: [flat, fixed_layer], privacy.epsilon: [3, 8], seed: [0, 1]}
-  - {task: cifar, clip: [flat, ghost], privacy.epsilon: 8, seed: 1}   # flat once more
+  - {task: cifar, clip: [flat, ghost], privacy.epsilon: 8, seed: 1}   # flat is repeated
 scales:
   smoke:
     privacy.epsilon: {3: 4}
@@ -64,11 +64,11 @@ def start(config):
 
 
 class Checkout:
-    """`run.py` with its code, configuration and the sweep `table`; commands run in its own folder."""
+    """A copy of `run.py`, its code and configuration, with the sweep `table`; commands run in this folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        shutil.copytree(ROOT / "src", root / "src")  # with what Python has compiled of it
+        shutil.copytree(ROOT / "src", root / "src")  # with its compiled bytecode
         shutil.copytree(ROOT / "conf", root / "conf", ignore=shutil.ignore_patterns("sweep"))
         shutil.copy(ROOT / "run.py", root)
         (root / "sweeps").mkdir()
@@ -85,7 +85,7 @@ class Checkout:
         return Command(*arguments, cwd=self.root, environment=self.environment)
 
     def unforked(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """For joblib's workers, which a fork would wait for at its end."""
+        """Run in a new Python, as a fork would wait for the workers of joblib at its end."""
         given = [sys.executable, *arguments]
         return subprocess.run(given, cwd=self.root, env=self.environment, capture_output=True, text=True)
 
@@ -96,17 +96,17 @@ class Checkout:
         return self.command("run.py", "-m", "+sweep=table", "scale=smoke", *arguments)
 
     def status(self, *arguments: str) -> str:
-        """What `python -m groupwise.sweeps.status` prints here."""
-        with contextlib.chdir(self.root), contextlib.redirect_stdout(io.StringIO()) as told:
+        """The output of `python -m groupwise.sweeps.status` in this folder."""
+        with contextlib.chdir(self.root), contextlib.redirect_stdout(io.StringIO()) as output:
             assert status.main(arguments) == 0
-        return told.getvalue()
+        return output.getvalue()
 
     def write_sweep(self, text: str) -> None:
         (self.root / "sweeps" / "table.yaml").write_text(textwrap.dedent(text))
 
     @property
     def folder(self) -> Path:
-        """The last sweep's."""
+        """The folder of the last sweep."""
         return sorted((self.root / "results" / "sweeps").iterdir())[-1]
 
 

@@ -1,4 +1,4 @@
-"""A search's best cell is the best mean over seeds, among cells that were all run as often."""
+"""The best cell of a search has the best mean over seeds, among cells with all seeds."""
 
 import pytest
 
@@ -22,20 +22,20 @@ def rows():
     ]
 
 
-def test_the_best_mean_of_each_mode_and_who_was_not_considered(rows):
+def test_best_mean_of_each_mode_among_complete_cells(rows):
     found = candidates(rows, "valid/accuracy")
     chosen = found[found["best"]][["cell", "mean", "seeds"]].itertuples(index=False, name=None)
     assert list(chosen) == [(ROWS[1][0], 87.0, 2), (ROWS[4][0], 60.5, 2)]
     assert list(found["cell"][~found["whole"]]) == [ROWS[2][0], ROWS[3][0]]
 
 
-def test_a_loss_is_better_when_lower(rows):
+def test_lower_loss_is_better(rows):
     found = candidates(rows, "valid/loss")
     assert list(found["cell"][found["best"]]) == [ROWS[0][0], ROWS[4][0]]
 
 
 @pytest.mark.slow
-def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
+def test_optuna_maximises_the_search_metric(checkout):
     checkout.write_sweep(
         """
         # @package _global_
@@ -56,7 +56,7 @@ def test_optuna_chooses_by_it_and_goes_on_where_it_was(checkout):
     assert "best_value: 5" in (checkout.folder / "optimization_results.yaml").read_text()  # 50 + the seed
 
 
-def test_the_objective_is_the_headline():
+def test_search_metric_is_the_headline_metric():
     assert search_metric({"valid/loss": 1.0, "valid/accuracy": 90.0}) == 90.0
     assert search_metric({"valid/loss": 1.0, "valid/perplexity": 12.0}) == 12.0
     assert search_metric({}) is None

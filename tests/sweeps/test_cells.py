@@ -1,4 +1,4 @@
-"""A sweep's file is its cells: every combination once, named as the paper has them, changed by the scale."""
+"""A sweep file expands to every combination of its grids once, with the changes of a scale."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def names(cells: list[Cell]) -> list[str]:
     return [f"{cell.name} seed={cell.seed}" for cell in cells]
 
 
-def test_a_scale_may_have_seeds_of_its_own() -> None:
+def test_scale_may_have_its_own_seeds() -> None:
     cells = expand(GRIDS, {"mini": {"seed": [0, 5, 6]}}, "mini")
     assert len(cells) == 15 and {cell.seed for cell in cells} == {0, 5, 6}
     assert {cell.name for cell in cells} == {cell.name for cell in expand(GRIDS, {}, "paper")}
@@ -28,16 +28,16 @@ def test_a_scale_may_have_seeds_of_its_own() -> None:
     ("key", "wanted", "number"),
     [
         ("seed", ["0"], 5),  # all grids have it
-        ("seed", ["1"], 4),  # the second has not, and goes
-        ("seed", ["7"], 5),  # none has: it is new to all
+        ("seed", ["1"], 4),  # the second grid has no seed=1 and is left out
+        ("seed", ["7"], 5),  # no grid has it: added to all
         ("task", ["sst2"], 1),
-        ("clip", ["flat", "ghost"], 8),  # ghost is new, beside flat
+        ("clip", ["flat", "ghost"], 8),  # ghost is added, beside flat
         ("privacy.epsilon", ["3", "8", "inf"], 9),
-        ("train.epochs", ["3"], 1),  # the first has no such key, and goes
+        ("train.epochs", ["3"], 1),  # the first grid has no such key and is left out
         ("train.epochs", ["5"], 9),
     ],
 )
-def test_the_command_line_chooses_among_the_cells(key: str, wanted: list[str], number: int) -> None:
+def test_command_line_selects_among_the_cells(key: str, wanted: list[str], number: int) -> None:
     assert len(expand(GRIDS, {}, "paper", {key: wanted})) == number
 
 
@@ -49,17 +49,17 @@ def test_the_command_line_chooses_among_the_cells(key: str, wanted: list[str], n
         ({"clip": "flat"}, "mini", "no scale=mini"),
     ],
 )
-def test_what_is_no_grid_is_one_sentence(grid: dict, scale: str, words: str) -> None:
+def test_invalid_grid_is_refused(grid: dict, scale: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         expand([grid], {"smoke": {}}, scale)
 
 
-def test_values_are_as_on_the_command_line() -> None:
+def test_values_are_written_as_on_the_command_line() -> None:
     values = [None, True, 3, 3.0, 0.25, 1e-5, 0.1234567890123, float("inf"), "flat"]
     assert " ".join(map(text, values)) == "null true 3 3 0.25 1e-05 0.1234567890123 inf flat"
 
 
-def test_a_file_is_read_with_its_title_and_numbers_as_hydra_reads_them(tmp_path: Path) -> None:
+def test_file_is_read_with_its_title_and_hydra_numbers(tmp_path: Path) -> None:
     file = tmp_path / "name.yaml"
     file.write_text("# A title.\n#   a command\ngrids: [{clip.quantile_budget: 1e-4}]")
     sweep = read_sweep(file)
@@ -68,7 +68,7 @@ def test_a_file_is_read_with_its_title_and_numbers_as_hydra_reads_them(tmp_path:
 
 
 @pytest.mark.parametrize("content", ["hydra: [", "seed: 3", "- a list", "scales: {mini: {}}"])
-def test_what_is_no_sweep_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_invalid_sweep_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "name.yaml"
     file.write_text(content)
     with pytest.raises(UserError, match=r"name\.yaml"):

@@ -1,4 +1,4 @@
-"""Only finished runs of a sweep's own cells become rows, and only if they are what they say."""
+"""Only finished runs of cells of the sweep become rows; runs that contradict their configuration are refused."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ def cells(conf) -> list[PlannedCell]:
 
 @pytest.fixture
 def runs(tmp_path, cells) -> Path:
-    """Runs of all cells, finished."""
+    """Finished runs of all cells."""
     for number, cell in enumerate(cells):
         folder = tmp_path / "runs" / cell.hash[:12]
         folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def read(runs) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_row_for_each_cell_and_seed_with_all_of_its_configuration(conf, cells, runs):
+def test_each_cell_and_seed_has_a_row_with_its_configuration(conf, cells, runs):
     assert gather(conf, runs)[0].endswith("table_smoke.csv: 4 of 4 cells")
     rows = read(runs)
     assert list(rows[0])[:6] == ["sweep", "cell", "seed", "scale", "task", "model.name"]
@@ -61,20 +61,20 @@ def test_a_row_for_each_cell_and_seed_with_all_of_its_configuration(conf, cells,
         ("clip=ghost", s) for s in "01"
     ]
     assert {row["sweep"] for row in rows} == {"table"} and {row["scale"] for row in rows} == {"smoke"}
-    assert rows[1]["valid/accuracy"] == repr(50 + 2 / 3)  # to the last digit
+    assert rows[1]["valid/accuracy"] == repr(50 + 2 / 3)  # all digits
     assert (rows[0]["train.steps"], rows[0]["hash"]) == ("2", cells[0].hash)
     assert not [key for key in rows[0] if key.startswith("paths.")]
 
 
-def test_a_run_without_done_is_no_row_and_named(conf, cells, runs):
+def test_run_without_done_is_named_as_missing(conf, cells, runs):
     (runs / cells[3].hash[:12] / "DONE").unlink()
-    said = gather(conf, runs)
-    assert said[0].endswith("3 of 4 cells")
-    assert said[1:] == ["  missing: clip=ghost seed=1"]
+    printed = gather(conf, runs)
+    assert printed[0].endswith("3 of 4 cells")
+    assert printed[1:] == ["  missing: clip=ghost seed=1"]
     assert len(read(runs)) == 3
 
 
-def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
+def test_rows_of_another_machine_are_kept_byte_for_byte(conf, cells, runs):
     gather(conf, runs)
     text = (runs.with_name("out") / "table_smoke.csv").read_bytes()
     for cell in cells[:3]:
@@ -83,7 +83,7 @@ def test_rows_of_another_machine_stay_byte_for_byte(conf, cells, runs):
     assert (runs.with_name("out") / "table_smoke.csv").read_bytes() == text
 
 
-def test_a_cell_that_another_sweep_has_run_takes_its_row(conf, cells, runs):
+def test_cell_takes_the_row_of_another_sweep(conf, cells, runs):
     gather(conf, runs)
     own = runs.with_name("out") / "table_smoke.csv"
     own.rename(own.with_name("other_smoke.csv"))
@@ -92,7 +92,7 @@ def test_a_cell_that_another_sweep_has_run_takes_its_row(conf, cells, runs):
     assert own.read_text() == own.with_name("other_smoke.csv").read_text()
 
 
-def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_path):
+def test_curves_have_the_evaluations_of_runs_with_eval_curve(conf, runs, tmp_path):
     other = conf_with(tmp_path, SWEEP.replace("clip: [flat, ghost]", "clip: flat, eval.curve: true"))
     lines = [
         {"step": 1, "nonprivate/loss": 2.0},
@@ -110,13 +110,13 @@ def test_curves_are_the_evaluations_of_runs_that_ask_for_them(conf, runs, tmp_pa
         with open(runs.with_name("out") / "table_smoke_curves.csv") as file:
             rows = list(csv.DictReader(file))
         assert list(rows[0])[:7] == ["sweep", "cell", "seed", "scale", "hash", "step", "seconds"]
-        told = [(row["seed"], row["step"], row["seconds"], row["valid/accuracy"], row["test/nll"]) for row in rows]
-        assert told == [(s, *rest) for s in "01" for rest in (("2", "1.5", "50.0", ""), ("4", "3.25", "60.0", "2.0"))]
+        points = [(row["seed"], row["step"], row["seconds"], row["valid/accuracy"], row["test/nll"]) for row in rows]
+        assert points == [(s, *rest) for s in "01" for rest in (("2", "1.5", "50.0", ""), ("4", "3.25", "60.0", "2.0"))]
         shutil.rmtree(runs)
         runs.mkdir()
 
 
-def test_texts_are_those_of_inputs_at_equal_distances(conf, cells, runs):
+def test_texts_are_those_of_evenly_spaced_inputs(conf, cells, runs):
     folder = runs / cells[1].hash[:12]
     lines = [{"source": f"in {i}", "output": f"out {i}", "references": [f"ref {i}", "other"]} for i in range(10)]
     (folder / "outputs-test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -131,12 +131,12 @@ def test_texts_are_those_of_inputs_at_equal_distances(conf, cells, runs):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, runs, tmp_path):
+def test_rows_of_removed_cells_are_dropped_and_named(conf, cells, runs, tmp_path):
     gather(conf, runs)
     other = conf_with(tmp_path, SWEEP.replace("[flat, ghost]", "flat"))
-    said = gather(other, runs)
-    assert said[0].endswith("2 of 2 cells")
-    assert [line.split(",")[0] for line in said[1:]] == [f"  dropped: clip=ghost seed={seed}" for seed in (0, 1)]
+    printed = gather(other, runs)
+    assert printed[0].endswith("2 of 2 cells")
+    assert [line.split(",")[0] for line in printed[1:]] == [f"  dropped: clip=ghost seed={seed}" for seed in (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_rows_that_the_sweep_has_no_longer_are_dropped_with_a_word(conf, cells, 
         ({"train.steps": 300}, "says train.steps=300"),
     ],
 )
-def test_a_result_that_cannot_be_is_refused_and_nothing_is_written(conf, cells, runs, change, words):
+def test_inconsistent_result_is_refused_and_nothing_is_written(conf, cells, runs, change, words):
     path = runs / cells[1].hash[:12] / "result.json"
     if isinstance(change, dict):
         row = {key: value for key, value in json.loads(path.read_text()).items() if change.get(key, "") is not None}
@@ -162,13 +162,13 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_written(conf, cells, 
     assert list(runs.with_name("out").iterdir()) == []
 
 
-def test_a_file_elsewhere_is_collected_alike(conf, cells, runs, tmp_path):
+def test_sweep_file_outside_of_conf_is_collected(conf, cells, runs, tmp_path):
     (tmp_path / "my" / "sweep").mkdir(parents=True)
     shutil.copy(conf / "sweep" / "table.yaml", tmp_path / "my" / "sweep" / "own.yaml")
     out = runs.with_name("out")
     out.mkdir()
-    said = collect(str(tmp_path / "my" / "sweep" / "own.yaml"), "smoke", runs, out, conf)
-    assert said == [f"{out / 'own_smoke.csv'}: 4 of 4 cells"]
+    printed = collect(str(tmp_path / "my" / "sweep" / "own.yaml"), "smoke", runs, out, conf)
+    assert printed == [f"{out / 'own_smoke.csv'}: 4 of 4 cells"]
 
 
 def test_finished_runs_are_a_data_frame(cells, runs):
@@ -179,7 +179,7 @@ def test_finished_runs_are_a_data_frame(cells, runs):
     assert groupwise.load_runs(runs / "none").empty
 
 
-def test_a_table_that_cannot_be_read_is_not_overwritten(conf, runs):
+def test_unreadable_table_is_not_overwritten(conf, runs):
     out = runs.with_name("out")
     out.mkdir()
     (out / "table_smoke.csv").write_text("cell,seed\nclip=flat\n")
@@ -189,6 +189,6 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(conf, runs):
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["cifar", "seed=1"], ["scale=mini"], ["table", "scale=huge"]])
-def test_mistakes_are_one_sentence(tmp_path, capsys, arguments):
+def test_wrong_arguments_give_one_sentence(tmp_path, capsys, arguments):
     assert main([*arguments, "--runs", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")

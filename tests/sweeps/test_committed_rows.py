@@ -1,4 +1,4 @@
-"""Every committed row is of the run that its cell composes to today: no change of configuration made it another one."""
+"""Every committed row has the hash of the configuration that its cell composes to today."""
 
 import csv
 from dataclasses import replace
@@ -16,12 +16,12 @@ SWEEPS = {file.stem: read_sweep(file) for file in (ROOT / "sweeps").glob("*.yaml
 FILES = sorted(file for file in (ROOT / "results" / "measured").glob("*.csv") if file.stem.rpartition("_")[0] in SWEEPS)
 
 
-def test_there_are_rows_to_look_at() -> None:
+def test_committed_files_are_found() -> None:
     assert len(FILES) >= 16
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_each_value_of_committed_rows_is_of_todays_configurations(file: Path) -> None:
+def test_committed_rows_have_current_hashes(file: Path) -> None:
     name, _, scale = file.stem.rpartition("_")
     cells = {(cell.name, cell.seed): cell for cell in SWEEPS[name].cells(scale)}
     with file.open(newline="") as lines:
@@ -30,12 +30,12 @@ def test_each_value_of_committed_rows_is_of_todays_configurations(file: Path) ->
     by_overrides = {cells[row["cell"], int(row["seed"])].overrides: row for row in rows}
     for overrides in each_value_once(by_overrides):
         row = by_overrides[overrides]
-        config = run(*(each for each in overrides if not each.startswith("seed=")))  # composed for all seeds at once
+        config = run(*(each for each in overrides if not each.startswith("seed=")))  # composed once for all seeds
         assert config_hash(replace(config, seed=int(row["seed"]))) == row["hash"], row["cell"]
 
 
 @pytest.mark.slow
-def test_all_committed_rows_are_of_todays_configurations_with_the_noise_that_their_plans_find_today() -> None:
+def test_all_committed_rows_have_current_hashes_and_noise_multipliers() -> None:
     configurations, plans = hashes(), noise()
     assert len(configurations) == len(committed_rows()) and len(plans) >= 15
     assert not [name for name, value in (configurations | plans).items() if "where " in str(value)]

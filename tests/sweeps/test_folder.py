@@ -1,4 +1,4 @@
-"""Sweeps that begin in the same second keep apart."""
+"""Sweeps that start in the same second have separate folders."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -13,7 +13,7 @@ AT_ONCE = 8
 
 
 @pytest.mark.parametrize("cells", [(), None], ids=["our cells", "another sweeper's"])
-def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path, cells):
+def test_simultaneous_sweeps_have_separate_folders(tmp_path, cells):
     planned, ready = PlannedSweep("table", "mini", tmp_path / "results/sweeps/now-table", cells), Barrier(AT_ONCE)
 
     def begin(_):
@@ -27,11 +27,11 @@ def test_sweeps_of_one_second_have_folders_of_their_own(tmp_path, cells):
     assert all((folder / "cells.json").is_file() == (cells is not None) for folder in folders)
 
 
-def test_a_folder_that_holds_no_sweep_yet_is_taken_as_it_is(tmp_path):
+def test_folder_without_a_sweep_is_used(tmp_path):
     assert begin_sweep(PlannedSweep("table", "mini", tmp_path, ())) == tmp_path
 
 
-def test_a_file_in_its_place_is_a_sentence(tmp_path):
+def test_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "sweep").touch()
     with pytest.raises(UserError, match="cannot be written"):
         begin_sweep(PlannedSweep("table", "mini", tmp_path / "sweep", ()))

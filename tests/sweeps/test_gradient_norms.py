@@ -1,4 +1,4 @@
-"""Kept weights, curves, and the norms of what was kept, on runs of seconds."""
+"""Kept weights, curves, and gradient norms of the kept weights, on short runs."""
 
 import json
 from pathlib import Path
@@ -28,16 +28,16 @@ def planned(tmp_path_factory):
     return PlannedCell("clip=adaptive_layer task=cifar seed=0", 0, overrides, config, config_hash(config))
 
 
-def test_weights_are_kept_at_the_asked_epochs(planned):
+def test_weights_are_kept_at_the_chosen_epochs(planned):
     kept = {path.name for path in planned.run.glob("weights-*.pt")}
-    assert kept == {"weights-0.pt", "weights-2.pt", "weights-4.pt"}  # 8 steps an epoch, 4 in all
+    assert kept == {"weights-0.pt", "weights-2.pt", "weights-4.pt"}  # 8 steps per epoch, 4 in total
     first, last = (torch.load(planned.run / f"weights-{step}.pt", weights_only=True) for step in (0, 4))
     final = torch.load(planned.run / "model.pt", weights_only=True)
     assert all(torch.equal(last[name], final[name]) for name in final)
     assert any(not torch.equal(first[name], final[name]) for name in final)
 
 
-def test_each_evaluation_says_how_long_training_took(planned):
+def test_each_evaluation_has_the_training_time(planned):
     lines = [json.loads(line) for line in (planned.run / "metrics.jsonl").read_text().splitlines()]
     points = [line for line in lines if "seconds" in line]
     assert [line["step"] for line in points] == [2, 4]
@@ -45,7 +45,7 @@ def test_each_evaluation_says_how_long_training_took(planned):
     assert "seconds" not in json.loads((planned.run / "result.json").read_text())
 
 
-def test_norms_of_the_kept_weights(planned):
+def test_norms_cover_the_kept_weights_examples_and_layers(planned):
     rows = pd.DataFrame(rows_of(planned, planned.run, examples=5, layers=()))
     assert set(rows["step"]) == {0, 2, 4}
     assert set(rows["epoch"]) == {0, 0.25, 0.5}
@@ -57,7 +57,7 @@ def test_norms_of_the_kept_weights(planned):
     assert rows.merge(heads, how="inner").shape[0] == len(heads)
 
 
-def test_the_command_writes_one_table(planned, tmp_path, monkeypatch, capsys):
+def test_command_writes_one_table(planned, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gradient_norms, "table_cells", lambda *_: [planned])
     runs = str(planned.run.parent)
     assert main(["gradnorm_cifar", "scale=smoke", "--examples", "3", "--runs", runs, "--out", str(tmp_path)]) == 0
@@ -69,10 +69,10 @@ def test_the_command_writes_one_table(planned, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [(["nothing", "scale=mini"], "There is no sweep nothing"), (["cifar", "mini"], "give scale=NAME"),
      (["cifar", "scale=mini", "--examples", "0"], "one or more")],
 )  # fmt: skip
-def test_mistakes_are_one_sentence(arguments, said, capsys):
+def test_wrong_arguments_give_one_sentence(arguments, words, capsys):
     assert main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert words in capsys.readouterr().err

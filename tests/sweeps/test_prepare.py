@@ -1,4 +1,4 @@
-"""A sweep runs what is not done, as it was configured at its start, and a cell that fails stops no other."""
+"""A sweep runs unfinished cells, as configured at its start, and a failing cell does not stop the others."""
 
 import json
 import re
@@ -34,16 +34,16 @@ def rows(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A checkout, and what its whole table printed."""
+    """A checkout, and the finished process that ran its table."""
     checkout = Checkout(tmp_path_factory.mktemp("swept"))
     return checkout, checkout.sweep()
 
 
-def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(swept):
+def test_every_cell_runs_once_at_its_scale(swept):
     checkout, first = swept
     ran = [
         f"ran {clip} {epsilon} {seed} old"
-        for seed in (0, 1)  # a whole table of one seed first
+        for seed in (0, 1)  # all cells of one seed first
         for clip in ("flat", "fixed_layer")
         for epsilon in (4.0, 8.0)
     ]
@@ -59,17 +59,17 @@ def test_every_cell_of_a_table_runs_once_at_its_scale_and_never_again(swept):
     assert len(list((checkout.root / "results" / "sweeps").iterdir())) == 1
 
 
-def test_the_command_line_changes_cells(checkout):
-    assert rows(checkout.sweep("seed=5", "clip=flat,ghost", "+privacy.delta=null").stderr) == []  # refused: not with +
+def test_command_line_changes_cells(checkout):
+    assert rows(checkout.sweep("seed=5", "clip=flat,ghost", "+privacy.delta=null").stderr) == []  # refused: +
     done = checkout.sweep("seed=5", "clip=flat", "model.depth=10", "privacy.epsilon=3.0")
     assert rows(done.stdout) == ["ran flat 4.0 5 old"]
     [file] = (checkout.folder / "cells").iterdir()
     assert "depth: 10" in file.read_text()
 
 
-def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout):
+def test_failing_cell_is_listed_and_repeated_and_stops_no_other(checkout):
     (checkout.root / "fail").touch()
-    failing = checkout.sweep("seed=1")  # the two that fail come first
+    failing = checkout.sweep("seed=1")  # the failing cells come first
     assert failing.returncode == 1
     assert len(rows(failing.stdout)) == 2
     assert "2 of 4 cells failed:" in failing.stderr
@@ -80,8 +80,8 @@ def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout
     files = [checkout.root / line.rpartition("(")[2].rstrip(")") for line in (bug, mistake)]
     assert "Traceback" in files[0].read_text() and "a bug" in files[0].read_text()
     assert files[1].read_text().startswith("UserError: no data: bring some.\n")
-    told = checkout.status()
-    assert "4 cells: 2 done, 2 failed" in told and "RuntimeError: a bug" in told
+    status = checkout.status()
+    assert "4 cells: 2 done, 2 failed" in status and "RuntimeError: a bug" in status
     (checkout.root / "fail").unlink()
     again = checkout.sweep("seed=1")
     assert (again.returncode, len(rows(again.stdout))) == (0, 2)
@@ -89,7 +89,7 @@ def test_a_failing_cell_stops_no_other_is_listed_and_runs_the_next_time(checkout
     assert "4 cells: 4 done" in checkout.status(str(checkout.folder))
 
 
-def test_cells_at_once_keep_their_output_apart(checkout):
+def test_parallel_cells_have_separate_logs(checkout):
     (checkout.root / "fail").touch()
     done = checkout.unforked("run.py", *TABLE, *AT_ONCE, "privacy.epsilon=8")
     assert done.returncode == 2
@@ -103,7 +103,7 @@ def test_cells_at_once_keep_their_output_apart(checkout):
 
 
 @pytest.mark.parametrize(("seeds", "count"), [([], 2), (["seed=1"], 1)])
-def test_a_cell_that_is_killed_is_listed_and_runs_the_next_time(seeds, count, checkout):
+def test_killed_cell_is_listed_and_repeated(seeds, count, checkout):
     cells = ["clip=flat", "privacy.epsilon=8", *seeds]
     (checkout.root / "kill").touch()
     done = checkout.unforked("run.py", *TABLE, *AT_ONCE, *cells)
@@ -113,7 +113,7 @@ def test_a_cell_that_is_killed_is_listed_and_runs_the_next_time(seeds, count, ch
     assert checkout.status(str(checkout.folder)).endswith(f"{count} cells: {count} done\n")
 
 
-def test_cells_run_with_the_configuration_of_the_start(checkout):
+def test_cells_run_with_the_configuration_at_the_start(checkout):
     (checkout.root / "wait").touch()
     process = checkout.start("run.py", "-m", "+sweep=table", "scale=smoke", "clip=flat", "privacy.epsilon=8")
     while not (checkout.root / "first").exists():
@@ -125,7 +125,7 @@ def test_cells_run_with_the_configuration_of_the_start(checkout):
     assert (code, rows(out)) == (0, ["ran flat 8.0 0 old", "ran flat 8.0 1 old"]), err
 
 
-def test_the_folder_says_what_was_asked_for(swept):
+def test_sweep_folder_lists_its_cells(swept):
     checkout, _ = swept
     listed = json.loads((checkout.folder / "cells.json").read_text())
     assert (listed["sweep"], listed["scale"]) == ("table", "smoke")
@@ -135,7 +135,7 @@ def test_the_folder_says_what_was_asked_for(swept):
     assert cells[0]["overrides"][:2] == ["scale=smoke", "task=cifar"]
     for cell in cells:
         row = json.loads((checkout.root / cell["run"] / "result.json").read_text())
-        assert row["group"] == "table"  # what wandb shows its runs under
+        assert row["group"] == "table"  # the group of its runs in wandb
         assert (checkout.folder / "cells" / f"{cell['hash'][:12]}.yaml").is_file()
     assert checkout.folder.name.endswith("-table")
 
@@ -151,20 +151,20 @@ def test_the_folder_says_what_was_asked_for(swept):
         ),
     ],
 )
-def test_a_sweep_is_checked_whole(tmp_path, sweep, arguments, words):
+def test_every_cell_is_checked_before_the_first_runs(tmp_path, sweep, arguments, words):
     conf = conf_with(tmp_path, f"grids: [{sweep}]\nscales: {{smoke: {{}}}}\n")
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
         plan_sweep(["+sweep=table", *scale, *arguments.split()], conf)
 
 
-def test_a_sweep_may_set_for_all_modes_what_some_do_not_read(tmp_path):
+def test_sweep_may_set_keys_that_some_modes_ignore(tmp_path):
     conf = conf_with(tmp_path, "grids: [{clip: flat, clip.target_quantile: 0.3}]\nscales: {smoke: {}}\n")
     [cell] = plan_sweep(["+sweep=table", "scale=smoke"], conf).cells
     assert (cell.config.clip.policy, cell.config.clip.target_quantile) == ("fixed", 0.3)
 
 
-def test_cells_whose_weights_are_given_compose():
+def test_cells_with_given_weights_compose():
     register()
     given = plan_sweep(["+sweep=samsum", "model=opt_175b", "model.source=weights"], CONF).cells
     assert {(cell.config.pipeline.stages, cell.config.model.frozen_dtype) for cell in given} == {
@@ -184,7 +184,7 @@ def test_cells_compose_as_hydra_alone_does():
         assert config_hash(compose_run(list(cell.overrides), CONF)) == cell.hash
 
 
-def test_a_mistake_in_a_cell_is_one_sentence_and_nothing_is_written(checkout):
+def test_wrong_cell_gives_one_sentence_and_writes_nothing(checkout):
     checkout.write_sweep("grids: [{clip: [flat, flatt]}]\nscales: {smoke: {}}")
     done = checkout.sweep()
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -192,7 +192,7 @@ def test_a_mistake_in_a_cell_is_one_sentence_and_nothing_is_written(checkout):
     assert not (checkout.root / "results").exists()
 
 
-def test_without_grids_the_command_line_is_the_sweep(checkout):
+def test_command_line_alone_defines_a_sweep(checkout):
     done = checkout.command("run.py", "-m", "clip=flat,ghost", "seed=0,1", "scale=smoke")
     assert (done.returncode, len(rows(done.stdout))) == (0, 4)
     cells = json.loads((checkout.folder / "cells.json").read_text())["cells"]
@@ -200,7 +200,7 @@ def test_without_grids_the_command_line_is_the_sweep(checkout):
     assert Path(checkout.folder).name.endswith("-cells")
 
 
-def test_a_file_of_the_user_s_may_choose_the_launcher(checkout):
+def test_experiment_file_may_choose_the_launcher(checkout):
     (checkout.root / "my" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\nclip: {threshold: 3}\n"
     (checkout.root / "my" / "experiment" / "mine.yaml").write_text(text)

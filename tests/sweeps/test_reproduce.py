@@ -1,4 +1,4 @@
-"""A row of public data is made again to the same bits; one with a secret key, or that changed, is told."""
+"""A row on public data is reproduced bit for bit; a row with a secret key or other bits is reported."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ scales:
 
 @pytest.fixture
 def world(tmp_path):
-    """Two runs of a sweep, as its committed rows; with their key secret, or public."""
+    """A function that runs cells of a sweep and writes their rows, and options for these folders."""
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "measured").mkdir()
 
@@ -41,21 +41,21 @@ def world(tmp_path):
     return make, folders
 
 
-def test_a_public_row_is_made_again_and_modes_share_their_batches(world, capsys):
+def test_public_rows_are_reproduced_bit_for_bit(world, capsys):
     make, folders = world
     rows = make("data.public: true", runs=2)
     assert {row["plan.private"] for row in rows} == {"False"}
     assert main([rows[0]["hash"][:12], rows[1]["hash"][:8], *folders]) == 0
-    told = capsys.readouterr().out
-    assert told.count("reproduced, bit for bit") == 2 and "NOT reproduced" not in told
-    assert "Not a private release" in " ".join(told.split())
+    printed = capsys.readouterr().out
+    assert printed.count("reproduced, bit for bit") == 2 and "NOT reproduced" not in printed
+    assert "Not a private release" in " ".join(printed.split())
     other = rows[0] | {"valid/accuracy": str(float(rows[0]["valid/accuracy"]) + 1e-9)}
     write_table(Path(folders[1]) / "pair_smoke.csv", [other])
     assert main([rows[0]["hash"], *folders]) == 1
     assert "NOT reproduced" in capsys.readouterr().out
 
 
-def test_a_secret_key_is_gone(world, capsys):
+def test_row_with_a_deleted_key_is_refused(world, capsys):
     make, folders = world
     (row,) = make("")
     assert row["plan.private"] == "True"
@@ -68,7 +68,7 @@ def test_a_secret_key_is_gone(world, capsys):
     assert "has another configuration today" in capsys.readouterr().err
 
 
-def test_elsewhere_a_point_is_allowed():
+def test_one_point_is_allowed_on_another_machine():
     row = {"valid/accuracy": "50.0", "valid/loss": "1.5", "system.device": "a", "git.sha": "1"}
     near = {"valid/accuracy": 50.9, "valid/loss": 1.54, "system.device": "b", "git.sha": "1"}
     good, lines = compare(row, near)
@@ -85,7 +85,7 @@ def test_elsewhere_a_point_is_allowed():
         find_row("12", Path("nowhere"))
 
 
-def test_a_metric_that_is_no_number_is_as_it_was_if_it_is_none_again():
+def test_nan_metric_matches_only_nan():
     row = {"test/bleu": "nan", "git.sha": "1"}
     good, lines = compare(row, {"test/bleu": math.nan, "git.sha": "1"})
     assert good and lines[0] == "test/bleu: nan then, nan now"

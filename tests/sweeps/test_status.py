@@ -1,4 +1,4 @@
-"""What a cell is at is read off its folders."""
+"""The state of a cell is read from its folders."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_every_state_is_recognised(folder):
     assert states[1].note == "step 5 of 20"
 
 
-def test_lines(folder, capsys):
+def test_printed_lines(folder, capsys):
     assert main(["--cells"]) == 0
     where, first, *cells = capsys.readouterr().out.splitlines()
     assert where == "results/sweeps/2026-01-01_00-00-00-table"
@@ -48,4 +48,4 @@ def test_lines(folder, capsys):
     assert [line.split()[1] for line in cells] == ["clip=done", "clip=begun", "clip=failed", "clip=waiting"]
     assert cells[0].endswith("valid/accuracy 50.12, epsilon 7.996 (not a guarantee), 100 s")
     assert cells[2].endswith("RuntimeError: a bug")
-    assert len(status(folder)) == 3  # the failed one alone
+    assert len(status(folder)) == 3  # only the failed cell is listed

@@ -1,4 +1,4 @@
-"""Every file of `sweeps/` is headed by what it is and its command, and its cells compose at its scales."""
+"""Every file of `sweeps/` has a heading with title and command, and its cells compose at all scales."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ ROWS = {file.stem for file in (ROOT / "results" / "measured").glob("*.csv")}
 
 
 def is_slow(file: Path, scale: str) -> bool:
-    """Whether it is a search, or has rows, whose cells compose in test_committed_rows.py."""
+    """Whether the file is a search, or has rows (whose cells are composed in test_committed_rows.py)."""
     return file.stem.startswith("search_") or f"{file.stem}_{scale}" in ROWS
 
 
@@ -25,7 +25,7 @@ def name_of(value: Path | str) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_heading_says_what_it_is_how_to_run_it_and_what_it_takes(file):
+def test_heading_has_title_command_and_expected_result(file):
     heading = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert heading[0].endswith(".") and heading[1].startswith(f"#   python run.py -m +sweep={file.stem}")
     assert any(line.startswith("# Expected: ") for line in heading)
@@ -37,7 +37,7 @@ def test_the_heading_says_what_it_is_how_to_run_it_and_what_it_takes(file):
     ids=name_of,
 )
 def test_every_value_of_a_cell_composes(file, scale):
-    """Whatever is composed for another sweep as well is composed once."""
+    """Overrides that several sweeps share are composed once."""
     cells = [tuple(o for o in cell.overrides if not o.startswith("seed=")) for cell in read_sweep(file).cells(scale)]
     first, *others = each_value_once(cells)
     for overrides in (first, *others):

@@ -1,4 +1,4 @@
-"""What tests of tasks share."""
+"""Fixtures of the tests of tasks."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from tests.made_up import made_up_once
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_texts():
-    """A tenth of the made-up ones, once: nothing here is to be learned from them."""
+    """Use a tenth of the synthetic texts, generated once, as no test trains to a result."""
     with made_up_once(TRAIN=200, VALID=40, REQUESTS=20):
         yield
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> Path:
-    """A folder of `save_pretrained` for each family that is asked for."""
+    """The folder for the saved models of the families."""
     return tmp_path_factory.mktemp("decoders")

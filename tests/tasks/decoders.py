@@ -1,4 +1,4 @@
-"""Small decoders of six families that tests share: their folders, as `examples/small_decoder.py` writes them."""
+"""Small decoders of six families, saved by `examples/small_decoder.py` and shared by tests."""
 
 import runpy
 from pathlib import Path
@@ -14,7 +14,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def folder_of(folders: Path, family: str, **shape) -> Path:
-    """That of a family, written once."""
+    """The folder of a family, written once."""
     folder = folders / "-".join([family, *(f"{key}{value}" for key, value in shape.items())])
     if not folder.is_dir():
         EXAMPLE["write"](str(folder), family, **shape)

@@ -1,4 +1,4 @@
-"""Tiny GPT-2 models over single characters; `scripted` ones write what they were told to, by position."""
+"""Beam search with tiny GPT-2 models over single characters; a `scripted` model writes a given text by position."""
 
 import logging
 import warnings
@@ -25,7 +25,7 @@ PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[
 
 @pytest.fixture(autouse=True)
 def no_warnings():
-    """transformers has nothing to complain about, here or anywhere."""
+    """Fail on any warning of transformers or Python."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append
@@ -52,7 +52,7 @@ def tokenizer():
 
 
 def random_gpt2(positions=64, **changes):
-    """Tied, in float64, with weights so large that every position and every token matters."""
+    """A tied model in float64 with weights so large that every position and every token matters."""
     settings = {"n_layer": 2, "n_head": 2, "n_embd": 16, "initializer_range": 0.5, "vocab_size": END + 1}
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -62,7 +62,7 @@ def random_gpt2(positions=64, **changes):
 
 
 def scripted(tokenizer, text, positions=32):
-    """Writes `text[i]` at position i whatever stands before it; "#" is the end, "%" the token of line break and b."""
+    """A model that writes `text[i]` at position i after any text; "#" is the end, "%" the token of line break and b."""
     model = random_gpt2(positions, n_layer=1, n_embd=positions, n_head=1, tie_word_embeddings=False)
     special = {"#": END, "%": BREAK_B}
     script = [special.get(character) or tokenizer(character).input_ids[0] for character in text]
@@ -72,7 +72,7 @@ def scripted(tokenizer, text, positions=32):
         model.transformer.wte.weight.zero_()
         model.transformer.wpe.weight.copy_(torch.eye(positions))
         model.lm_head.weight.zero_()
-        for place, token in enumerate(script[1:]):  # what stands at place + 1 is foretold at place
+        for place, token in enumerate(script[1:]):  # the token at place + 1 is predicted at place
             model.lm_head.weight[token, place] = 10.0
     return model
 
@@ -86,11 +86,11 @@ def write(model, tokenizer, prompts, single_line=True, **settings):
     return generate(model, tokenizer, prompts, GenerateConfig(**settings), device=CPU, single_line=single_line)
 
 
-def test_beams_are_those_of_transformers(tokenizer):
+def test_beams_match_transformers(tokenizer):
     model = random_gpt2(initializer_range=0.2, tie_word_embeddings=False).eval()
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = 1
-        model.lm_head.weight[END, 0] = 2.5  # so that texts end now and then
+        model.lm_head.weight[END, 0] = 2.5  # so that some texts end early
     prompts = [[number] for number in range(12)]
 
     def directly(early_stopping):
@@ -114,26 +114,26 @@ def test_beams_are_those_of_transformers(tokenizer):
 
 
 @pytest.mark.parametrize("settings", [{}, {"beams": 3}, {"max_new_tokens": 60}])
-def test_a_text_does_not_depend_on_its_batch(tokenizer, settings):
+def test_text_does_not_depend_on_its_batch(tokenizer, settings):
     model, prompts = random_gpt2().eval(), encode(tokenizer)
     together = write(model, tokenizer, prompts, batch_size=16, **settings)
     assert together == [write(model, tokenizer, [prompt], **settings)[0] for prompt in prompts]
     assert together == write(model, tokenizer, prompts, batch_size=2, **settings)
     assert len(set(together)) > 3
-    # Positions counted over the padding, or padding that is seen, would make other texts:
+    # Positions that count the padding, or attention to it, would give other texts:
     padded = [[END] * 3 + prompt for prompt in prompts]
     assert write(model, tokenizer, padded, **settings) != together
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_text_ends_at_the_end_token_and_is_stripped(tokenizer, beams):
+def test_text_ends_at_the_end_token_and_is_stripped(tokenizer, beams):
     model = scripted(tokenizer, "??? ab cd #ef#")
     texts = write(model, tokenizer, encode(tokenizer, ["???", "?" * 10]), beams=beams)
     assert texts == ["ab cd", ""]
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_line_ends_at_its_break(tokenizer, beams):
+def test_single_line_ends_at_a_line_break(tokenizer, beams):
     model = scripted(tokenizer, "?\n ab c \nd#")
     prompt = encode(tokenizer, ["?"])
     assert write(model, tokenizer, prompt, beams=beams, max_new_tokens=20) == ["ab c"]
@@ -141,13 +141,13 @@ def test_a_line_ends_at_its_break(tokenizer, beams):
     assert write(scripted(tokenizer, "?ac%d#"), tokenizer, prompt, beams=beams) == ["ac"]
 
 
-def test_no_more_tokens_than_the_model_has_positions_for(tokenizer):
+def test_texts_end_at_the_last_position_of_the_model(tokenizer):
     model = scripted(tokenizer, "abcdefghijklmnop", positions=16)
     texts = write(model, tokenizer, encode(tokenizer, ["?" * 14, "?", "?" * 12, "?" * 15]), max_new_tokens=5)
     assert texts == ["op", "bcdef", "mnop", "p"]
 
 
-def test_the_model_and_the_random_numbers_are_as_before(tokenizer):
+def test_generation_leaves_model_and_random_state_unchanged(tokenizer):
     model, prompts = random_gpt2(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5), encode(tokenizer)
     texts = write(model.eval(), tokenizer, prompts, beams=2)
     own = model.generation_config
@@ -168,7 +168,7 @@ def losses_of(model, rows):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_an_attached_engine_notices_nothing(tokenizer, lora):
+def test_generation_does_not_affect_an_attached_engine(tokenizer, lora):
     model, prompts = random_gpt2().eval(), encode(tokenizer)
     plain = write(model, tokenizer, prompts, beams=3)
     if lora:
@@ -177,19 +177,19 @@ def test_an_attached_engine_notices_nothing(tokenizer, lora):
         adapters = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
         with warnings.catch_warnings(action="ignore"):
             model = peft.get_peft_model(model, adapters).double().eval()
-        assert write(model, tokenizer, prompts, beams=3) != plain  # the adapters take part
+        assert write(model, tokenizer, prompts, beams=3) != plain  # the adapters have an effect
     rows = torch.randint(END, (3, 7))
     alone = write(model, tokenizer, prompts, beams=3)
     found = []
     for writes in (False, True):
         with attach(model, per_layer(model), 1.0) as engine:
-            some_of = partial(losses_of, model)
-            trace_batch(engine, some_of, rows)
+            row_losses = partial(losses_of, model)
+            trace_batch(engine, row_losses, rows)
             model.zero_grad()
             if writes:
                 assert write(model, tokenizer, prompts, beams=3) == alone
                 assert engine.examples == 0
-            losses = engine.losses(rows_of(some_of, rows), range(3))
+            losses = engine.losses(rows_of(row_losses, rows), range(3))
             if writes:
                 assert write(model, tokenizer, prompts, beams=3) == alone
             engine.backward(losses)
@@ -198,7 +198,7 @@ def test_an_attached_engine_notices_nothing(tokenizer, lora):
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_what_does_not_fit_into_memory_is_written_with_fewer_prompts_at_once(tokenizer, monkeypatch, capsys):
+def test_out_of_memory_halves_the_batch_of_prompts(tokenizer, monkeypatch, capsys):
     prompts = encode(tokenizer)
     expected = write(random_gpt2(), tokenizer, prompts)
     search = beam_search._search
@@ -216,7 +216,7 @@ def test_what_does_not_fit_into_memory_is_written_with_fewer_prompts_at_once(tok
         write(random_gpt2(), tokenizer, prompts, batch_size=4)
 
 
-def test_what_cannot_be_done_is_refused(tokenizer):
+def test_invalid_prompts_and_models_are_refused(tokenizer):
     model = random_gpt2(positions=16)
     with pytest.raises(UserError, match="A prompt has 16 tokens, and the model has 16 positions"):
         write(model, tokenizer, [[1], [1] * 16])

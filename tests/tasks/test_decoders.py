@@ -1,4 +1,4 @@
-"""Llama, Qwen and Gemma, small: clipped sums against single rows in float64, classifiers, adapters, a whole run."""
+"""Small Llama, Qwen and Gemma: clipped sums match single rows in float64; classifiers, adapters, and a complete run."""
 
 import itertools
 import json
@@ -26,11 +26,11 @@ FAST = {
     ("e2e", "qwen3", "all", "layer"), ("e2e", "gemma", "lora", "ghost"), ("e2e", "gemma2", "all", "flat"),
     ("e2e", "gemma3_text", "lora", "layer"), ("sst2", "llama", "lora", "ghost"), ("sst2", "gemma", "all", "layer"),
 }  # fmt: skip
-"""One or two of each way of clipping, family and kind of head; the others are slow."""
+"""One or two cases of each clipping mode, family and head; the others are slow."""
 
 
 def in_float64(config: RunConfig):
-    """The task, its adapters moved from their start, where half of the gradients are zero."""
+    """The task in float64, with perturbed parameters: at the start of adapters half of the gradients are zero."""
     torch.manual_seed(0)
     task = make_task(config, CPU)
     task.model.double()
@@ -42,7 +42,7 @@ def in_float64(config: RunConfig):
 
 
 def loss_by_hand(task, example: int) -> torch.Tensor:
-    """One row without padding, mask or positions, all logits."""
+    """The loss of one row without padding, mask or positions, from all logits."""
     if hasattr(task, "_train"):
         row, label = torch.as_tensor(task._train.tokens[example]).long(), int(task._train.labels[example])
         return F.cross_entropy(task.model(row[None], use_cache=False).logits[0], torch.tensor(label))
@@ -52,9 +52,9 @@ def loss_by_hand(task, example: int) -> torch.Tensor:
 
 
 def check(folder: Path, task: str, trains: str, mode: str, **model) -> None:
-    made = in_float64(settings(folder, task, trains=trains, **model))
+    built = in_float64(settings(folder, task, trains=trains, **model))
     with in_double():
-        check_sums(made, EXAMPLES, mode, loss_by_hand)
+        check_sums(built, EXAMPLES, mode, loss_by_hand)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def check(folder: Path, task: str, trains: str, mode: str, **model) -> None:
         for cell in itertools.product(("e2e", "sst2"), FAMILIES, ("all", "lora"), MODES)
     ],
 )
-def test_clipped_sums_are_those_of_single_rows(folders, task, family, trains, mode):
+def test_clipped_sums_match_single_rows(folders, task, family, trains, mode):
     check(folder_of(folders, family), task, trains, mode)
 
 
@@ -72,18 +72,18 @@ def test_clipped_sums_are_those_of_single_rows(folders, task, family, trains, mo
     "mode", [mode if mode == "ghost" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
 )
 @pytest.mark.parametrize("trains", ["all", pytest.param("lora", marks=pytest.mark.slow)])
-def test_blocks_that_are_computed_again_have_the_same_sums(folders, mode, trains):
+def test_rematerialized_blocks_have_the_same_sums(folders, mode, trains):
     check(folder_of(folders, "llama"), "e2e", trains, mode, rematerialize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_an_untied_head(folders, mode):
+def test_untied_head_matches_single_rows(folders, mode):
     folder = folder_of(folders, "llama", tie_word_embeddings=False)
     check(folder, "e2e", "all", mode)
 
 
-def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_float32(folders):
+def test_bfloat16_frozen_weights_give_sums_close_to_float32(folders):
     found = []
     for half in (False, True):
         config = settings(folder_of(folders, "llama"), trains="lora", frozen_dtype="bfloat16" if half else "float32")
@@ -102,7 +102,7 @@ def test_frozen_weights_in_half_precision_give_sums_in_float32_near_those_of_flo
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_the_head_reads_the_last_token_that_is_no_padding(folders, family):
+def test_classifier_reads_the_last_token_before_padding(folders, family):
     task = make_task(settings(folder_of(folders, family), "sst2"), CPU)
     rows = [task._train.tokens[i] for i in EXAMPLES]
     assert len({len(row) for row in rows}) > 1
@@ -117,14 +117,14 @@ def test_the_head_reads_the_last_token_that_is_no_padding(folders, family):
 
 
 @pytest.mark.parametrize(("family", "between"), [("qwen2", "\n"), ("llama", "<|begin_of_text|>")])
-def test_the_texts_of_a_pair_do_not_run_together(folders, family, between):
+def test_texts_of_a_pair_are_separated(folders, family, between):
     task = make_task(settings(folder_of(folders, family), "qnli", data={"max_length": 300}), CPU)
     kept = [task.tokenizer.decode(task._train.tokens[i]).removeprefix("<|begin_of_text|>") for i in EXAMPLES]
     assert all(text.count(between) == 1 and all(side.strip() for side in text.split(between)) for text in kept)
 
 
-def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_path):
-    """Else a classifier takes padding for text: an example's loss would depend on how long the others are."""
+def test_padding_token_of_the_model_is_used_if_the_tokeniser_has_none(folders, tmp_path):
+    """Otherwise a classifier would read padding as text, and the loss would depend on the length of other examples."""
     EXAMPLE["write"](str(tmp_path), "llama", pad_token_id=5)
     task = make_task(settings(tmp_path, "sst2"), CPU)
     assert task.tokenizer.pad_token_id is None
@@ -135,7 +135,7 @@ def test_padding_is_the_models_own_though_the_tokeniser_has_none(folders, tmp_pa
 # -- a whole run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path, capsys):
+def test_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -149,9 +149,9 @@ def test_a_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path,
     with rdp_alone():
         row = run(config)
     assert row["plan.private"] is True and 7.9 < row["plan.spent_epsilon"] <= 8
-    told = json.loads((out / "provenance.json").read_text())
-    assert told["base"] == str(source) and "adapters" in told["note"]
-    assert list(told["sha256"]) == ["adapter_model.safetensors"]
+    provenance = json.loads((out / "provenance.json").read_text())
+    assert provenance["base"] == str(source) and "adapters" in provenance["note"]
+    assert list(provenance["sha256"]) == ["adapter_model.safetensors"]
     base = AutoModelForCausalLM.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = torch.tensor([tokenizer("name : The Eagle | food : French\n")["input_ids"]])

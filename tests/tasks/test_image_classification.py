@@ -1,4 +1,4 @@
-"""The CIFAR-10 task: per-example losses, metrics by hand, subsets, initial weights by seed, real data where it is."""
+"""The image classification task: per-example losses, metrics, subsets of the data, and scattering features."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def config(**changes) -> RunConfig:
     )
 
 
-def test_losses_are_one_value_an_example_and_no_mean():
+def test_losses_are_per_example():
     task = make_task(config(), CPU)
     task.model.eval()
     together = task.losses_of([3, 5, 8])
@@ -26,7 +26,7 @@ def test_losses_are_one_value_an_example_and_no_mean():
     torch.testing.assert_close(torch.cat([task.losses_of([i]) for i in (3, 5, 8)]), together, rtol=1e-3, atol=1e-5)
 
 
-def test_metrics_are_those_of_a_plain_loop():
+def test_metrics_match_a_plain_loop():
     task = make_task(config(), CPU)
     images, labels = task._splits["valid"]
     with torch.no_grad():
@@ -37,22 +37,22 @@ def test_metrics_are_those_of_a_plain_loop():
     assert task.model.training
 
 
-def test_a_limit_keeps_classes_even_and_the_order_of_the_data():
+def test_limit_keeps_classes_balanced():
     task = make_task(config(data=DataConfig("digits", train_limit=100)), CPU)
     assert task.train_size == 100 == task.describe_data()["train_examples"]
     assert task._splits["train"][1].bincount().tolist() == [10] * 10
 
 
-def test_a_held_out_share_of_the_training_images_is_what_is_validated_on():
-    whole = make_task(config(), CPU)
+def test_holdout_share_of_the_training_images_is_the_validation_set():
+    full = make_task(config(), CPU)
     task = make_task(config(data=DataConfig("digits", holdout=0.2, train_limit=100)), CPU)
     described = task.describe_data()
-    train = {image.numpy().tobytes() for image in whole._splits["train"][0]}
+    train = {image.numpy().tobytes() for image in full._splits["train"][0]}
     assert {image.numpy().tobytes() for image in task._splits["valid"][0]} < train
-    assert described["train_examples"] == task.train_size == 100  # the limit comes after
+    assert described["train_examples"] == task.train_size == 100  # the limit is applied afterwards
     assert described["valid_examples"] == len(task._splits["valid"][0]) < 400
     assert "valid, a share of 0.2 of the training set" in described["selected_on"]
-    assert "test set" in whole.describe_data()["selected_on"]
+    assert "test set" in full.describe_data()["selected_on"]
 
 
 def test_unknown_names_are_refused():
@@ -62,7 +62,7 @@ def test_unknown_names_are_refused():
         make_task(config(model=ModelConfig(name="vgg")), CPU)
 
 
-def test_a_small_network_learns_on_scattering_features():
+def test_small_network_learns_on_scattering_features():
     scatter = ModelConfig(name="scatter_cnn", norm_groups=27)
     task = make_task(config(model=scatter), CPU)
     assert task._splits["train"][0].shape[1:] == (81, 2, 2)

@@ -1,4 +1,4 @@
-"""A task of one's own: one file of configuration, one of Python, and one sentence for whatever is wrong with them."""
+"""A user's own task needs one configuration file and one Python file; errors in them are reported in one sentence."""
 
 import json
 import os
@@ -20,7 +20,7 @@ CONF = """# @package _global_
 task: mine
 own_task: {_target_: sums.make_sums, features: 3}
 """
-MODULE = '''"""Tells whether a row of numbers adds up to more than zero."""
+MODULE = '''"""Classifies rows of numbers by the sign of their sum."""
 import torch
 from torch import nn
 
@@ -79,7 +79,7 @@ def nothing(config, device):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the user works: my_conf/task/mine.yaml and sums.py."""
+    """A working folder with my_conf/task/mine.yaml and sums.py."""
     (tmp_path / "my_conf" / "task").mkdir(parents=True)
     (tmp_path / "my_conf" / "task" / "mine.yaml").write_text(CONF)
     (tmp_path / "sums.py").write_text(MODULE)
@@ -92,20 +92,20 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, *Command(*words, cwd=folder, environment=environment).finish())
 
 
-def test_two_files_make_a_run_without_touching_the_package(folder: Path) -> None:
+def test_two_files_define_a_task_outside_of_the_package(folder: Path) -> None:
     asked = ("task=mine", "clip=flat", "train.epochs=10", "privacy.accountant=rdp")
     done = command(folder, *asked, "privacy.epsilon=8")
     assert done.returncode == 0, done.stderr
     [run] = (folder / "results" / "runs").iterdir()
     row = json.loads((run / "result.json").read_text())
-    assert row["valid/accuracy"] > 80  # half of the examples are of either class
+    assert row["valid/accuracy"] > 80  # the classes are balanced
     assert (row["task"], row["model.name"], row["train.batch_size"]) == ("mine", "own", 256)
     assert json.loads(row["own_task"]) == {"_target_": "sums.make_sums", "features": 3}
     assert "Already done" in command(folder, *asked).stdout
 
 
 @pytest.mark.slow
-def test_a_sweep_and_replicas_find_it_too(folder: Path) -> None:
+def test_own_task_works_in_sweeps_and_replicas(folder: Path) -> None:
     done = command(folder, "-m", "task=mine", "scale=smoke", "own_task.features=3,4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n  done ") == 2 and len([*(folder / "results" / "runs").iterdir()]) == 2
@@ -123,16 +123,16 @@ def test_a_sweep_and_replicas_find_it_too(folder: Path) -> None:
         ({"_target_": "sums.nothing"}, "returned a NoneType"),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_invalid_task_gives_one_sentence(
     folder: Path, own_task: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "broken.py").write_text("def make(:\n")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "sums", raising=False)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         make_task(RunConfig(task="mine", own_task=own_task), torch.device("cpu"))
-    assert words in str(told.value) and "\n" not in str(told.value)
+    assert words in str(error.value) and "\n" not in str(error.value)
     monkeypatch.delitem(sys.modules, "sums", raising=False)
 
 
@@ -145,28 +145,28 @@ def test_a_mistake_is_one_sentence(
         ("own_task._target_=sums.make_centred", "first forward pass changed '0.mean', a buffer or parameter"),
     ],
 )
-def test_a_mistake_on_the_command_line_writes_nothing(folder: Path, arguments: str, words: str) -> None:
+def test_invalid_task_on_the_command_line_writes_nothing(folder: Path, arguments: str, words: str) -> None:
     done = command(folder, "task=mine", "scale=smoke", *arguments.split())
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
     assert not (folder / "results").exists()
 
 
-def test_a_folder_that_is_not_there_is_one_sentence(folder: Path) -> None:
+def test_missing_config_dir_gives_one_sentence(folder: Path) -> None:
     (folder / "my_conf").rename(folder / "conf")
     for arguments in (["task=mine"], ["--help"]):
         done = command(folder, *arguments)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "my_conf" in done.stderr, done.stderr
 
 
-def test_the_hash_covers_the_function_and_its_options_and_leaves_others_as_they_were() -> None:
+def test_hash_covers_own_task_and_is_unchanged_for_other_tasks() -> None:
     ours = {"_target_": "sums.make_sums", "features": 3}
     configs = [RunConfig(task="mine", own_task=one) for one in (ours, {**ours, "features": 4}, {"_target_": "sums.x"})]
     assert len({config_hash(config) for config in configs}) == 3
     assert "own_task" not in stable_config(RunConfig())
 
 
-def test_a_name_of_the_packages_is_refused() -> None:
+def test_name_of_a_built_in_task_is_refused() -> None:
     with pytest.raises(UserError, match="task=cifar is a task of this package"):
         make_task(RunConfig(task="cifar", own_task={"_target_": "sums.make_sums"}), torch.device("cpu"))
     with pytest.raises(UserError, match=r"own_task\._target_"):

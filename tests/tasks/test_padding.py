@@ -1,4 +1,4 @@
-"""Padding: rows and tensors by hand; what each kind of model is given; logits that no padding changes."""
+"""Padded batches have the positions, masks and arguments that each model needs, and padding does not change logits."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def tiny(name: str, **changes):
     return auto.from_config(config).double().eval()
 
 
-def test_roberta_counts_from_its_padding_row():
+def test_roberta_positions_start_after_the_padding_index():
     model = tiny("roberta")
     inputs = ModelInputs(model, 1)(ROWS, CPU, token_types=ROWS)
     assert inputs["position_ids"].tolist() == [[2, 3, 4, 5], [2, 3, 1, 1], [2, 3, 4, 1]]
@@ -43,7 +43,7 @@ def test_roberta_counts_from_its_padding_row():
     assert torch.equal(own, inputs["position_ids"])
 
 
-def test_the_models_own_arguments_are_seen_through_adapters():
+def test_arguments_of_the_model_are_found_through_adapters():
     import_torchvision()
     import peft
 
@@ -56,7 +56,7 @@ def test_the_models_own_arguments_are_seen_through_adapters():
 @pytest.mark.parametrize("name", ["gpt2", "roberta", "bert"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
-def test_logits_are_those_of_the_row_alone(name, attention):
+def test_logits_match_those_of_a_single_row(name, attention):
     model = tiny(name, attn_implementation=attention)
     inputs = ModelInputs(model, 1)
     together = model(**inputs(ROWS, CPU)).logits

@@ -1,4 +1,4 @@
-"""Microbatches for a pipeline: what a stage makes of them is what the task itself makes of the examples."""
+"""Microbatches of texts for a pipeline have equal shapes within a batch."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def text():
     return make_task(config(model={"shape": shape}, data={"max_length": 100}, train=summed), CPU)
 
 
-def test_all_microbatches_of_texts_have_one_shape_that_the_longest_decides(text):
+def test_microbatches_have_the_shape_of_the_longest_text(text):
     feed, tokens = text.feed("train", CPU), text._samples["train"]
     examples = feed.order(np.arange(len(feed)))
     assert (np.diff(tokens.lengths[examples]) <= 0).all()

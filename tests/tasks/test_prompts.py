@@ -10,17 +10,17 @@ def anything(_):
     return True
 
 
-def test_the_three_sets_are_fixed_and_share_no_example():
+def test_prompt_sets_are_fixed_and_disjoint():
     sets = [demonstrations(TRAIN, 4, number, anything) for number in range(PROMPT_SETS)]
     assert sets == [demonstrations(TRAIN, 4, number, anything) for number in range(PROMPT_SETS)]
     assert [len(chosen) for chosen in sets] == [4, 4, 4]
-    everyone = [*sets[0], *sets[1], *sets[2]]
-    assert len(set(everyone)) == 12
-    assert set(everyone) <= set(TRAIN)
-    assert everyone != TRAIN[:12]  # a random choice, not the beginning of the file
+    all_pairs = [*sets[0], *sets[1], *sets[2]]
+    assert len(set(all_pairs)) == 12
+    assert set(all_pairs) <= set(TRAIN)
+    assert all_pairs != TRAIN[:12]  # a random choice, not the beginning of the file
 
 
-def test_only_those_short_enough_as_they_are_shown():
+def test_only_demonstrations_that_fit_are_chosen():
     def fits(text):
         assert text.startswith("source ") and " target " in text
         return len(text) <= len("source 1 target 1")  # the numbers of one digit
@@ -32,13 +32,13 @@ def test_only_those_short_enough_as_they_are_shown():
         demonstrations(TRAIN, 4, 0, fits)
 
 
-def test_no_source_twice():
+def test_sources_are_not_repeated():
     rows = [(source, f"{target} in other words {k}") for source, target in TRAIN[:6] for k in range(5)]
     shown = [pair for number in range(3) for pair in demonstrations(rows, 2, number, anything)]
     assert sorted(source for source, _ in shown) == [source for source, _ in TRAIN[:6]]
 
 
-def test_a_prompt_is_examples_and_then_the_source():
+def test_prompt_is_demonstrations_followed_by_the_source():
     source = "Summarize the following dialogue\nA: Hi!\r\nB: Bye.\nTL;DR"
     shown = [(source.replace("Hi", "Hello"), "A greets B."), ("Say it\nTL;DR", "Said.")]
     assert in_context_prompt(shown, source) == (

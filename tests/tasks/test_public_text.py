@@ -1,4 +1,4 @@
-"""Public text behind weights and tokenisers: a run names it, and refuses what was made from its own training file."""
+"""A run names the public text behind its weights and tokeniser, and refuses ones made from its own training file."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """The private training set of E2E, and a tokeniser with a record of the texts that it was made from."""
+    """A private E2E training set, and a saved tokeniser."""
     (tmp_path / "e2e").mkdir()
     rows = [f'"name[Inn {a}], area[{b}]",Inn {a} lies {b}.' for a in range(5) for b in range(5)]
     for name in ("trainset.csv", "devset.csv", "testset_w_refs.csv"):
@@ -30,28 +30,28 @@ def data(tmp_path: Path) -> Path:
 
 def config(data: Path, clip: str = "layer", fresh: bool = True) -> RunConfig:
     shape = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 128}
-    made = RunConfig(
+    config = RunConfig(
         task="e2e",
         model=ModelConfig(name="gpt2", source=str(data / "model"), fresh=fresh, architecture="gpt2", shape=shape),
         data=DataConfig(name="files", max_length=100),
         eval=EvalConfig(generate=GenerateConfig(max_new_tokens=4, limit=1)),
         paths=PathsConfig(data=str(data)),
     )
-    made.clip.grouping = clip
-    return made
+    config.clip.grouping = clip
+    return config
 
 
-def test_a_run_says_its_public_texts_and_refuses_its_own_training_file(data):
+def test_public_text_is_named_and_own_training_file_refused(data):
     record = data / "model" / "vocabulary.json"
     record.write_text(json.dumps({"sha256": {"public.json": "0" * 64}}))
     assert make_task(config(data), CPU).describe_data()["public_text"] == "vocabulary from public.json"
     record.write_text(json.dumps({"sha256": sha256_of_files([data / "e2e" / "trainset.csv"], data / "e2e")}))
     with pytest.raises(UserError, match=r"vocabulary of .* were made from trainset\.csv, which this run should"):
         make_task(config(data), CPU)
-    assert make_task(config(data, clip="none"), CPU).train_size == 25, "which claims nothing"
+    assert make_task(config(data, clip="none"), CPU).train_size == 25, "without privacy it is accepted"
 
 
-def test_weights_from_the_private_file_are_refused_too(data):
+def test_weights_from_the_private_file_are_refused(data):
     digests = sha256_of_files([data / "e2e" / "trainset.csv"], data)
     (data / "model" / "provenance.json").write_text(json.dumps({"data": {"sha256": digests}}))
     with pytest.raises(UserError, match=r"weights of .* were made from e2e/trainset\.csv"):
@@ -59,8 +59,8 @@ def test_weights_from_the_private_file_are_refused_too(data):
 
 
 @pytest.mark.parametrize("task", ["e2e", "dart"])
-def test_the_kept_vocabulary_of_a_task_was_not_made_from_its_own_texts(task):
-    """Of DART, the part that scale=midi trains on."""
+def test_committed_vocabulary_was_not_made_from_the_texts_of_its_task(task):
+    """For DART this covers the part that scale=midi trains on."""
     source = str(compose_run([f"task={task}", "scale=midi"], ROOT / "conf").model.source)
     held = json.loads((ROOT / source / "vocabulary.json").read_text())
     assert len(load_tokenizer(source)) == held["tokens"]

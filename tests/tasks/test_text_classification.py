@@ -1,4 +1,4 @@
-"""Text classification: exact clipped sums with padding, order by length, metrics by hand, what is cut, bad input."""
+"""Text classification: exact clipped sums with padding, order by length, metrics, truncation and export."""
 
 import json
 
@@ -42,9 +42,9 @@ def config(task="sst2", model=(), data=(), **changes) -> RunConfig:
     )
 
 
-def double(made):
-    made.model.double()
-    return made
+def double(task):
+    task.model.double()
+    return task
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,18 @@ def mnli():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["sst2", "mnli"])
-def test_clipped_sums_are_those_of_single_examples(name, mode, request):
+def test_clipped_sums_match_single_examples(name, mode, request):
     check_sums(request.getfixturevalue(name), EXAMPLES, mode)
 
 
-def test_order_is_by_length_and_pads_less(sst2):
+def test_order_by_length_reduces_padding(sst2):
     drawn = np.random.default_rng(0).permutation(60)
     ordered = sst2.order(drawn)
     assert sorted(ordered) == sorted(drawn)
     lengths = sst2._lengths[ordered]
     assert (np.diff(lengths) <= 0).all()
     same = drawn[sst2._lengths[drawn] == lengths[30]]
-    assert ordered[lengths == lengths[30]].tolist() == same.tolist(), "equal lengths as they were drawn"
+    assert ordered[lengths == lengths[30]].tolist() == same.tolist(), "equal lengths keep their drawn order"
 
     def padded(examples):
         return sum(8 * int(sst2._lengths[part].max()) for part in np.split(examples[:56], 7))
@@ -78,7 +78,7 @@ def test_order_is_by_length_and_pads_less(sst2):
     assert padded(ordered) < 0.8 * padded(drawn)
 
 
-def test_metrics_are_those_of_a_plain_loop(mnli):
+def test_metrics_match_a_plain_loop(mnli):
     found = mnli.evaluate("valid", batch_size=16, limit=30)
     for name, part in mnli._valid.items():
         ending = f"_{name}" if name else ""
@@ -95,13 +95,13 @@ def test_metrics_are_those_of_a_plain_loop(mnli):
     assert mnli.model.training
 
 
-def test_the_models_dropout_is_on_in_training_and_off_in_evaluation():
+def test_dropout_is_on_in_training_and_off_in_evaluation():
     task = make_task(config(model={"dropout": 0.5}), CPU)
     assert not torch.equal(task.losses_of([0, 1]), task.losses_of([0, 1]))
     assert task.evaluate("valid", 50) == task.evaluate("valid", 50)
 
 
-def test_another_encoder_gets_its_token_types(tmp_path):
+def test_bert_gets_its_token_types(tmp_path):
     from transformers import BertTokenizerFast
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", "the"]
@@ -119,16 +119,16 @@ def test_long_texts_are_cut_and_counted():
     tokenizer = make_task(config(), CPU).tokenizer
     texts = [("so", None), ("a very long sentence that does not fit", None)]
     short, long = tokenizer([first for first, _ in texts])["input_ids"]
-    made = encode(Labelled(texts, [1, 0]), tokenizer, 6)
-    assert made.cut == 1
-    assert made.tokens[0].tolist() == short
-    assert made.tokens[1].tolist() == [*long[:5], tokenizer.sep_token_id]
+    encoded = encode(Labelled(texts, [1, 0]), tokenizer, 6)
+    assert encoded.cut == 1
+    assert encoded.tokens[0].tolist() == short
+    assert encoded.tokens[1].tolist() == [*long[:5], tokenizer.sep_token_id]
     pair = encode(Labelled([(texts[0][0], texts[1][0])], [0]), tokenizer, 10)
-    assert pair.tokens[0].tolist()[: len(short)] == short, "the longer side is cut"
+    assert pair.tokens[0].tolist()[: len(short)] == short, "the longer text is cut"
     assert pair.lengths.tolist() == [10]
 
 
-def test_what_the_record_says(sst2):
+def test_data_description_has_sizes_lengths_and_cuts(sst2):
     found = sst2.describe_data()
     assert (found["train_examples"], found["valid_examples"]) == (60, 40) == (sst2.train_size, len(sst2._valid[""]))
     assert found["longest"] == sst2._lengths.max() and found["max_length"] == 64
@@ -150,5 +150,5 @@ def test_export_is_a_folder_that_transformers_reads(tmp_path):
     torch.testing.assert_close(model(**inputs).logits, task.logits(task.model, inputs))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer("A film", "Good.")["input_ids"] == task.tokenizer("A film", "Good.")["input_ids"]
-    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert told["hash"] == "abc" and list(told["sha256"]) == ["model.safetensors"]
+    provenance = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert provenance["hash"] == "abc" and list(provenance["sha256"]) == ["model.safetensors"]

@@ -1,4 +1,4 @@
-"""Text from a source: sequences and losses by hand, exact clipped sums with padding, perplexity, generation, cuts."""
+"""Text generation: sequences, losses, exact clipped sums with padding, perplexity, generated texts, and truncation."""
 
 import copy
 import json
@@ -56,8 +56,8 @@ def config(task="e2e", model=(), data=(), generate=(), **changes) -> RunConfig:
     )
 
 
-def made(*settings, **changes):
-    """A task in float64; low-rank adapters moved from their start, where half of the gradients are zero."""
+def float64_task(*settings, **changes):
+    """A task in float64, with perturbed adapters: at their start half of the gradients are zero."""
     torch.manual_seed(0)
     task = make_task(config(*settings, **changes), CPU)
     task.model.double()
@@ -69,16 +69,16 @@ def made(*settings, **changes):
 
 @pytest.fixture(scope="module")
 def tied():
-    return made()
+    return float64_task()
 
 
 @pytest.fixture(scope="module")
 def tasks(tied):
     return {
         "tied": tied,
-        "tied, sum": made(train=TrainConfig(token_loss="sum")),
-        "untied": made("dart", {"untie": True}),
-        "lora": made("samsum", LORA),
+        "tied, sum": float64_task(train=TrainConfig(token_loss="sum")),
+        "untied": float64_task("dart", {"untie": True}),
+        "lora": float64_task("samsum", LORA),
     }
 
 
@@ -88,7 +88,7 @@ def tokenizer():
 
 
 def loss_by_hand(task, tokens, start):
-    """The plain way: one sequence without padding, all logits, the losses of the targets' tokens (n,)."""
+    """The losses of the target tokens (n,) of one sequence without padding, from all logits."""
     tokens = torch.as_tensor(tokens).long()
     logits = task.model(tokens[None], use_cache=False).logits[0]
     return F.cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="none")
@@ -97,7 +97,7 @@ def loss_by_hand(task, tokens, start):
 # -- sequences ------------------------------------------------------------------------------------------------------
 
 
-def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
+def test_table_and_text_are_separated_by_the_bos_token(tokenizer):
     samples = PairEncoder(tokenizer, "", 100).pairs([("name : A | area : B", "A is in B. ")])
     assert tokenizer.decode(samples.tokens[0]) == "name : A | area : B<|endoftext|> A is in B.<|endoftext|>"
     start = int(samples.starts[0])
@@ -106,16 +106,16 @@ def test_tables_are_parted_from_their_text_by_the_first_token(tokenizer):
     assert samples.cut == 0 and samples.target_lengths.tolist() == [len(samples.tokens[0]) - start]
 
 
-def test_dialogues_are_parted_by_their_last_line(tokenizer):
+def test_dialogue_and_summary_are_separated_by_the_delimiter(tokenizer):
     source = instruct("A: Hi!\nB: Bye.")
     assert source.endswith(DELIMITER)
     samples = PairEncoder(tokenizer, DELIMITER, 100).pairs([(source, "They meet.")])
     assert tokenizer.decode(samples.tokens[0]) == f"{source} They meet.<|endoftext|>"
     assert tokenizer.decode(samples.tokens[0][: samples.starts[0]]) == source
-    assert samples.tokens[0][: samples.starts[0]].tolist() == tokenizer(source)["input_ids"], "as in one piece"
+    assert samples.tokens[0][: samples.starts[0]].tolist() == tokenizer(source)["input_ids"], "as encoded in one piece"
 
 
-def test_a_tokeniser_without_an_end_of_text_is_refused(tokenizer):
+def test_tokeniser_without_an_end_of_text_token_is_refused(tokenizer):
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
     with pytest.raises(UserError, match="no end-of-text token"):
@@ -123,19 +123,19 @@ def test_a_tokeniser_without_an_end_of_text_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize("ending", ["", DELIMITER])
-def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, ending):
+def test_sources_are_cut_before_targets_and_the_delimiter_is_kept(tokenizer, ending):
     pair = ("one two three four five six seven eight" + ending, "a b c")
-    whole = PairEncoder(tokenizer, ending, 100).pairs([pair])
-    encoder = PairEncoder(tokenizer, ending, len(whole.tokens[0]) - 3)
+    uncut = PairEncoder(tokenizer, ending, 100).pairs([pair])
+    encoder = PairEncoder(tokenizer, ending, len(uncut.tokens[0]) - 3)
     between = encoder.ending
     cut = encoder.pairs([pair, ("one" + ending, "a b c")])
     assert cut.cut == 1
-    start = int(whole.starts[0])
-    body = whole.tokens[0][: start - len(between) - 3].tolist()
-    assert cut.tokens[0].tolist() == [*body, *between, *whole.tokens[0][start:]]
+    start = int(uncut.starts[0])
+    body = uncut.tokens[0][: start - len(between) - 3].tolist()
+    assert cut.tokens[0].tolist() == [*body, *between, *uncut.tokens[0][start:]]
     assert encoder.prompts([pair[0]], len(body) + len(between)) == [[*body, *between]]
     short = PairEncoder(tokenizer, ending, len(between) + 2).pairs([pair])
-    assert short.tokens[0].tolist() == [*between, *whole.tokens[0][start : start + 2]], "the target is cut last"
+    assert short.tokens[0].tolist() == [*between, *uncut.tokens[0][start : start + 2]], "the target is cut last"
     assert short.starts[0] == len(between) and short.cut == 1
 
 
@@ -143,7 +143,7 @@ def test_sources_are_cut_first_at_their_end_and_never_the_delimiter(tokenizer, e
 
 
 @pytest.mark.parametrize("name", ["tied", "tied, sum", "untied", "lora"])
-def test_losses_are_of_the_targets_tokens_alone(tasks, name):
+def test_losses_cover_only_target_tokens(tasks, name):
     task = tasks[name]
     samples = task._samples["train"]
     expected = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in EXAMPLES]
@@ -153,11 +153,11 @@ def test_losses_are_of_the_targets_tokens_alone(tasks, name):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["tied", "tied, sum", "untied", "lora"])
-def test_clipped_sums_are_those_of_single_examples(tasks, name, mode):
+def test_clipped_sums_match_single_examples(tasks, name, mode):
     check_sums(tasks[name], EXAMPLES, mode)
 
 
-def test_a_model_that_keeps_no_logits_is_asked_for_all(tied, monkeypatch):
+def test_model_without_logits_to_keep_computes_all_logits(tied, monkeypatch):
     kept = tied.losses_of(EXAMPLES)
     monkeypatch.setattr(tied.inputs, "accepts", tied.inputs.accepts - {"logits_to_keep"})
     asked = []
@@ -171,7 +171,7 @@ def test_a_model_that_keeps_no_logits_is_asked_for_all(tied, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tied", "tied, sum"])
-def test_perplexity_is_of_all_tokens_and_the_loss_of_examples(tasks, name):
+def test_perplexity_is_over_tokens_and_loss_over_examples(tasks, name):
     task = tasks[name]
     samples = task._samples["valid"]
     with torch.no_grad():
@@ -183,14 +183,14 @@ def test_perplexity_is_of_all_tokens_and_the_loss_of_examples(tasks, name):
     assert task.model.training and task.headline in found
 
 
-def test_every_reference_counts_once(tied):
+def test_every_test_reference_counts_once(tied):
     assert len(tied._samples["test"]) == sum(len(request.references) for request in tied._data.test)
     found = tied.describe_data()
     assert (found["test_inputs"], found["test_examples"]) == (20, 80) and found["train_examples"] == 40
     assert found["cut_examples"] == found["cut_examples_test"] == 0 and "made up" in found["generated"]
 
 
-def test_the_final_evaluation_writes_texts_and_scores_them():
+def test_final_evaluation_generates_and_scores_texts():
     task = make_task(config(), CPU)
     assert task.outputs() == {}
     assert set(task.evaluate("valid", 50, limit=20, final=True)) == {"loss", "nll", "perplexity"}
@@ -204,7 +204,7 @@ def test_the_final_evaluation_writes_texts_and_scores_them():
 
 
 @pytest.mark.parametrize("shots", [0, 2])
-def test_in_context(shots, monkeypatch):
+def test_in_context_evaluation_uses_demonstrations(shots, monkeypatch):
     shape = {**GPT2, "n_positions": 700}
     task = make_task(config("samsum", {"shape": shape}), CPU)
     seen = []
@@ -223,7 +223,7 @@ def test_in_context(shots, monkeypatch):
     assert all(text.split(" ")[0] == "Summarize" for text in seen)
 
 
-def test_in_context_cuts_the_input_not_the_delimiter():
+def test_in_context_prompt_cuts_the_input_and_keeps_the_delimiter():
     task = make_task(config("samsum", {"shape": {**GPT2, "n_positions": 150}}), CPU)
     (prompt,) = task._encoder.in_context([instruct("A: " + "word " * 300)], 100)
     assert len(prompt) == 100 and task.tokenizer.decode(prompt).endswith(DELIMITER)
@@ -234,7 +234,7 @@ def test_in_context_cuts_the_input_not_the_delimiter():
 # -- export and bad input -------------------------------------------------------------------------------------------
 
 
-def test_export_keeps_tied_weights_one(tmp_path):
+def test_export_stores_tied_weights_once(tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -267,7 +267,7 @@ LONG = {"generate": {"max_new_tokens": 159}}, r"max_new_tokens=159 leaves no roo
     ("make", "changes", "message"),
     [*((make, *bad) for make in (config, test_text_classification.config) for bad in BAD), (config, *LONG)],
 )
-def test_bad_input_is_one_sentence(make, changes, message, monkeypatch):
+def test_bad_input_gives_one_sentence(make, changes, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message) as error:
         make_task(make(**changes), CPU)

@@ -1,4 +1,4 @@
-"""Rows of figures: the largest scale there is, every fault in one sentence, means with t-intervals."""
+"""Rows of figures: faulty rows are refused in one sentence, and means have t-intervals."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from groupwise.errors import UserError
 
 
 def change(path: Path, **columns: object) -> None:
-    """Give the first row of a CSV other values."""
+    """Change values in the first row of a CSV."""
     frame = pd.read_csv(path, dtype=str)
     for name, value in columns.items():
         frame.loc[0, name] = value
@@ -26,13 +26,13 @@ def change(path: Path, **columns: object) -> None:
         ("example", "5892", "twice"),
     ],
 )
-def test_a_corrupted_row_of_a_run_is_refused(folders, column, value, words):
+def test_corrupted_row_of_a_run_is_refused(folders, column, value, words):
     change(folders.measured / "gradnorm_cifar_mini_norms.csv", **{column: value})
     with pytest.raises(UserError, match=words):
         make("gradnorm_cifar", folders)
 
 
-def test_a_run_without_its_rows_is_refused(folders):
+def test_run_without_its_rows_is_refused(folders):
     (folders.measured / "gradnorm_cifar_mini_norms.csv").unlink()
     with pytest.raises(UserError, match=r"groupwise.sweeps.gradient_norms gradnorm_cifar scale=mini"):
         make("gradnorm_cifar", folders)

@@ -1,4 +1,4 @@
-"""Every figure is drawn from its rows, the same each time, and says what is reduced."""
+"""Figures are deterministic, show all of their rows, and state when these are at a reduced scale."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,21 +27,21 @@ def run(folders, out, *names: str) -> int:
 
 @pytest.fixture(scope="session")
 def drawn(unchanged) -> Callable[[str], Drawn]:
-    """Each figure of all rows as they are, made once; to be looked at, not changed."""
+    """A function that draws each figure once from the unchanged rows; tests must not change the figures."""
     return cache(partial(make, folders=unchanged))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_reduced_figure_says_so(drawn, name):
+def test_reduced_figure_is_labelled_as_reduced(drawn, name):
     drawn = drawn(name)
     assert drawn.scale == "mini"
     assert "Reduced, no reproduction: scale=mini" in words(drawn.figure)
     assert "reduced" in words(drawn.figure).split()
-    assert all(axes.patch.get_hatch() is None for axes in drawn.figure.axes)  # nothing lies over what is shown
+    assert all(axes.patch.get_hatch() is None for axes in drawn.figure.axes)  # no hatch covers the data
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_figure_at_the_papers_scale_does_not(folders, name):
+def test_figure_at_paper_scale_is_not_labelled_as_reduced(folders, name):
     for path in folders.measured.glob(f"{name}_mini*.csv"):
         frame = pd.read_csv(path).assign(scale="paper")
         frame.to_csv(path.with_name(path.name.replace("_mini", "_paper")), index=False)
@@ -50,20 +50,20 @@ def test_a_figure_at_the_papers_scale_does_not(folders, name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_figure_that_the_paper_does_not_have_is_drawn_from_the_projects_rows(name):
+def test_figure_that_is_not_in_the_paper_is_drawn_from_committed_rows(name):
     drawn = make(name, Folders.of_checkout())
     assert {axes.get_title("right") for axes in drawn.figure.axes} == {"reduced"}
     assert "Reduced, no reproduction: scale=midi" in drawn.figure.get_label()
 
 
 @pytest.mark.parametrize("kind", ["pdf", "png"])
-def test_the_same_rows_give_the_same_bytes(folders, kind):
+def test_same_rows_give_the_same_bytes(folders, kind):
     one, two = (content(make("quantile_budget", folders).figure, kind) for _ in range(2))
     assert one == two
 
 
 @pytest.mark.slow
-def test_the_command_writes_the_same_bytes_each_time(folders, tmp_path, throughput, capsys):
+def test_command_writes_the_same_bytes_each_time(folders, tmp_path, throughput, capsys):
     (folders.measured / "benchmarks").mkdir()
     throughput.to_csv(folders.measured / "benchmarks" / "throughput.csv", index=False)
     for out in ("one", "two"):
@@ -77,22 +77,22 @@ def test_the_command_writes_the_same_bytes_each_time(folders, tmp_path, throughp
     assert capsys.readouterr().err == ""
 
 
-def test_a_figure_without_rows_is_an_error_and_the_others_are_made(folders, tmp_path, capsys):
+def test_figure_without_rows_is_an_error_and_others_are_drawn(folders, tmp_path, capsys):
     for path in folders.measured.iterdir():
         if not path.name.startswith("target_quantile"):
             path.unlink()
     assert run(folders, tmp_path / "out", "all") == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == len(FIGURES) - 1 and all(line.startswith("error: ") for line in said)
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == len(FIGURES) - 1 and all(line.startswith("error: ") for line in errors)
     assert (tmp_path / "out" / "target_quantile.png").is_file()
     assert run(folders, tmp_path / "out", "runtime_nll") == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: There are no rows of runtime_nll") and "make sweep-runtime_nll SCALE=mini" in said
+    error = capsys.readouterr().err
+    assert error.startswith("error: There are no rows of runtime_nll") and "make sweep-runtime_nll SCALE=mini" in error
     assert run(folders, tmp_path / "out", "runtime_nl") == 2
     assert capsys.readouterr().err.startswith("error: There is no figure runtime_nl (did you mean runtime_nll?)")
 
 
-def test_every_method_and_budget_is_there(drawn):
+def test_every_method_and_budget_is_shown(drawn):
     shown = {text.get_text() for text in drawn("adaptive_vs_fixed").figure.findobj(_text)}
     assert shown >= {"flat", "fixed per layer", "adaptive per layer", "no noise", "ε = 3"}
     figure = drawn("target_quantile").figure
@@ -102,7 +102,7 @@ def test_every_method_and_budget_is_there(drawn):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_text_is_cut_off(drawn, name):
-    """What is drawn lies within the figure, and no words are smaller than six points."""
+    """Everything lies within the figure, and no text is smaller than six points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -116,7 +116,7 @@ def test_no_text_is_cut_off(drawn, name):
 
 
 @pytest.mark.parametrize("name", ["adaptive_vs_fixed", "runtime_nll", "runtime_metrics"])
-def test_a_mode_has_its_colour_in_every_figure(drawn, name):
+def test_mode_has_the_same_colour_in_every_figure(drawn, name):
     colours = {series.label: series.colour for series in (*CLIP.values(), *TIMED.values())}
     found = 0
     for axes in drawn(name).figure.axes:
@@ -137,7 +137,7 @@ def rows_of(folders, name):
     return with_settings(frame.assign(scale="mini")).copy()
 
 
-def test_what_says_nothing_is_grey(folders):
+def test_values_near_the_constant_baseline_are_grey(folders):
     axes = KINDS["quantile_budget"].draw(rows_of(folders, "quantile_budget"), FLOORS).axes[0]
     values = [(line.get_color(), y) for bars in axes.containers for line in bars.lines[:1] for y in line.get_ydata()]
     assert len(values) == 16
@@ -151,21 +151,21 @@ def test_what_says_nothing_is_grey(folders):
 
 
 @pytest.mark.parametrize("name", ["runtime_nll", "runtime_metrics"])
-def test_runs_whose_texts_learnt_nothing_are_called_uninformative_whatever_is_drawn(folders, name):
-    for bleu, said in ((50.0, True), (-10.0, False)):
+def test_panels_of_runs_that_learned_nothing_are_called_uninformative(folders, name):
+    for bleu, faded in ((50.0, True), (-10.0, False)):
         figure = KINDS[name].draw(rows_of(folders, name), References({("e2e", "test/bleu"): bleu}))
         for axes in figure.axes:
-            assert ("uninformative" in [text.get_text() for text in axes.texts]) == said
-        assert ("Faded" in figure.get_label()) == said
+            assert ("uninformative" in [text.get_text() for text in axes.texts]) == faded
+        assert ("Faded" in figure.get_label()) == faded
 
 
-def test_a_caption_says_budget_model_training_and_machine(drawn):
+def test_caption_names_budget_model_training_and_machine(drawn):
     caption = drawn("runtime_nll").figure.get_label()
     assert "ε = 8;" in caption and caption.endswith("Ours: gpt2_mini, epochs 0.25, steps 41; on cpu (x86_64).")
     assert "512 training examples" in drawn("gradnorm_sst2").figure.get_label()
 
 
-def test_bars_are_standard_deviations_beside_the_seeds(drawn, unchanged):
+def test_error_bars_are_standard_deviations_over_seeds(drawn, unchanged):
     here = drawn("adaptive_vs_fixed").figure.axes[0]
     rows = pd.read_csv(unchanged.measured / "adaptive_vs_fixed_mini.csv")
     seeds = sum(len(line.get_ydata()) for line in here.get_lines() if line.get_marker() == ".")
@@ -175,12 +175,12 @@ def test_bars_are_standard_deviations_beside_the_seeds(drawn, unchanged):
     assert (high - low) / 2 == pytest.approx(flat.std())
 
 
-def test_both_tasks_have_one_span(drawn):
+def test_both_tasks_have_the_same_axis_span(drawn):
     one, two = (np.ptp(axes.get_ylim()) for axes in drawn("target_quantile").figure.axes)
     assert one == pytest.approx(two)
 
 
-def test_the_papers_values_are_marks_of_their_own(drawn):
+def test_values_of_the_paper_have_their_own_markers(drawn):
     here, paper = drawn("adaptive_vs_fixed").figure.axes
     values = sorted(float(y) for bars in paper.containers for y in bars.lines[0].get_ydata())
     assert values == [60.6, 63.1, 63.7, 67.8, 73.5, 73.9]
@@ -194,7 +194,7 @@ def _text(artist) -> bool:
     return hasattr(artist, "get_text")
 
 
-def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn, unchanged):
+def test_heatmap_has_a_row_per_example_and_a_column_per_layer(drawn, unchanged):
     panels = [axes for axes in drawn("gradnorm_cifar").figure.axes if axes.images]
     rows = pd.read_csv(unchanged.measured / "gradnorm_cifar_mini_norms.csv")
     assert [axes.get_title("left") for axes in panels] == [f"epoch {epoch:g}" for epoch in rows["epoch"].unique()]
@@ -204,14 +204,14 @@ def test_the_heatmap_has_a_row_an_example_and_a_column_a_layer(drawn, unchanged)
     assert panels[0].images[0].get_array().shape == (rows["example"].nunique(), rows["layer"].nunique())
 
 
-def test_a_task_without_rows_is_an_empty_panel(folders):
+def test_task_without_rows_is_an_empty_panel(folders):
     path = folders.measured / "target_quantile_mini.csv"
     frame = pd.read_csv(path)
     frame[frame["cell"].str.contains("task=cifar")].to_csv(path, index=False)
     assert "not run" in words(make("target_quantile", folders).figure)
 
 
-def test_the_papers_layers_are_chosen():
+def test_layers_of_the_paper_are_chosen():
     names = ["embeddings", *(f"layer.{place}.{part}" for place in range(12) for part in ("query", "value")), "out_proj"]
     norms = pd.DataFrame({"layer": range(len(names)), "name": names})
     assert [name for _, name in chosen_layers(norms)] == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]

@@ -1,4 +1,4 @@
-"""The page has all tables and figures, needs no other file, and its links lead somewhere."""
+"""The HTML report contains all tables and figures, needs no other file, and has no broken links."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ VOID = {"meta", "br", "hr", "img"}
 
 
 class Page(HTMLParser):
-    """The ids, links and images of a page, and whether its tags close."""
+    """The ids, links and images of a page, and its unbalanced tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ def text() -> str:
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    """A copy of what the tables' commands wrote, without figures."""
+    """A copy of the committed tables, without figures."""
     shutil.copytree(ROOT / "results" / "tables", tmp_path / "results" / "tables")
     return tmp_path / "results"
 
 
-def test_it_has_everything_and_needs_nothing_else(text):
+def test_report_is_complete_and_self_contained(text):
     page = Page(text)
     assert page.unbalanced == []
     assert set(page.ids) >= {*TABLES, *FIGURES, *HYPERPARAMETERS, "summary", "findings", "coverage"}
@@ -64,13 +64,13 @@ def test_it_has_everything_and_needs_nothing_else(text):
     assert len(text.encode()) < 3_000_000
 
 
-def test_its_links_lead_somewhere(text):
+def test_links_are_not_broken(text):
     for link in Page(text).links:
         inside, outside = link[1:] if link.startswith("#") else None, link.split("#")[0]
         assert inside in Page(text).ids if inside else link.startswith("http") or (ROOT / "results" / outside).exists()
 
 
-def test_a_table_stands_as_in_the_paper(text):
+def test_table_has_the_layout_of_the_paper(text):
     section = text[text.index('<section id="cifar">') :].split("</section>")[0]
     lines = pd.read_csv(ROOT / "results" / "tables" / "cifar.csv")
     first = lines.iloc[0]
@@ -79,7 +79,7 @@ def test_a_table_stands_as_in_the_paper(text):
     assert "[1] reduced only; 3 of 3 seeds" in section
 
 
-def test_texts_stand_below_their_table(results):
+def test_texts_are_shown_below_their_table(results):
     (results / "measured").mkdir()
     first = {"input": "0", "source": "name : A<b>", "reference": "A it is."}
     rows = [{**first, "cell": cell, "seed": seed, "output": f"{cell} wrote {seed}"} for cell in "xy" for seed in "01"]
@@ -89,7 +89,7 @@ def test_texts_stand_below_their_table(results):
     assert "x wrote 0" in part and "y wrote 0" in part and "wrote 1" not in part
 
 
-def test_the_command_writes_the_same_page_twice(results, capsys):
+def test_command_writes_the_same_page_twice(results, capsys):
     given = ["--results", str(results), "--out", str(results / "report.html")]
     pages = []
     for _ in range(2):

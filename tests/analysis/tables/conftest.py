@@ -1,4 +1,4 @@
-"""A project in a temporary folder: the real paper's numbers, two sweeps, and made-up rows."""
+"""A project in a temporary folder: the numbers of the paper, three sweeps, and synthetic rows."""
 
 import hashlib
 from collections.abc import Callable
@@ -46,19 +46,19 @@ JITTER = (-0.2, 0.0, 0.2)
 
 
 def made_up(cell: dict[str, str], seed: int) -> float:
-    """Fixed per-layer loses four points, everything else is alike; ε = 8 is two points better than 3."""
+    """Fixed per-layer clipping is four points worse than the other modes; ε = 8 is two points better than 3."""
     wobble = 0.05 * seed * seed if cell["clip"] != "flat" else 0.0
     return BASE[cell["clip"]] + JITTER[seed] + wobble + (2.0 if cell["privacy.epsilon"] == "8" else 0.0)
 
 
 @dataclass
 class World:
-    """Folders, and what to put there."""
+    """The folders of the project, and functions that fill them."""
 
     folders: Folders
 
     def rows(self, sweep: str, scale: str = "mini", value: Callable[[dict[str, str], int], float] = made_up):
-        """A sound row for each cell and seed of the sweep, sorted by both."""
+        """A valid row for each cell and seed of the sweep, sorted by both."""
         rows = []
         for cell in read_sweep(self.folders.sweeps / f"{sweep}.yaml").cells(scale):
             rows.append(

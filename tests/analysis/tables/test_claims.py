@@ -1,4 +1,4 @@
-"""Claims are judged by paired differences and their intervals; reduced, missing and useless rows say so."""
+"""Claims are judged by paired differences and their intervals; missing or uninformative rows leave them undecided."""
 
 import math
 import shutil
@@ -54,7 +54,7 @@ def claim(kind: str, plus=("fixed_layer",), minus=("flat",), sweep="adaptivity")
         (NO_WORSE, -1.0, UNDECIDED),
     ],
 )
-def test_a_verdict_needs_all_seeds_on_one_side(world, kind, center, word):
+def test_verdict_depends_on_the_sign_and_size_of_the_effect(world, kind, center, word):
     def value(cell, seed):
         return 60.0 + (cell["clip"] == "fixed_layer") * (center + (-0.1, 0.0, 0.1)[seed])
 
@@ -64,8 +64,8 @@ def test_a_verdict_needs_all_seeds_on_one_side(world, kind, center, word):
     assert (verdict.measured.n, verdict.places) == (3, 2)
 
 
-def test_the_test_is_of_one_number_a_seed(world):
-    """Two budgets of three seeds are three witnesses, not six."""
+def test_p_value_uses_one_number_per_seed(world):
+    """Two budgets of three seeds are three independent values, not six."""
 
     def value(cell, seed):
         return 60.0 - (cell["clip"] == "fixed_layer") * (1, 2, 6)[seed]
@@ -76,7 +76,7 @@ def test_the_test_is_of_one_number_a_seed(world):
     assert verdict.measured.low == pytest.approx(-3 - 4.30265 * 2.64575 / 3**0.5, abs=1e-3)
 
 
-def test_an_effect_that_depends_on_epsilon_is_judged_at_each(world):
+def test_effect_that_depends_on_epsilon_is_judged_at_each_epsilon(world):
     """A gain at ε = 3 and a loss at ε = 8 are not "alike" by their mean."""
 
     def value(cell, seed):
@@ -89,7 +89,7 @@ def test_an_effect_that_depends_on_epsilon_is_judged_at_each(world):
     assert [verdict.paper for verdict in found] == pytest.approx([60.6 - 63.1, 67.8 - 73.9])
 
 
-def test_what_cannot_be_decided(world):
+def test_reasons_for_undecided_claims(world):
     rows = world.rows("adaptivity")
     world.write(rows[rows["seed"] == 0], "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
@@ -105,9 +105,9 @@ def test_what_cannot_be_decided(world):
     assert verdict.why == "hardly learned: a constant prediction has 58.5"
 
 
-def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim_from_a_verdict(world):
+def test_task_that_hardly_learned_is_left_out_and_leaves_the_claim_undecided(world):
     def value(cell: dict[str, str], seed: int) -> float:
-        own = (50.0, 40.0) if cell["task"] == "sst2" else (60.0, 57.0)  # by chance, and a difference of 3
+        own = (50.0, 40.0) if cell["task"] == "sst2" else (60.0, 57.0)  # below the baseline, and a difference of 3
         return own[cell["clip"] == "fixed_layer"] + (-0.1, 0.0, 0.1)[seed] * (cell["clip"] == "flat")
 
     world.write(world.rows("adaptivity", value=value), "adaptivity")
@@ -117,8 +117,8 @@ def test_a_task_that_hardly_learnt_is_left_out_of_the_effect_and_keeps_the_claim
     assert verdict.why == "task=sst2 hardly learned: a constant prediction has 50.9"
 
 
-def narrowed(world, **scale) -> None:
-    """The sweep `adaptivity` with those entries at scale=mini, and just the rows that it then has."""
+def change_scale(world, **scale) -> None:
+    """Add entries to the sweep `adaptivity` at scale=mini, and write the rows that it then has."""
     path = world.folders.sweeps / "adaptivity.yaml"
     content = yaml.safe_load(path.read_text().partition("\n")[2])
     content["scales"]["mini"] |= scale
@@ -134,13 +134,13 @@ def narrowed(world, **scale) -> None:
         ({"privacy.epsilon": {3: None}}, "scale=mini leaves out 1 of 2 places"),
     ],
 )
-def test_what_a_sweep_leaves_out_of_a_scale_keeps_the_claim_undecided(world, scale, why):
-    narrowed(world, **scale)
+def test_settings_that_a_scale_leaves_out_leave_the_claim_undecided(world, scale, why):
+    change_scale(world, **scale)
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, why)
 
 
-def test_without_the_score_of_one_answer_there_is_no_verdict(world):
+def test_unknown_constant_baseline_leaves_the_claim_undecided(world):
     world.write(world.rows("adaptivity"), "adaptivity")
     floors = world.folders.measured / "constant_answers.csv"
     floors.write_text("task,metric,value\nsst2,valid/accuracy,50.9\n")
@@ -159,7 +159,7 @@ def test_all_p_values_of_the_page_are_adjusted_together(world):
     assert many[0].p == pytest.approx(min(1, 1000 * alone.p))
 
 
-def test_a_trend_between_two_levels_is_the_paired_t_test():
+def test_trend_between_two_levels_is_the_paired_t_test():
     assert math.isnan(p_trend([[1.0], [2.0]], [3, 8]))
     # Two levels: the paired t-test of their differences over seeds.
     from scipy.stats import ttest_1samp
@@ -167,7 +167,7 @@ def test_a_trend_between_two_levels_is_the_paired_t_test():
     assert p_trend([[1.0, 2.0, 3.0], [1.5, 2.0, 5.0]], [3, 8]) == pytest.approx(ttest_1samp([0.5, 0.0, 2.0], 0).pvalue)
 
 
-def test_scales_are_judged_apart_and_nothing_is_a_pair(world):
+def test_scales_are_judged_separately_and_unpaired_runs_left_out(world):
     world.write(world.rows("adaptivity"), "adaptivity")
     rows = world.rows("adaptivity", "paper")
     world.write(rows[rows["seed"] == 0], "adaptivity", "paper")
@@ -178,7 +178,7 @@ def test_scales_are_judged_apart_and_nothing_is_a_pair(world):
     assert (verdict.scale, verdict.measured.n, verdict.why) == ("mini", 2, "2 of 6 pairs were not run")
 
 
-def test_a_network_that_is_not_the_papers_is_never_counted_among_its_cells(world):
+def test_network_that_is_not_in_the_paper_is_counted_separately(world):
     shutil.copy(SWEEPS / "scatter_cnn.yaml", world.folders.sweeps)
     claims = [one for one in CLAIMS if one.contrast.sweep == "scatter_cnn"]
     spread = {"flat": 0.1, "fixed_layer": 0.2, "adaptive_layer": 0.4}
@@ -190,14 +190,14 @@ def test_a_network_that_is_not_the_papers_is_never_counted_among_its_cells(world
     assert findings_page(found).count("| CIFAR-10, scattering network | not the paper's | all | – |") == 3
 
 
-def test_no_rows_is_not_enough_evidence(world):
+def test_claim_without_rows_is_undecided(world):
     (verdict,) = judge(claim(LESS), world.folders)
     assert (verdict.word, verdict.scale, verdict.why) == (UNDECIDED, "", "no pairs of runs")
     assert summary([verdict]).splitlines()[-1] == "| none yet | 0 | 0 | 1 |"
     assert math.isnan(verdict.p)
 
 
-def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
+def test_faulty_rows_leave_the_page_unchanged(world, tmp_path, capsys):
     world.write(world.rows("fixed_per_layer").assign(scale="paper"), "fixed_per_layer")
     (tmp_path / "findings.md").write_text(PAGE)
     options = ["--docs", str(tmp_path), "--out", str(tmp_path / "tables"), *world.options()]
@@ -206,7 +206,7 @@ def test_rows_at_fault_stop_the_page(world, tmp_path, capsys):
     assert (tmp_path / "findings.md").read_text() == PAGE and not any((tmp_path / "tables").iterdir())
 
 
-def test_the_page_keeps_its_prose_and_is_the_same_twice(world, tmp_path):
+def test_page_keeps_its_prose_and_is_deterministic(world, tmp_path):
     world.write(world.rows("adaptivity"), "adaptivity")
     found = decide([*judge(claim(LESS), world.folders), *judge(claim(MORE), world.folders)])
     once = between_markers(PAGE, "summary", summary(found), tmp_path)
@@ -218,7 +218,7 @@ def test_the_page_keeps_its_prose_and_is_the_same_twice(world, tmp_path):
         between_markers(PAGE.replace("begin summary", "begin nothing"), "summary", "", tmp_path)
 
 
-def test_every_claim_of_the_project_selects_cells():
+def test_every_claim_selects_cells():
     for one in CLAIMS:
         names = [cell.name for cell in read_sweep(SWEEPS / f"{one.contrast.sweep}.yaml").cells("paper")]
         for _, settings in one.contrast.terms:
@@ -230,11 +230,11 @@ ROOT = SWEEPS.parent
 PROJECT = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", SWEEPS)
 
 
-def test_the_projects_page_shows_what_its_rows_hold():
-    made, prose = page(PROJECT), ROOT / "docs" / "findings.md"
+def test_findings_page_is_up_to_date():
+    findings, prose = page(PROJECT), ROOT / "docs" / "findings.md"
     again = "run python -m groupwise.analysis.tables findings"
-    assert between_markers(prose.read_text(), "summary", made.parts["summary"], prose) == prose.read_text(), again
-    assert made.text == (ROOT / "results" / "tables" / "findings.md").read_text(), again
+    assert between_markers(prose.read_text(), "summary", findings.parts["summary"], prose) == prose.read_text(), again
+    assert findings.text == (ROOT / "results" / "tables" / "findings.md").read_text(), again
 
 
 def runs_in_pairs(contrast: Contrast, rows) -> set[str]:
@@ -249,7 +249,7 @@ def runs_in_pairs(contrast: Contrast, rows) -> set[str]:
     return {run for (cell, seed), run in at.items() if contrast.uses(cell) and (place(cell), seed) in pairs}
 
 
-def test_no_pair_of_runs_that_speaks_to_a_claim_is_left_out():
+def test_every_pair_of_runs_of_a_claim_is_judged():
     names = [path.stem for path in sorted(SWEEPS.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
     measured = [
         (name, at.rows)

@@ -1,4 +1,4 @@
-"""Every cell of every sweep is listed, with what became of it."""
+"""Every cell of every sweep is listed with its status."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", ROOT / "sweeps")
 
 
-def only(monkeypatch, world):
-    """Two tables, one figure of rows and one of norms."""
+def restrict(monkeypatch, world):
+    """Restrict the project to two tables, one figure of rows and one of norms."""
     monkeypatch.setattr(module, "TABLES", ("fixed_per_layer", "adaptivity"))
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name] for name in ("quantile_budget", "gradnorm_cifar")})
     grids = {
@@ -32,7 +32,7 @@ def only(monkeypatch, world):
 
 
 def test_statuses_follow_the_rows(world, monkeypatch):
-    only(monkeypatch, world)
+    restrict(monkeypatch, world)
     rows = world.rows("fixed_per_layer", "paper")
     world.write(rows.drop(index=6), "fixed_per_layer", "paper")
     world.write(world.rows("adaptivity"), "adaptivity")
@@ -41,49 +41,49 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     status = coverage(world.folders).set_index(["sweep", "cell"])["status"]
     assert status["fixed_per_layer", "clip=fixed_layer privacy.epsilon=3 task=cifar"] == "incomplete"
     assert status["fixed_per_layer", "clip=flat privacy.epsilon=3 task=cifar"] == "differs"
-    assert set(status["adaptivity"]) == {"reduced only"}
+    assert set(status["adaptivity"]) == {"reduced restrict"}
     assert status["quantile_budget"].tolist() == ["run in full", "not run"]
-    assert status["gradnorm_cifar"].tolist() == ["reduced only"]
+    assert status["gradnorm_cifar"].tolist() == ["reduced restrict"]
 
 
-def test_a_cell_of_a_figure_that_hardly_learnt_says_so(world, monkeypatch):
-    only(monkeypatch, world)
-    for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
+def test_figure_cell_that_hardly_learned_is_uninformative(world, monkeypatch):
+    restrict(monkeypatch, world)
+    for accuracy, status in ((30.0, "reduced restrict"), (10.5, "uninformative")):
         world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
         assert found["status"] == status
         assert ("a constant prediction has 10.0" in found["why"]) == (status == "uninformative")
 
 
-def test_the_page_counts_and_is_the_same_twice(world, monkeypatch, tmp_path, capsys):
-    only(monkeypatch, world)
+def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, capsys):
+    restrict(monkeypatch, world)
     world.write(world.rows("adaptivity"), "adaptivity")
     for folder in ("one", "two"):
         assert main(["coverage", "--out", str(tmp_path / folder), *world.options()]) == 0
-    assert "27 cells: 11 not run, 16 reduced only" in capsys.readouterr().out
+    assert "27 cells: 11 not run, 16 reduced restrict" in capsys.readouterr().out
     text = (tmp_path / "one" / "coverage.md").read_text()
     assert text == (tmp_path / "two" / "coverage.md").read_text()
     assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
 
 
-def test_a_missing_sweep_is_one_sentence(world, monkeypatch, tmp_path, capsys):
-    only(monkeypatch, world)
+def test_missing_sweep_gives_a_one_sentence_error(world, monkeypatch, tmp_path, capsys):
+    restrict(monkeypatch, world)
     (world.folders.sweeps / "gradnorm_cifar.yaml").unlink()
     assert main(["coverage", "--out", str(tmp_path), *world.options()]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_projects_list_shows_what_its_rows_hold():
+def test_committed_coverage_list_is_up_to_date():
     listed = ROOT / "results" / "tables" / "coverage.md"
     assert page(PROJECT).text == listed.read_text(), "run python -m groupwise.analysis.tables coverage"
     lines = coverage(PROJECT)
     count = Counter(lines["status"])
-    says = f"Of {len(lines)} cells of tables and figures, {count[REDUCED]} are measured at reduced scale, "
-    says += f"{count[UNINFORMATIVE]} are too small to conclude anything, and {count[NOT_RUN]} were not run."
-    assert says in " ".join((ROOT / "README.md").read_text().split())
+    sentence = f"Of {len(lines)} cells of tables and figures, {count[REDUCED]} are measured at reduced scale, "
+    sentence += f"{count[UNINFORMATIVE]} are too small to conclude anything, and {count[NOT_RUN]} were not run."
+    assert sentence in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_all_rows_of_the_project_are_shown():
+def test_every_committed_file_of_rows_is_shown():
     endings = [(name, ending) for name in TABLES for ending in ("", "_texts")]
     endings += [(name, ending) for name, kind in module.KINDS.items() for ending in {"", kind.suffix}]
     endings += [(claim.contrast.sweep, "") for claim in CLAIMS]
@@ -93,7 +93,7 @@ def test_all_rows_of_the_project_are_shown():
     assert CONSTANT in there and there <= read
 
 
-def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
+def test_search_lists_all_cells_and_marks_the_best(tmp_path, capsys):
     measured, sweeps, out = tmp_path / "measured", tmp_path / "sweeps", tmp_path / "out"
     measured.mkdir()
     sweeps.mkdir()
@@ -112,7 +112,7 @@ def test_a_search_shows_all_its_cells_and_marks_the_best(tmp_path, capsys):
     assert "no row of the search has valid/accuracy" in capsys.readouterr().err
 
 
-def test_what_others_report_stands_beside_their_cell(tmp_path):
+def test_published_results_are_shown_beside_their_cell(tmp_path):
     for name in ("scatter_cnn", "cifar"):
         (tmp_path / f"{name}.yaml").write_text("")
     head, mode = "sweep,cell,seed,scale,valid/accuracy", "scatter_cnn,clip={} task=cifar,{},paper,{}"
@@ -126,6 +126,6 @@ def test_what_others_report_stands_beside_their_cell(tmp_path):
     assert "| `clip=fixed_layer task=cifar` | 61.00 ± 1.00 | 3 |  |" in text
 
 
-def test_the_projects_searches_are_listed():
+def test_committed_searches_list_is_up_to_date():
     listed = ROOT / "results" / "tables" / "searches.md"
     assert searches_page(PROJECT).text == listed.read_text(), "make tables"

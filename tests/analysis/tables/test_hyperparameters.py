@@ -1,4 +1,4 @@
-"""Our configurations have the paper's settings: the fixed and selected ones, and one of each grid."""
+"""Our configurations have the settings of the paper: its fixed and selected values, and a value of each grid."""
 
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from groupwise.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 SST2_SIZE = 67349
-"""Training examples of SST-2, whose batch size follows from a sample rate."""
+"""Training examples of SST-2, by which a sample rate becomes a batch size."""
 
 
 @cache
@@ -42,6 +42,6 @@ def settings() -> list[object]:
 
 
 @pytest.mark.parametrize(("cell", "key", "allowed"), settings())
-def test_ours_is_the_papers(cell, key, allowed):
+def test_setting_is_that_of_the_paper(cell, key, allowed):
     value = ours(composed(cell), key)
     assert any(value == pytest.approx(number, rel=1e-9) for number in allowed), f"{key}={value}, not of {allowed}"

@@ -1,4 +1,4 @@
-"""Rows at fault are refused in one sentence, and what is merely odd is flagged; nothing is averaged in silence."""
+"""Faulty rows are refused in one sentence; missing seeds and uncommitted changes are flagged."""
 
 import re
 
@@ -23,7 +23,7 @@ def refusal(world, rows=None, scale="mini") -> str:
     return sentence
 
 
-def test_a_cost_counts_each_run_once_and_threads_as_cores():
+def test_cost_counts_each_run_once_and_threads_as_cores():
     def row(name: str, seconds: str, threads: str = "1", device: str = "cpu") -> dict[str, str]:
         kind = {"system.device_type": device, "system.threads": threads}
         return {"hash": name, "system.wall_seconds": seconds, **kind}
@@ -52,31 +52,31 @@ def test_a_cost_counts_each_run_once_and_threads_as_cores():
         ],
     ],
 )
-def test_a_value_that_cannot_be(world, column, value, words):
+def test_invalid_value_is_refused(world, column, value, words):
     rows = world.rows(NAME).astype({column: object})
     rows.loc[0, column] = value
     assert words in refusal(world, rows)
 
 
 @pytest.mark.parametrize("column", ["cell", "seed", "hash", "git.sha", "valid/accuracy"])
-def test_a_column_that_is_missing(world, column):
+def test_missing_column_is_refused(world, column):
     assert re.search(f"has no (column ')?{column}", refusal(world, world.rows(NAME).drop(columns=column)))
 
 
-def test_one_run_in_two_rows(world):
+def test_run_in_two_rows_is_refused(world):
     rows = world.rows(NAME)
     rows.loc[1, "hash"] = rows.loc[0, "hash"]
     assert "the hash of another row" in refusal(world, rows)
 
 
-def test_a_cell_and_seed_twice(world):
+def test_repeated_cell_and_seed_is_refused(world):
     rows = world.rows(NAME)
     twin = rows.iloc[[5]].assign(hash="f" * 64, **{"valid/accuracy": 99.0})
     sentence = refusal(world, pd.concat([rows, twin]))
     assert "seed=2 is there twice" in sentence
 
 
-def test_a_file_that_was_cut_off(world):
+def test_truncated_file_is_refused(world):
     path = world.write(world.rows(NAME), NAME)
     text = path.read_text()
     path.write_text(text[:-30])
@@ -87,7 +87,7 @@ def test_a_file_that_was_cut_off(world):
     assert "has no rows" in refusal(world)
 
 
-def test_a_missing_seed_is_flagged_and_counted(world):
+def test_missing_seed_is_flagged_and_counted(world):
     world.write(world.rows(NAME).drop(index=7), NAME)
     line = table_lines(NAME, world.folders).iloc[0]
     assert (line["n"], line["expected"]) == (2, 3)
@@ -104,7 +104,7 @@ def test_uncommitted_changes_are_flagged(world):
     assert "1 of 3 runs without a known commit" in flags
 
 
-def test_the_command_says_it_and_makes_the_other_tables(world, tmp_path, capsys):
+def test_command_reports_the_error_and_writes_other_tables(world, tmp_path, capsys):
     world.write(world.rows(NAME).assign(hash="x"), NAME)
     world.write(world.rows("adaptivity"), "adaptivity")
     assert main([NAME, "adaptivity", "--out", str(tmp_path / "out"), *world.options()]) == 2

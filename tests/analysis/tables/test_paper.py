@@ -1,4 +1,4 @@
-"""The paper's numbers are all there: a count and a sum for each table, added up from the LaTeX by another program."""
+"""The numbers of the paper are complete: counts and sums of each table were taken independently from the LaTeX."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from groupwise.analysis.results import HYPERPARAMETERS, MINUS, TABLES, read_pape
 from groupwise.errors import UserError
 
 PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"
-CHECK = {  # table: values, their sum, standard deviations, their sum
+CHECK = {  # table: number of values, their sum, number of standard deviations, their sum
     "fixed_per_layer": (8, 627.2, 0, 0.0),
     "cifar": (16, 1031.2, 0, 0.0),
     "glue": (56, 4887.88, 0, 0.0),
@@ -24,7 +24,7 @@ CHECK = {  # table: values, their sum, standard deviations, their sum
 
 
 @pytest.mark.parametrize("name", [*TABLES, *HYPERPARAMETERS])
-def test_every_number_is_there(name):
+def test_every_number_of_the_paper_is_present(name):
     table = read_paper(name, PAPER)
     values, stds = table["value"].dropna(), table["std"].dropna()
     count, total, std_count, std_total = CHECK[name]
@@ -35,7 +35,7 @@ def test_every_number_is_there(name):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_line_has_a_cell_or_says_why_not(name):
+def test_line_has_a_cell_or_a_note(name):
     for line in read_paper(name, PAPER).itertuples():
         assert line.cell or line.note
         assert line.metric
@@ -44,7 +44,7 @@ def test_a_line_has_a_cell_or_says_why_not(name):
 
 
 @pytest.mark.parametrize("name", HYPERPARAMETERS)
-def test_a_setting_is_fixed_or_one_of_a_grid_or_the_selected(name):
+def test_setting_is_fixed_or_a_grid_with_at_most_one_selected(name):
     table = read_paper(name, PAPER)
     kind = table["note"].str.split(";").str[0]
     assert set(kind) <= {"fixed", "grid", "selected"}
@@ -53,7 +53,7 @@ def test_a_setting_is_fixed_or_one_of_a_grid_or_the_selected(name):
         assert (group["kind"] == "selected").sum() <= 1
 
 
-def test_no_such_table(tmp_path):
+def test_unknown_table_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no table cifer \(did you mean cifar\?\): .*glue"):
         read_paper("cifer", PAPER)
     with pytest.raises(UserError, match=r"not in .*cifar\.csv"):

@@ -1,4 +1,4 @@
-"""A table's lines, their statuses and the files made of them."""
+"""The lines of tables, their statuses, and the files that are written from them."""
 
 import math
 import re
@@ -36,7 +36,7 @@ def test_without_rows_every_number_is_not_run(world):
     assert lines["why"].str.contains("on a GPU; scale=mini was not run yet").all()
 
 
-def test_a_cell_whose_task_was_not_learnt_is_refused_there_with_the_reason(world):
+def test_cell_not_run_because_its_task_was_not_learned_has_the_reason(world):
     rows = world.rows("fixed_per_layer")
     world.write(rows[~rows["cell"].str.contains("clip=flat.*epsilon=8")], "fixed_per_layer")
     (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\nsst2,valid/accuracy,58.0\n")
@@ -57,7 +57,7 @@ def test_reduced_rows_are_never_a_reproduction(world):
     assert all(len(text) == 12 for text in first["hashes"].split()) and first["commits"] == "0123456"
 
 
-def test_rows_at_the_papers_scale_are_compared_and_come_first(world):
+def test_rows_at_paper_scale_are_compared_and_come_first(world):
     world.write(world.rows("fixed_per_layer"), "fixed_per_layer")
     rows = world.rows("fixed_per_layer", "paper", near_paper)
     world.write(
@@ -65,7 +65,7 @@ def test_rows_at_the_papers_scale_are_compared_and_come_first(world):
     )
     lines = table_lines("fixed_per_layer", world.folders)
     places, cifar = ["row", "column"], lines["row"].str.startswith("CIFAR-10")
-    assert lines[cifar]["scale"].tolist() == ["paper"] * 3 + ["mini"] * 4  # one cell is at mini alone
+    assert lines[cifar]["scale"].tolist() == ["paper"] * 3 + ["mini"] * 4  # one cell was only run at mini
     assert set(lines[~cifar]["scale"]) == {"paper"}
     lines = lines.drop_duplicates(places).set_index(places)
     status = lines["status"]
@@ -77,7 +77,7 @@ def test_rows_at_the_papers_scale_are_compared_and_come_first(world):
     assert differs["why"] == "by +2.00 points; the 95 % interval of our mean does not contain the paper's"
 
 
-def test_a_gain_is_the_mean_of_paired_differences(world):
+def test_gain_is_the_mean_of_paired_differences(world):
     rows = world.rows("adaptivity")
     gone = (rows["cell"] == "clip=fixed_layer privacy.epsilon=3 task=cifar") & (rows["seed"] == 2)
     world.write(rows[~gone], "adaptivity")
@@ -89,7 +89,7 @@ def test_a_gain_is_the_mean_of_paired_differences(world):
     assert len(part["hashes"].split()) == 4
 
 
-def test_literature_is_quoted_and_left_out_cells_say_why(world):
+def test_literature_is_quoted_and_omitted_cells_have_a_reason(world):
     world.write(world.rows("glue"), "glue")
     lines = table_lines("glue", world.folders)
     assert lines["status"].value_counts().to_dict() == {"quoted": 36, "not run": 16, "reduced only": 4}
@@ -99,7 +99,7 @@ def test_literature_is_quoted_and_left_out_cells_say_why(world):
     assert set(lines["status"]) <= set(STATUSES)
 
 
-def test_a_line_must_select_one_cell(world):
+def test_line_that_does_not_select_one_cell_is_refused(world):
     path = world.folders.sweeps / "fixed_per_layer.yaml"
     path.write_text(path.read_text().replace("task: cifar", "task: digits"))
     with pytest.raises(UserError, match="selects 0 cells of the sweep fixed_per_layer, not one"):
@@ -110,12 +110,12 @@ def test_a_line_must_select_one_cell(world):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_line_finds_its_cell_in_the_projects_sweep(name, tmp_path):
+def test_every_line_selects_a_cell_of_its_sweep(name, tmp_path):
     lines = table_lines(name, Folders(ROOT / "results" / "paper", tmp_path, ROOT / "sweeps"))
     assert set(lines["status"]) <= {"not run", "quoted"}
 
 
-def test_notes_say_delta_adjacency_sampler_and_provenance(world):
+def test_notes_state_delta_adjacency_sampler_and_provenance(world):
     rows = world.rows("fixed_per_layer")
     rows.loc[3, "plan.private"] = False
     world.write(rows.drop(index=11), "fixed_per_layer")
@@ -135,7 +135,7 @@ def test_errata_are_headings_of_the_page():
             assert f"(#{anchor(heading)})" in text or heading == "Smaller choices"
 
 
-def test_files_have_the_same_bytes_twice_and_in_any_order(world, tmp_path):
+def test_files_do_not_depend_on_the_order_of_rows(world, tmp_path):
     names = ["fixed_per_layer", "adaptivity", "glue", "hyperparameters_glue"]
     for folder, seed in (("one", 0), ("two", 1)):
         for name in names[:3]:
@@ -161,13 +161,13 @@ def test_markdown_and_latex_have_every_number(world, tmp_path):
     assert latex.count("{") == latex.count("}")
 
 
-def test_columns_that_literature_alone_has_come_last(world):
+def test_columns_only_from_literature_come_last(world):
     table, _ = grid(table_lines("glue", world.folders))
     assert next(iter(table)) == "ε=3 / MNLI-m" and list(table)[-1] == "ε=8 / MNLI-(m/mm)"
     assert table.loc["RoBERTa-base / Adaptive per-layer", "ε=8 / MNLI-(m/mm)"] == "–"
 
 
-def test_a_summary_of_few_numbers():
+def test_summary_of_few_numbers_has_no_interval():
     assert summarise([]).n == 0 and math.isnan(summarise([]).mean)
     one = summarise([2.0])
     assert (one.mean, one.n) == (2.0, 1) and math.isnan(one.std) and math.isnan(one.low)
@@ -177,7 +177,7 @@ def test_a_summary_of_few_numbers():
 
 @pytest.fixture
 def two_scales(world) -> pd.DataFrame:
-    """The lines of adaptivity, with all cells at mini, and those without fixed thresholds per layer at midi too."""
+    """The lines of adaptivity: all cells at mini, and all except fixed_layer also at midi."""
     path = world.folders.sweeps / "adaptivity.yaml"
     content = yaml.safe_load(path.read_text())
     content["scales"]["midi"] = {"clip": {"fixed_layer": None}}
@@ -187,7 +187,7 @@ def two_scales(world) -> pd.DataFrame:
     return table_lines("adaptivity", world.folders)
 
 
-def test_of_two_reduced_scales_a_block_has_one_and_the_larger_stands_beside_it(world, two_scales):
+def test_two_reduced_scales_of_a_block_are_both_shown(world, two_scales):
     for block in ("CIFAR-10", "SST-2"):
         own = two_scales[two_scales["row"].str.startswith(block)]
         counts = own["scale"].value_counts(sort=False).to_dict()
@@ -199,17 +199,17 @@ def test_of_two_reduced_scales_a_block_has_one_and_the_larger_stands_beside_it(w
     assert "scale=midi: real data" in first and "scale=mini: " in first
 
 
-def test_a_row_is_of_one_scale_and_a_gain_is_the_difference_of_two_of_its_block(two_scales):
+def test_row_has_one_scale_and_a_gain_is_a_difference_within_its_block(two_scales):
     table, _ = grid(two_scales)
     assert "70.08" in table.loc["CIFAR-10 / Per-layer clipping / adaptive (midi)", "ε=3"]
     assert "60.08" in table.loc["CIFAR-10 / Per-layer clipping / adaptive (mini)", "ε=3"]
     mini = two_scales[two_scales["scale"] == "mini"].set_index(["row", "column"])["mean"]
-    for way in ("CIFAR-10 / Flat clipping", "SST-2 / Per-layer clipping"):
-        difference = mini[f"{way} / adaptive", "ε=8"] - mini[f"{way} / fixed", "ε=8"]
-        assert mini[f"{way} / gain", "ε=8"] == pytest.approx(difference)
+    for group in ("CIFAR-10 / Flat clipping", "SST-2 / Per-layer clipping"):
+        difference = mini[f"{group} / adaptive", "ε=8"] - mini[f"{group} / fixed", "ε=8"]
+        assert mini[f"{group} / gain", "ε=8"] == pytest.approx(difference)
 
 
-def test_a_cell_says_its_model_and_training_or_that_it_learnt_nothing(world):
+def test_cell_names_its_model_and_training_or_is_not_learned(world):
     rows = world.rows("fixed_per_layer")
     sst2 = rows["cell"].str.contains("sst2")
     rows = rows.assign(**{"model.name": "roberta_tiny", "model.depth": 10, "model.width": 1, "train.epochs": 2.0})
@@ -222,7 +222,7 @@ def test_a_cell_says_its_model_and_training_or_that_it_learnt_nothing(world):
     assert any("ours: WRN10-1, epochs 2, steps 1,200" in text for text in remarks)
 
 
-def test_what_the_paper_did_not_measure_is_not_compared(world):
+def test_cells_that_are_not_in_the_paper_are_not_compared(world):
     world.write(world.rows("adaptivity", "paper"), "adaptivity", "paper")
     lines = table_lines("adaptivity", world.folders)
     odd = lines[lines["status"] == "not in the paper"]
