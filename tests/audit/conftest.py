@@ -1,4 +1,4 @@
-"""Shared by the audit's tests."""
+"""Fixtures of the audit tests."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from tests.checked import verify_once
 
 
 @pytest.fixture(autouse=True)
-def _verified_once(monkeypatch):
-    """Engines of one kind are checked before the first audit of them: the check takes longer than many an audit."""
+def _verify_once(monkeypatch):
+    """Verify each kind of engine only before its first audit, as the check takes longer than many audits."""
     monkeypatch.setattr("groupwise.build.verify", verify_once)

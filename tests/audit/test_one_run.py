@@ -1,4 +1,4 @@
-"""An audit passes what is right and breaks what is wrong, through the code that trains."""
+"""One-run audits of the training code pass correct clipping and detect wrong clipping."""
 
 import numpy as np
 import pytest
@@ -12,21 +12,21 @@ QUICK = ["privacy.noise_multiplier=1.0", "privacy.accountant=rdp"]
 
 
 @pytest.mark.parametrize("design", ["full", "poisson"])
-def test_what_is_right_passes_and_shows_something(design):
+def test_correct_training_keeps_its_claim_with_a_nontrivial_bound(design):
     finding = audit_mode(make_setting(["clip=adaptive_layer", *QUICK], design=design, canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed
 
 
-def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
-    """The engine hands out factors of one for the groups that close with the first."""
+def test_unclipped_layer_breaks_the_claim(monkeypatch):
+    """The engine uses clip factors of 1 for the first group."""
     make = game.make_engine
 
-    def forgetful(model, clip):
+    def without_first_clip(model, clip):
         engine = make(model, clip)
         object.__setattr__(engine.groups[0], "clip_rule", lambda norms, threshold: norms * 0 + 1)
         return engine
 
-    monkeypatch.setattr(game, "make_engine", forgetful)
+    monkeypatch.setattr(game, "make_engine", without_first_clip)
     monkeypatch.setattr("groupwise.build.verify", lambda *_, **__: None)
     finding = audit_mode(
         make_setting(["clip=fixed_layer", "privacy.epsilon=1", "privacy.accountant=rdp"], canaries=2000)
@@ -36,32 +36,32 @@ def test_clipping_that_forgets_a_layer_is_broken(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["per_device", "adaptive_device"])
-def test_a_real_pipeline_of_two_processes_is_audited(mode):
+def test_pipeline_of_two_processes_is_audited(mode):
     finding = audit_mode(make_setting([f"clip={mode}", *QUICK], canaries=2000))
     assert finding.kept and finding.bound > 0.2 * finding.claimed and finding.plan.num_groups == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [1, 3, 8])
-def test_every_mode_keeps_its_claim_and_they_show_a_third_of_it(epsilon):
+def test_every_mode_keeps_its_claim_and_reaches_a_third_of_it(epsilon):
     asked = [[f"clip={mode}", f"privacy.epsilon={epsilon}"] for mode in MODES]
     found = [audit_mode(make_setting(overrides, seed=100 * epsilon + k)) for k, overrides in enumerate(asked)]
     assert all(finding.kept and finding.bound > 0.1 * epsilon for finding in found)
     assert np.mean([finding.bound for finding in found]) > 0.3 * epsilon
 
 
-def test_the_same_seed_is_the_same_audit():
+def test_same_seed_gives_the_same_audit():
     asked = make_setting(["clip=flat", *QUICK], canaries=500, seed=5)
     assert row_of(audit_mode(asked)) == row_of(audit_mode(asked))
 
 
-def test_a_row_has_all_columns_and_no_audit_is_made_twice():
+def test_row_has_all_columns_and_audits_are_distinct():
     assert tuple(row_of(audit_mode(make_setting(["clip=flat", *QUICK], canaries=100)))) == COLUMNS
     assert len(everything()) == len({str(cell) for cell in everything()}) > 50
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "words"),
     [
         (["clip=none"], "no epsilon to audit"),
         (["privacy=shuffle"], "no guarantee"),
@@ -89,14 +89,14 @@ def test_a_row_has_all_columns_and_no_audit_is_made_twice():
         (["clip=flat", "noise=equal_budget", "seed=3"], "cannot be set"),
     ],
 )
-def test_what_cannot_be_audited_is_refused_in_one_sentence(arguments, says, capsys):
+def test_invalid_audit_gives_one_sentence(arguments, words, capsys):
     assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert says in said.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert words in printed.err
 
 
-def test_the_exit_code_is_one_for_a_bound_above_the_claim(monkeypatch, capsys):
+def test_exit_code_is_one_for_a_bound_above_the_claim(monkeypatch, capsys):
     asked = ["clip=flat", "privacy.epsilon=1", "privacy.accountant=rdp", "--canaries", "500"]
     assert main(asked) == 0
     assert "no bound above the claim" in capsys.readouterr().out

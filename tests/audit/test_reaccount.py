@@ -1,4 +1,4 @@
-"""A sound run passes every check, and each thing that was tampered with fails the check that is there for it."""
+"""An unaltered run passes every check of `reaccount`, and each altered file fails the check that covers it."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def copy(finished, tmp_path) -> Path:
 
 
 def failed(folder: Path, *names: str) -> set[str]:
-    """The checks that fail, of all or of those named."""
+    """The checks that fail, among all or those named."""
     return {name for name, (good, _) in verify(folder, names or tuple(CHECKS)).items() if not good}
 
 
@@ -50,7 +50,7 @@ def rewrite(folder: Path, name: str, **changes) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_sound_run_passes(finished, capsys):
+def test_unaltered_run_passes(finished, capsys):
     assert main([str(finished)]) == 0
     printed = capsys.readouterr().out
     lines = [line.split(" | ") for line in printed.splitlines()[2:] if line.startswith("| ")]
@@ -107,13 +107,13 @@ TAMPERED = [
 
 
 @pytest.mark.parametrize(("name", "file", "changes"), TAMPERED, ids=[f"{n}: {c}" for n, _, c in TAMPERED])
-def test_what_was_tampered_with_fails_its_check(copy, name, file, changes):
+def test_altered_value_fails_its_check(copy, name, file, changes):
     rewrite(copy, file, **changes)
     assert failed(copy, name) == {name}
 
 
-def test_a_forger_who_keeps_the_row_in_step_is_caught_by_the_accountant(copy):
-    """σ, σ_b and σ_new made smaller together, and the row too: nothing but ε itself is wrong."""
+def test_consistently_reduced_noise_fails_the_epsilon_check(copy):
+    """σ, σ_b and σ_new are reduced consistently in the plan and the row, so only ε is wrong."""
     plan = json.loads((copy / "privacy.json").read_text())["plan"]
     smaller = {key: plan[key] / 1.1 for key in plan if key.endswith("noise_multiplier")}
     rewrite(copy, "privacy", **{f"plan__{key}": value for key, value in smaller.items()})
@@ -122,7 +122,7 @@ def test_a_forger_who_keeps_the_row_in_step_is_caught_by_the_accountant(copy):
 
 
 def edited(name: str, change: Callable[[list[str]], list[str]]) -> Callable[[Path], object]:
-    """What gives a file of a folder other lines."""
+    """A function that changes the lines of a file in a folder."""
     return lambda folder: (folder / name).write_text("".join(change((folder / name).read_text().splitlines(True))))
 
 
@@ -135,27 +135,27 @@ def edited(name: str, change: Callable[[list[str]], list[str]]) -> Callable[[Pat
         ("configuration", edited("config.yaml", lambda lines: [line.replace("seed: 0", "seed: 1") for line in lines])),
         ("private or not", lambda folder: (folder / "checkpoint-previous.pt").write_bytes(b"key")),
     ],
-    ids=["a step gone", "a step twice", "steps in another order", "another seed", "a checkpoint left"],
+    ids=["missing step", "repeated step", "other order of steps", "other seed", "checkpoint left"],
 )
-def test_a_file_that_was_altered_or_left_fails_its_check(copy, name, harm):
+def test_altered_or_extra_file_fails_its_check(copy, name, harm):
     harm(copy)
     assert failed(copy, name) == {name}
 
 
-def test_a_record_with_keys_that_are_gone_has_its_hash_still(copy):
+def test_record_with_removed_keys_keeps_its_hash(copy):
     old = OmegaConf.load(copy / "config.yaml").copy()
     old.clip.update({"public_examples": 64, "public_every": 10, "public_power": 0.5})
     OmegaConf.save(old, copy / "config.yaml")
     assert not failed(copy, "configuration")
 
 
-def test_a_file_that_is_no_json_fails_and_does_not_raise(copy, capsys):
+def test_invalid_json_fails_all_checks_without_raising(copy, capsys):
     (copy / "privacy.json").write_text("[]")
     assert main([str(copy)]) == 1
     assert f"FAILED: {', '.join(CHECKS)}" in capsys.readouterr().out
 
 
-def test_what_is_no_finished_run_is_refused_in_one_sentence(copy, tmp_path, capsys):
+def test_unfinished_run_gives_one_sentence(copy, tmp_path, capsys):
     (copy / "DONE").unlink()
     for folder in (tmp_path / "nothing", tmp_path, copy):
         assert main([str(folder)]) == 2

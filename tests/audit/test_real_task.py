@@ -1,4 +1,4 @@
-"""Two worlds of a real task: what is right passes, and what is wrong is broken, on its own model, data and dropout."""
+"""Two-worlds audits of a real task, with its model, data and dropout, pass correct noise and detect too little."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _one_thread():
 
 @pytest.fixture(autouse=True, scope="module")
 def _read_once():
-    """The tokeniser and the sentences are the same in every world."""
+    """Load tokeniser and sentences once, as they are the same in every world."""
     tokenizer, found = text_classification.find_tokenizer, {}
     with made_up_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -35,19 +35,19 @@ def _read_once():
 
 
 @pytest.mark.parametrize("asked", [pytest.param(TEXT, marks=pytest.mark.slow), IMAGES], ids=["sst2", "cifar"])
-def test_what_is_right_passes_and_what_is_wrong_is_broken(asked, monkeypatch):
-    """With a hundredth of the noise 30 plays of two worlds show more than an epsilon of one half."""
+def test_correct_noise_passes_and_too_little_is_detected(asked, monkeypatch):
+    """With a hundredth of the noise, 30 plays of each world give a bound above ε = 0.5."""
     setting = make_setting([*asked, "privacy.epsilon=0.5"], plays=30)
     with checked_once(asked[0]):
         right = audit_mode(setting)
     assert right.kept and right.share is not None and 0 < right.share <= 1
-    whole = mechanism.noise_stds
-    monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * whole(*given, **more))
+    noise_stds = mechanism.noise_stds
+    monkeypatch.setattr(mechanism, "noise_stds", lambda *given, **more: 0.01 * noise_stds(*given, **more))
     with checked_once(asked[0]):
         assert not audit_mode(setting).kept
 
 
-def test_a_row_names_task_model_dropout_and_plays():
+def test_row_names_task_model_dropout_and_plays():
     finding = audit_mode(make_setting([*TEXT, "privacy.epsilon=1"], plays=4, seed=2))
     row = row_of(finding)
     assert (row["model"], row["dropout"], row["design"]) == ("sst2 roberta_tiny", "0.5", "worlds")
@@ -55,7 +55,7 @@ def test_a_row_names_task_model_dropout_and_plays():
     assert "4 of each world" in describe(finding) and "None" not in describe(finding)
 
 
-def test_an_example_s_own_gradient_is_one_threshold_at_most():
+def test_mean_gradient_of_an_example_is_within_the_threshold():
     setting = make_setting([*TEXT, "privacy.epsilon=1", "data.train_limit=64"], plays=2)
     trainer = real.trainer_of(setting, 0)
     threshold = float(trainer.private.thresholds.clip_thresholds[0])

@@ -1,4 +1,4 @@
-"""The bound of many runs: below the truth for mechanisms of known ε, above the claim for too little noise."""
+"""Two-worlds bounds are below the true ε of known mechanisms, and above the claim if the noise is too small."""
 
 import math
 
@@ -19,8 +19,8 @@ DELTA, GROUPS, SIGMA_B, ROWS = 1e-5, 4, 2.0, 3
 ADAPTIVE = ClipConfig(grouping="flat", threshold=1.0, rescale=False, quantile_budget=0.5)
 
 
-class Always:
-    """The same score in each play."""
+class ConstantScore:
+    """A world with the same score in each play."""
 
     def __init__(self, score: float) -> None:
         self.score = score
@@ -30,7 +30,7 @@ class Always:
 
 
 class OneLayer(Trained):
-    """Gradients are the rows of the identity."""
+    """A task whose per-example gradients are the rows of the identity matrix."""
 
     train_size = ROWS
 
@@ -58,18 +58,18 @@ def counting(examples: int, seed: int, sigma: float = SIGMA_B) -> CountWorld:
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
-def test_a_score_that_is_no_number_tells_nothing(strange):
-    assert distinguish(Always(0.0), Always(strange), 50, DELTA) == 0
+def test_non_finite_score_gives_no_bound(strange):
+    assert distinguish(ConstantScore(0.0), ConstantScore(strange), 50, DELTA) == 0
 
 
-def test_counts_tell_no_more_than_their_share_of_the_budget():
+def test_counts_reveal_no_more_than_their_share_of_the_budget():
     truth = gaussian_epsilon(DELTA, 0.5 * math.sqrt(GROUPS) / SIGMA_B)
     assert 0 < distinguish(counting(8, 0), counting(9, 1), 8000, DELTA) <= truth
     narrow = distinguish(counting(8, 0, SIGMA_B / 8), counting(9, 1, SIGMA_B / 8), 400, DELTA)
     assert narrow > truth
 
 
-def test_plays_start_at_the_same_place_and_are_seen_whole():
+def test_plays_start_from_the_same_weights_and_record_every_release():
     seen = []
     real = trainer()
     start = real.task.model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Each file of conf/experiment/ is the cell of the paper that its name says, to the hash."""
+"""Each file of conf/experiment/ has the configuration hash of the cell of the paper that it is named after."""
 
 from pathlib import Path
 
@@ -22,24 +22,24 @@ CELLS = {
 }
 
 
-def test_all_are_here() -> None:
+def test_every_experiment_file_is_listed() -> None:
     assert sorted(CELLS) == sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_it_is_the_cell(name: str) -> None:
+def test_experiment_has_the_hash_of_its_cell(name: str) -> None:
     found = compose_run([f"+experiment={name}"], CONF)
     assert config_hash(found) == config_hash(compose_run(CELLS[name].split(), CONF))
 
 
-def test_the_command_line_comes_before_it() -> None:
+def test_command_line_overrides_the_experiment() -> None:
     found = compose_run(["+experiment=e2e", "privacy.epsilon=3", "clip=flat", "seed=2"], CONF)
     assert config_hash(found) == config_hash(
         compose_run(["task=e2e", "clip=flat", "privacy.epsilon=3", "seed=2"], CONF)
     )
 
 
-def test_one_without_its_plus_is_answered() -> None:
+def test_missing_plus_is_explained() -> None:
     with pytest.raises(ConfigCompositionException) as error:
         compose_run(["experiment=cifar"], CONF)
     assert in_one_sentence(error.value).endswith("To append to your default list use +experiment=cifar")

@@ -1,4 +1,4 @@
-"""Which configurations are the same experiment."""
+"""Configuration hashes, differences, and saved configurations."""
 
 import json
 from pathlib import Path
@@ -44,12 +44,12 @@ from groupwise.errors import UserError
         RunConfig(train=TrainConfig(checkpoint_every=1)),
     ],
 )
-def test_what_cannot_change_the_result_does_not_change_the_hash(same: RunConfig) -> None:
+def test_keys_without_effect_on_the_result_do_not_change_the_hash(same: RunConfig) -> None:
     assert config_hash(same) == config_hash(RunConfig())
     assert differences(same, RunConfig()) == []
 
 
-def test_a_rate_may_be_given_as_a_whole_number() -> None:
+def test_whole_number_rate_has_the_same_hash() -> None:
     one, other = (compose_run(["task=cifar", f"optim.learning_rate={rate}"], CONF) for rate in ("2", "2.0"))
     assert config_hash(one) == config_hash(other) and flat_config(one)["optim.learning_rate"] == 2.0
 
@@ -64,17 +64,17 @@ def test_a_rate_may_be_given_as_a_whole_number() -> None:
         RunConfig(clip=ClipConfig(threshold=2)),
     ],
 )
-def test_everything_else_does(other: RunConfig) -> None:
+def test_other_keys_change_the_hash(other: RunConfig) -> None:
     assert config_hash(other) != config_hash(RunConfig())
 
 
-def test_a_run_is_taken_up_with_another_batch_of_its_evaluation() -> None:
+def test_evaluation_batch_size_may_differ_on_resumption() -> None:
     smaller = RunConfig()
     smaller.eval.batch_size, smaller.eval.generate.batch_size = 8, 1
     assert differences(RunConfig(), smaller) == []
 
 
-def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> None:
+def test_newer_key_is_hashed_only_if_it_is_used() -> None:
     secure = RunConfig(noise=NoiseConfig(secure=True))
     assert "noise.secure" not in stable_config(RunConfig()) and stable_config(secure)["noise.secure"] is True
     assert config_hash(secure) != config_hash(RunConfig())
@@ -82,13 +82,13 @@ def test_a_key_younger_than_committed_rows_counts_only_where_it_is_used() -> Non
     assert differences(RunConfig(), secure) == ["noise.secure is False there and True here"]
 
 
-def test_the_order_of_a_custom_mapping_counts_since_its_first_match_does() -> None:
+def test_order_of_a_custom_mapping_changes_the_hash() -> None:
     one = RunConfig(clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
     other = RunConfig(clip=ClipConfig(mapping={"*": "late", "stem*": "early"}))
     assert config_hash(one) != config_hash(other)
 
 
-def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
+def test_saved_configuration_is_loaded_unchanged(tmp_path: Path) -> None:
     config = RunConfig(seed=3, clip=ClipConfig(mapping={"stem*": "early", "*": "late"}))
     config.privacy.epsilon = float("inf")
     (tmp_path / "config.yaml").write_text(save_config(config))
@@ -103,7 +103,7 @@ def test_a_saved_configuration_is_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "seed: many", "unknown: 1", "- a list", "seed: [1"])
-def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_invalid_configuration_file_is_refused(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_text(content)
@@ -121,12 +121,12 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str | None
         RunConfig(own_task={"_target_": "a.b", "deep": {"list": [1, None]}}),
     ],
 )
-def test_a_flat_configuration_is_what_the_typed_one_holds(config: RunConfig) -> None:
+def test_flat_configuration_matches_the_typed_one(config: RunConfig) -> None:
     typed = OmegaConf.to_container(OmegaConf.structured(config))
-    assert json.dumps(flat_config(config)) == json.dumps(flatten(typed) | GONE)  # 1 and 1.0 are other texts
+    assert json.dumps(flat_config(config)) == json.dumps(flatten(typed) | GONE)  # as text, 1 and 1.0 differ
 
 
-def test_a_flat_row_holds_plain_values_only() -> None:
+def test_flat_row_has_only_plain_values() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [1, 2]}) == {"a.b": 1, "a.c.d": None, "e": "[1, 2]"}
     assert all(isinstance(value, str | int | float | None) for value in flat_config(RunConfig()).values())
     json.dumps(flat_config(RunConfig()))

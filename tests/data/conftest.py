@@ -1,4 +1,4 @@
-"""Small stand-ins for CIFAR-10 in the layouts it may lie in."""
+"""Small synthetic CIFAR-10 folders, and the folder of the real data sets."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ TRAIN_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """A test that would go out is refused at once: nothing listens on this port of the machine itself."""
+    """Downloads fail at once, as nothing listens on this local port."""
     monkeypatch.setenv("no_proxy", "*")
     cifar10 = import_torchvision().datasets.CIFAR10
     monkeypatch.setattr(cifar10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
@@ -23,7 +23,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def real_data() -> Path:
-    """Where the published sets are, as far as they are there."""
+    """The folder of the published data sets; skips the test without it."""
     if "GROUPWISE_DATA" not in os.environ:
         pytest.skip("GROUPWISE_DATA (a folder with cifar10/, glue/, e2e/, dart/ and samsum/) is not set")
     return Path(os.environ["GROUPWISE_DATA"])
@@ -31,7 +31,7 @@ def real_data() -> Path:
 
 @pytest.fixture
 def make_batches(monkeypatch):
-    """Write a small standard folder into a root, and have torchvision expect its MD5 sums."""
+    """A function that writes a small standard folder and makes torchvision expect its MD5 sums."""
 
     def make(root: Path, **changes: object) -> Path:
         folder = root / "cifar-10-batches-py"

@@ -1,4 +1,4 @@
-"""What a loader says of bad data."""
+"""Checks that a loader refuses bad data in one sentence."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from groupwise.errors import UserError
 
 
 def refused(read: Callable[..., object], *given: Any, **options: Any) -> str:
-    """The one sentence in which `read` refuses what it is given; a file is named in it."""
+    """The one-sentence message with which `read` refuses its arguments; it names the file."""
     with pytest.raises(UserError) as caught:
         read(*given, **options)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Tasks by name; a share held out, a smaller choice: fixed, and nothing on both sides."""
+"""Held-out shares and limits of text data are deterministic, disjoint and decided for each row separately."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,7 @@ def paired() -> PairedText:
     return PairedText(train, [Request("v", ("w",))], [Request("t", ("u",))], "made here", {"a": "b"})
 
 
-def test_a_share_of_labelled_texts_is_held_out(labelled):
+def test_share_of_labelled_texts_is_held_out(labelled):
     split = hold_out(labelled, 0.2)
     assert list(split.valid) == [""] and len(split.valid[""]) == 20 and len(split.train) == 80
     both = [*split.train.texts, *split.valid[""].texts]
@@ -40,12 +40,12 @@ def test_held_out_pairs_share_no_source_with_the_others(paired):
     held = [(request.source, target) for request in split.valid for target in request.references]
     assert not {source for source, _ in split.train} & {source for source, _ in held}
     assert Counter(split.train) + Counter(held) == Counter(paired.train)
-    assert 8 <= len(held) <= 40  # about a fifth, in whole sources
+    assert 8 <= len(held) <= 40  # about a fifth, by sources
     assert split.test == paired.test
 
 
-def test_no_row_decides_on_which_side_another_is(paired):
-    """Where it would, adding one row of the file could add or remove many of the training set."""
+def test_side_of_a_row_does_not_depend_on_other_rows(paired):
+    """Otherwise adding one row to the file could add or remove many training examples."""
     split = hold_out(paired, 0.2)
     for left_out in range(0, len(paired.train), 7):
         rest = paired.train[:left_out] + paired.train[left_out + 1 :]
@@ -54,8 +54,8 @@ def test_no_row_decides_on_which_side_another_is(paired):
         assert {r.source for r in other.valid} <= {r.source for r in split.valid}
 
 
-def test_labelled_rows_are_chosen_by_their_number_whatever_is_in_them(labelled):
-    """So what one row says changes that row alone, wherever it is."""
+def test_labelled_rows_are_chosen_by_their_number(labelled):
+    """So the content of one row affects only that row."""
     other = replace(
         labelled,
         train=Labelled([("blank", None) if i % 3 else text for i, text in enumerate(labelled.train.texts)],
@@ -79,19 +79,19 @@ def test_the_split_is_fixed_by_the_seed(labelled, paired):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 1.0, 1.5, -0.2])
-def test_a_share_that_leaves_a_side_empty_is_refused(labelled, paired, share):
+def test_share_that_leaves_a_side_empty_is_refused(labelled, paired, share):
     for data in (labelled, paired):
         with pytest.raises(UserError, match=f"data.holdout={share}"):
             hold_out(data, share)
 
 
-def test_a_single_source_cannot_be_split():
+def test_single_source_cannot_be_split():
     data = PairedText([("s", "a"), ("s", "b")], [], [], "", {})
     with pytest.raises(UserError, match=r"data.holdout=0.5 of 1 sources leaves one set empty"):
         hold_out(data, 0.5)
 
 
-def test_a_choice_keeps_order_and_is_part_of_a_larger_one(labelled, paired):
+def test_limit_keeps_order_and_is_part_of_a_larger_limit(labelled, paired):
     few, more = keep(labelled, 10), keep(labelled, 30)
     assert keep(labelled, 100) is labelled and keep(paired, 200) is paired
     assert (len(few.train), len(more.train)) == (10, 30)

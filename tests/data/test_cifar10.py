@@ -1,4 +1,4 @@
-"""Where CIFAR-10 is looked for, and what happens when it is nowhere."""
+"""The search order of CIFAR-10 layouts, and the download if there is none."""
 
 import functools
 import hashlib
@@ -17,15 +17,15 @@ from tests.data.refusals import refused
 LAYOUTS = ("cifar-10-batches-py/", "cifar10/train_shard0.webp")
 
 
-def test_the_standard_folder_comes_first(tmp_path, make_batches):
+def test_standard_folder_comes_first(tmp_path, make_batches):
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "test.webp").touch()
     make_batches(tmp_path)
     assert load_cifar10(tmp_path).source == "CIFAR-10, the standard folder"
 
 
-def test_a_broken_layout_is_not_passed_over(tmp_path):
-    """Falling through to another copy would train on other data than the user thinks."""
+def test_broken_layout_is_refused(tmp_path):
+    """Using another copy silently would train on other data than the user expects."""
     (tmp_path / "cifar-10-batches-py").mkdir()
     assert "cifar-10-batches-py is incomplete" in refused(load_cifar10, tmp_path)
     (tmp_path / "other" / "cifar10").mkdir(parents=True)
@@ -33,7 +33,7 @@ def test_a_broken_layout_is_not_passed_over(tmp_path):
     assert "train_shard0.webp is missing" in refused(load_cifar10, tmp_path / "other")
 
 
-def test_offline_the_message_names_the_two_layouts(tmp_path):
+def test_failed_download_names_both_layouts(tmp_path):
     message = refused(load_cifar10, tmp_path)
     assert "could not be downloaded" in message
     assert str(tmp_path) in message
@@ -42,12 +42,12 @@ def test_offline_the_message_names_the_two_layouts(tmp_path):
 
 class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *_) -> None:
-        """Say nothing of a request."""
+        """Do not log requests."""
 
 
 @pytest.fixture
 def served(tmp_path, make_batches, monkeypatch):
-    """A small archive on a server of this machine, which torchvision takes for the published one."""
+    """A small archive on a local server, which torchvision accepts as the published one."""
     make_batches(tmp_path / "server")
     archive = tmp_path / "server" / "cifar-10-python.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -62,14 +62,14 @@ def served(tmp_path, make_batches, monkeypatch):
         server.shutdown()
 
 
-def test_a_download_becomes_the_standard_folder(tmp_path, served):
+def test_download_becomes_the_standard_folder(tmp_path, served):
     root = tmp_path / "deep" / "root"
     assert load_cifar10(root).x_train.shape == (50, 3, 32, 32)
     shutil.rmtree(served.parent)
     assert load_cifar10(root).x_test.shape == (10, 3, 32, 32)
 
 
-def test_of_several_jobs_one_downloads_and_the_others_wait(tmp_path, served, monkeypatch):
+def test_one_of_several_jobs_downloads_and_the_others_wait(tmp_path, served, monkeypatch):
     datasets, fetched = import_torchvision().datasets, []
     fetch = datasets.cifar.download_and_extract_archive
     monkeypatch.setattr(
@@ -80,6 +80,6 @@ def test_of_several_jobs_one_downloads_and_the_others_wait(tmp_path, served, mon
     assert (sizes, len(fetched)) == ([50] * 3, 1)
 
 
-def test_a_broken_download_is_told(tmp_path, served):
+def test_broken_download_is_refused(tmp_path, served):
     served.write_bytes(served.read_bytes()[:2000])
     assert "could not be downloaded" in refused(load_cifar10, tmp_path / "deep" / "root")

@@ -1,4 +1,4 @@
-"""GLUE's own tsv files: by the names of the header, with labels as on the hub, and nothing skipped in silence."""
+"""GLUE's tsv files are read by the names in their header, with the labels of the hub; dropped rows are reported."""
 
 import time
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_sst2_is_read_without_quoting_and_stripped(tmp_path):
     assert data.source == "GLUE SST-2, tsv files (training: train.tsv)"
 
 
-def test_qqp_drops_the_broken_rows_that_its_published_file_has(tmp_path):
+def test_qqp_drops_incomplete_rows_of_its_published_file(tmp_path):
     header = ("id", "qid1", "qid2", "question1", "question2", "is_duplicate")
     rows = [header, ("1", "2", "3", "a?", "b?", "0"), ("", "half a row?", "0"), ("4", "5", "6", "c?", "c!", "1")]
     write(tmp_path / "QQP" / "train.tsv", *rows)
@@ -51,7 +51,7 @@ def test_qqp_drops_the_broken_rows_that_its_published_file_has(tmp_path):
     assert data.source.endswith("; 1 incomplete rows of train.tsv dropped")
 
 
-def test_mnli_has_two_validation_sets_and_drops_what_has_no_gold_label(tmp_path):
+def test_mnli_has_two_validation_sets_and_drops_rows_without_gold_label(tmp_path):
     for name, columns in (("train", 12), ("dev_matched", 16), ("dev_mismatched", 16)):
         labels = ["entailment", "neutral", "contradiction"] + ["-"] * (name == "dev_matched")
         rows = [mnli_row(name, f"h{i}", label, columns) for i, label in enumerate(labels)]
@@ -63,7 +63,7 @@ def test_mnli_has_two_validation_sets_and_drops_what_has_no_gold_label(tmp_path)
     assert data.source.endswith("; 1 rows without an agreed label of dev_matched.tsv dropped")
 
 
-def test_another_training_file_can_be_named(tmp_path):
+def test_train_file_option_names_another_file(tmp_path):
     sst2(tmp_path)
     write(tmp_path / "glue/SST-2/small.tsv", ("sentence", "label"), ("ok", "1"))
     data = load_glue("sst2", tmp_path, hub="none", train_file="small.tsv")
@@ -71,17 +71,17 @@ def test_another_training_file_can_be_named(tmp_path):
     assert "glue/SST-2/small.tsv" in data.sha256 and "glue/SST-2/train.tsv" not in data.sha256
 
 
-@pytest.mark.parametrize("gone", ["train.tsv", "dev.tsv"])
-def test_a_missing_file_is_named_and_the_hub_is_not_asked(tmp_path, gone, monkeypatch):
+@pytest.mark.parametrize("missing", ["train.tsv", "dev.tsv"])
+def test_missing_file_is_named_and_the_hub_not_used(tmp_path, missing, monkeypatch):
     import groupwise.data.glue as glue_hub
 
     monkeypatch.setattr(glue_hub, "load_from_hub", lambda *_: pytest.fail("the hub was asked"))
-    (sst2(tmp_path) / "glue/SST-2" / gone).unlink()
-    with pytest.raises(UserError, match=f"{gone} is missing; .*data.train_file"):
+    (sst2(tmp_path) / "glue/SST-2" / missing).unlink()
+    with pytest.raises(UserError, match=f"{missing} is missing; .*data.train_file"):
         load_glue("sst2", tmp_path, hub="none")
 
 
-def test_a_training_file_without_its_folder_is_refused(tmp_path):
+def test_train_file_without_its_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"data.train_file=x.tsv was given, but its folder .*glue/SST-2 is missing"):
         load_glue("sst2", tmp_path, hub="none", train_file="x.tsv")
 
@@ -99,14 +99,14 @@ def test_a_training_file_without_its_folder_is_refused(tmp_path):
         ("sentence\tlabel\ncaf\u00e9\t1\n".encode("latin-1"), "is not UTF-8"),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(tmp_path, content, words):
+def test_broken_file_is_named_with_its_line(tmp_path, content, words):
     (tmp_path / "dev.tsv").write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
         read_glue_tsv(tmp_path / "dev.tsv", GLUE["sst2"])
     assert "\n" not in str(caught.value) and str(tmp_path / "dev.tsv") in str(caught.value)
 
 
-def test_the_real_sst2_in_less_than_a_second(real_data):
+def test_real_sst2_is_read_in_less_than_a_second(real_data):
     start = time.process_time()
     data = load_glue("sst2", real_data, hub="none")
     assert time.process_time() - start < 1.0
@@ -115,7 +115,7 @@ def test_the_real_sst2_in_less_than_a_second(real_data):
     assert data.valid[""].texts[0] == ("it 's a charming and often affecting journey .", None)
 
 
-def test_the_real_qqp_and_mnli(real_data):
+def test_real_qqp_and_mnli(real_data):
     folder = real_data / "glue"
     qqp, dropped = read_glue_tsv(folder / "QQP/dev.tsv", GLUE["qqp"])
     assert (len(qqp), qqp.labels.count(0), dropped) == (40_430, 25_545, 0)

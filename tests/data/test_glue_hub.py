@@ -1,4 +1,4 @@
-"""GLUE in the hub's own layout: from a local folder, and one sentence where there is no network."""
+"""GLUE in the layout of the hub is read from a local folder; without a network the error names both options."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def own_library_cache(tmp_path, monkeypatch):
 
 
 def hub_folder(root: Path, task: str, rows: dict | None = None, classes: tuple[str, ...] | None = None) -> Path:
-    """A folder as the hub has it: parquet files for each configuration, and a README that lists them."""
+    """A folder in the layout of the hub: parquet files for each configuration, and a README that lists them."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -50,7 +50,7 @@ def hub_folder(root: Path, task: str, rows: dict | None = None, classes: tuple[s
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_a_local_folder_in_the_hubs_layout_is_read_without_a_word(tmp_path, task, capfd):
+def test_local_folder_in_hub_layout_is_read_silently(tmp_path, task, capfd):
     folder = hub_folder(tmp_path / "copy", task)
     data = load_glue(task, tmp_path / "data", hub=str(folder))
     first, *second = (values for name, values in ROWS[task].items() if name != "label")
@@ -69,7 +69,7 @@ def test_tsv_files_come_first(tmp_path):
     assert data.train.texts == [("from a file", None)]
 
 
-def test_without_a_network_the_message_names_both_ways_out(tmp_path, monkeypatch):
+def test_error_without_a_network_names_both_options(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda _: None)
     message = refused(load_glue, "sst2", tmp_path, hub="nyu-mll/glue")
     assert "cannot be read from nyu-mll/glue" in message
@@ -77,13 +77,13 @@ def test_without_a_network_the_message_names_both_ways_out(tmp_path, monkeypatch
     assert "give this machine access to the hub" in message
 
 
-def test_a_folder_that_is_no_copy_is_refused(tmp_path):
+def test_folder_in_another_layout_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     message = refused(load_glue, "sst2", tmp_path, hub=str(tmp_path / "other"))
     assert "cannot be read from" in message and "put GLUE's tsv files into" in message
 
 
-def test_a_missing_column_is_named(tmp_path):
+def test_missing_column_is_named(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", {"text": ["a", "b"], "label": [0, 1]})
     assert "sentence" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
 
@@ -102,6 +102,6 @@ def test_labels_without_names_are_refused(tmp_path):
     )
 
 
-def test_an_example_without_a_label_is_refused(tmp_path):
+def test_example_without_a_label_is_refused(tmp_path):
     folder = hub_folder(tmp_path / "copy", "sst2", {"sentence": ["fine ", "dull"], "label": [1, -1]})
     assert "its example 1 has no label" in refused(load_glue, "sst2", tmp_path, hub=str(folder))

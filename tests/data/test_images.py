@@ -1,4 +1,4 @@
-"""What a file may hold."""
+"""Pooling, normalisation and held-out shares of image data."""
 
 from dataclasses import replace
 
@@ -25,12 +25,12 @@ def test_image_size_scales_both_splits(tmp_path):
 
 
 @pytest.mark.parametrize("image_size", [0, -4, 3, 16])
-def test_a_size_that_does_not_divide_is_refused(tmp_path, image_size):
+def test_size_that_does_not_divide_is_refused(tmp_path, image_size):
     with pytest.raises(UserError, match=f"image_size={image_size}.*divisor of 8"):
         load_images("digits", tmp_path, image_size=image_size)
 
 
-def test_an_unknown_name_is_refused(tmp_path):
+def test_unknown_name_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"'mnist' is not known; choose one of cifar10, digits\."):
         load_images("mnist", tmp_path)
 
@@ -42,14 +42,14 @@ def test_each_channel_is_centred_and_scaled():
     torch.testing.assert_close(out.flatten(), torch.tensor([-1.0, 0.0, 0.5]))
 
 
-def test_an_image_is_normalised_alone():
+def test_images_are_normalised_independently():
     """No statistic is taken from the batch: an example does not depend on its neighbours."""
     images = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
     statistics = channel_statistics("cifar10")
     assert torch.equal(normalize(images, *statistics)[:2], normalize(images[:2], *statistics))
 
 
-def test_a_share_is_held_out_and_takes_the_place_of_the_test_set(tmp_path):
+def test_held_out_share_replaces_the_test_set(tmp_path):
     data = load_images("digits", tmp_path)
     held = hold_out(data, 0.2)
     train, valid = {i.tobytes() for i in held.x_train.numpy()}, {i.tobytes() for i in held.x_test.numpy()}
@@ -60,29 +60,29 @@ def test_a_share_is_held_out_and_takes_the_place_of_the_test_set(tmp_path):
     assert f"{len(held.x_test)} of 1,433 training images held out" in held.source
 
 
-def test_labels_stay_with_their_held_out_images_and_the_order_is_kept(tmp_path):
-    data = replace(load_images("digits", tmp_path), y_train=torch.arange(1433))  # each image knows its number
+def test_held_out_images_keep_labels_and_order(tmp_path):
+    data = replace(load_images("digits", tmp_path), y_train=torch.arange(1433))  # labels are the indices of the images
     held = hold_out(data, 0.3)
     for images, numbers in ((held.x_train, held.y_train), (held.x_test, held.y_test)):
         assert torch.equal(data.x_train[numbers], images) and (numbers.diff() > 0).all()
 
 
-def test_no_image_decides_on_which_side_another_is(tmp_path):
+def test_side_of_an_image_does_not_depend_on_other_images(tmp_path):
     data = load_images("digits", tmp_path)
     fewer = hold_out(replace(data, x_train=data.x_train[1:], y_train=data.y_train[1:]), 0.3)
-    whole = hold_out(data, 0.3)
-    assert len(whole.x_train) + len(whole.x_test) == len(fewer.x_train) + len(fewer.x_test) + 1
-    assert torch.equal(fewer.x_train, whole.x_train[-len(fewer.x_train) :])
-    assert torch.equal(fewer.x_test, whole.x_test[-len(fewer.x_test) :])
+    full = hold_out(data, 0.3)
+    assert len(full.x_train) + len(full.x_test) == len(fewer.x_train) + len(fewer.x_test) + 1
+    assert torch.equal(fewer.x_train, full.x_train[-len(fewer.x_train) :])
+    assert torch.equal(fewer.x_test, full.x_test[-len(fewer.x_test) :])
 
 
-def test_the_held_out_images_depend_on_the_key_alone(tmp_path):
+def test_held_out_images_depend_only_on_the_key(tmp_path):
     data = load_images("digits", tmp_path)
     assert torch.equal(hold_out(data, 0.2).x_test, hold_out(data, 0.2).x_test)
     assert not torch.equal(hold_out(data, 0.2).x_test[:9], hold_out(data, 0.2, key=1).x_test[:9])
 
 
 @pytest.mark.parametrize("share", [1e-6, 1.0])
-def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, share):
+def test_share_that_leaves_a_side_empty_is_refused(tmp_path, share):
     with pytest.raises(UserError, match=f"data.holdout={share} of 1433 .*one set empty"):
         hold_out(load_images("digits", tmp_path), share)

@@ -1,4 +1,4 @@
-"""SAMSum's files, in the paper's instruction format."""
+"""SAMSum files are read in the instruction format of the paper."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(root: Path, name: str, *rows: dict) -> Path:
     return root / "samsum" / name
 
 
-def test_a_dialogue_stands_between_instruction_and_delimiter(tmp_path):
+def test_dialogue_is_between_instruction_and_delimiter(tmp_path):
     for name in ("train.json", "val.json", "test.json"):
         write(tmp_path, name, ROW)
     data = load_samsum(tmp_path)
@@ -29,7 +29,7 @@ def test_a_dialogue_stands_between_instruction_and_delimiter(tmp_path):
     assert data.source == "SAMSum, json files (training: train.json)"
 
 
-def test_equal_dialogues_stay_apart(tmp_path):
+def test_equal_dialogues_are_separate_examples(tmp_path):
     for name in ("few.json", "val.json", "test.json"):
         write(tmp_path, name, ROW, ROW | {"id": "8", "summary": "Late."})
     data = load_samsum(tmp_path, "few.json")
@@ -37,7 +37,7 @@ def test_equal_dialogues_stay_apart(tmp_path):
     assert "samsum/few.json" in data.sha256
 
 
-def test_a_row_without_a_dialogue_is_dropped_and_counted(tmp_path):
+def test_row_without_a_dialogue_is_dropped_and_counted(tmp_path):
     write(tmp_path, "train.json", ROW, ROW | {"dialogue": " \r\n"})
     write(tmp_path, "val.json", ROW)
     write(tmp_path, "test.json", ROW)
@@ -55,18 +55,18 @@ def test_a_row_without_a_dialogue_is_dropped_and_counted(tmp_path):
         (ROW | {"dialogue": ["a"]}, "row 7"),
     ],
 )
-def test_a_broken_row_is_named(tmp_path, row, name):
-    told = refused(read_samsum_json, write(tmp_path, "train.json", ROW, row))
-    assert f"{name} lacks a dialogue, or a summary" in told
+def test_broken_row_is_named(tmp_path, row, name):
+    message = refused(read_samsum_json, write(tmp_path, "train.json", ROW, row))
+    assert f"{name} lacks a dialogue, or a summary" in message
 
 
-def test_a_file_without_any_dialogue_is_refused(tmp_path):
+def test_file_without_any_dialogue_is_refused(tmp_path):
     assert "has no row with a dialogue" in refused(
         read_samsum_json, write(tmp_path, "val.json", ROW | {"dialogue": ""})
     )
 
 
-def test_the_real_samsum(real_data):
+def test_real_samsum(real_data):
     data = load_samsum(real_data)
     assert (len(data.train), len(data.valid), len(data.test)) == (14_731, 818, 819)
     assert not any("\r" in source or "\r" in target for source, target in data.train)

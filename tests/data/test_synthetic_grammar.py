@@ -1,4 +1,4 @@
-"""The grammar: every entry of its language does what its table says, and the files of rules are complete."""
+"""The rule files of synthetic texts name only existing rules, and are part of the installed package."""
 
 import re
 import tomllib
@@ -13,22 +13,22 @@ FILES = sorted((ROOT / "src/groupwise/data/synthetic").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_rule_that_a_text_names_exists_and_no_word_was_read_as_something_else(file: Path):
-    rules, texts, odd = read_rules(file.stem), [], []
+def test_every_named_rule_exists_and_no_word_is_read_as_a_boolean(file: Path):
+    rules, texts, others = read_rules(file.stem), [], []
 
     def walk(node: object) -> None:
         if isinstance(node, dict | list):
             for child in [*node, *node.values()] if isinstance(node, dict) else node:
                 walk(child)
         else:
-            (texts if isinstance(node, str) else odd).append(node)
+            (texts if isinstance(node, str) else others).append(node)
 
     walk(rules)
     assert texts and {mark for text in texts for mark in re.findall(r"<(\w+)>", text)} <= set(rules)
-    assert all(isinstance(value, int | float) and not isinstance(value, bool) for value in odd)  # YAML's yes, no and on
+    assert all(isinstance(value, int | float) and not isinstance(value, bool) for value in others)  # not yes or no
 
 
-def test_an_installed_package_has_every_file_that_is_not_code():
+def test_package_data_includes_every_file_that_is_not_code():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["groupwise"]
     package = ROOT / "src/groupwise"
     packed = {path for pattern in patterns for path in package.glob(pattern)}

@@ -1,4 +1,4 @@
-"""E2E and DART in their own files, and their linear forms."""
+"""E2E and DART files are read, and their tables written as one line."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def dart(root: Path, test: str = "dart-v1.1.1-full-test.json", train: str = "dar
     return root
 
 
-def test_an_mr_becomes_names_and_values():
+def test_mr_becomes_names_and_values():
     assert linearise_mr(MR) == LINEAR
     long = "name[A], eatType[b], food[C], priceRange[less than £20], customer rating[5 out of 5], near[Café D]"
     assert linearise_mr(long) == (
@@ -51,7 +51,7 @@ def test_triples_keep_their_order_and_predicates_become_lower_case():
     assert linearise_triples(triples) == "Mars Hill : joined : 1973 | Mars Hill : leadername : Ann B"
 
 
-def test_e2e_trains_on_rows_and_asks_each_mr_once(tmp_path):
+def test_e2e_trains_on_rows_and_evaluates_each_mr_once(tmp_path):
     data = load_e2e(e2e(tmp_path))
     assert data.train == [(LINEAR, "A pub."), (LINEAR, "The Mill, a pub.")]
     assert data.valid == [Request(LINEAR, ("One", "Three")), Request("name : X", ("Two",))]
@@ -60,14 +60,14 @@ def test_e2e_trains_on_rows_and_asks_each_mr_once(tmp_path):
     assert data.sha256["e2e/devset.csv"] == hashlib.sha256((tmp_path / "e2e/devset.csv").read_bytes()).hexdigest()
 
 
-def test_e2e_takes_the_reconstructed_training_file_or_a_named_one(tmp_path):
+def test_e2e_reads_the_reconstructed_or_a_named_training_file(tmp_path):
     assert "trainset.reconstructed.csv" in load_e2e(e2e(tmp_path, "trainset.reconstructed.csv")).source
     (tmp_path / "e2e" / "small.csv").write_text("mr,ref\nname[A],b\n")
     data = load_e2e(tmp_path, "small.csv")
     assert data.train == [("name : A", "b")] and "e2e/small.csv" in data.sha256
 
 
-def test_a_missing_e2e_says_what_belongs_there(tmp_path):
+def test_missing_e2e_folder_names_the_expected_files(tmp_path):
     with pytest.raises(UserError, match=r"e2e/trainset.csv is missing; put .*devset.csv.*paths.data=FOLDER"):
         load_e2e(tmp_path)
 
@@ -86,13 +86,13 @@ def test_a_missing_e2e_says_what_belongs_there(tmp_path):
         ('mr,ref\nname[A],"' + "x" * 200_000, "is not CSV"),
     ],
 )
-def test_a_broken_e2e_file_is_told_with_its_row(tmp_path, text, words):
+def test_broken_e2e_file_is_refused_with_its_row(tmp_path, text, words):
     (tmp_path / "devset.csv").write_text(text)
-    told = refused(read_e2e_csv, tmp_path / "devset.csv")
-    assert words in told and "name A" not in told  # a training example is for nobody's log
+    message = refused(read_e2e_csv, tmp_path / "devset.csv")
+    assert words in message and "name A" not in message  # training examples must not appear in logs
 
 
-def test_dart_trains_on_texts_and_asks_each_entry(tmp_path):
+def test_dart_trains_on_texts_and_evaluates_each_entry_once(tmp_path):
     data = load_dart(dart(tmp_path))
     linear = "Mars : moon : Deimos | Mars : colour : red"
     assert data.train == [(linear, "Mars is red."), (linear, "Red Mars."), ("A : b : C", "A text.")]
@@ -101,7 +101,7 @@ def test_dart_trains_on_texts_and_asks_each_entry(tmp_path):
     assert list(data.sha256) == [f"dart/dart-v1.1.1-full-{split}.json" for split in ("train", "dev", "test")]
 
 
-def test_dart_takes_the_converted_test_file_and_a_named_training_file(tmp_path):
+def test_dart_reads_the_converted_test_file_and_a_named_training_file(tmp_path):
     data = load_dart(dart(tmp_path, "dart-v1.1.1-full-test.from_xml.json", "webnlg.json"), "webnlg.json")
     assert len(data.train) == 3 and "dart/dart-v1.1.1-full-test.from_xml.json" in data.sha256
     with pytest.raises(UserError, match=r"dart-v1.1.1-full-train.json is missing; .*data.train_file"):
@@ -121,12 +121,12 @@ def test_dart_takes_the_converted_test_file_and_a_named_training_file(tmp_path):
         {"tripleset": None, "annotations": [{"text": "a"}]},
     ],
 )
-def test_a_broken_dart_entry_is_told_with_its_number(tmp_path, broken):
+def test_broken_dart_entry_is_refused_with_its_number(tmp_path, broken):
     (tmp_path / "dev.json").write_text(json.dumps([entry(("a", "b", "c")), broken]))
     assert "entry 1 is not of the form tripleset" in refused(read_dart_json, tmp_path / "dev.json")
 
 
-def test_the_real_e2e(real_data):
+def test_real_e2e(real_data):
     data = load_e2e(real_data)
     assert len(data.train) == 42_061
     assert (len(data.valid), sum(len(request.references) for request in data.valid)) == (547, 4_672)
@@ -134,7 +134,7 @@ def test_the_real_e2e(real_data):
     assert data.valid[0].source == "name : Alimentum | area : city centre | family friendly : no"
 
 
-def test_the_real_dart(real_data):
+def test_real_dart(real_data):
     data = load_dart(real_data, "webnlg2017-train.json")
     assert len(data.train) == 18_102
     assert (len(data.valid), sum(len(request.references) for request in data.valid)) == (2_768, 6_980)

@@ -1,4 +1,4 @@
-"""Targets are gathered by source, and examples have a fingerprint of their own."""
+"""Text and JSON files are read strictly, and unreadable ones are refused in one sentence."""
 
 import os
 import stat
@@ -10,13 +10,13 @@ from groupwise.data.text_examples import read_json_list, read_text
 from groupwise.errors import UserError
 
 
-def test_a_byte_order_mark_is_left_out(tmp_path):
+def test_byte_order_mark_is_removed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
     assert read_text(tmp_path / "a.txt", "put it there") == "café\r\n"
 
 
-def odd(path: Path, what: bytes | str | int | None) -> Path:
-    """Something in the place of a file: content, a link, or what a type of it says; nothing."""
+def put(path: Path, what: bytes | str | int | None) -> Path:
+    """Put content, a link, a folder, a pipe, a file with these permissions, or nothing at the path."""
     if isinstance(what, bytes):
         path.write_bytes(what)
     elif isinstance(what, str):
@@ -46,6 +46,6 @@ def odd(path: Path, what: bytes | str | int | None) -> Path:
         (b'[{"a": "\\ud800"}]', "surrogates not allowed"),
     ],
 )
-def test_what_cannot_be_read_is_told_and_never_waited_for(tmp_path, what, words):
+def test_unreadable_file_is_refused_without_waiting(tmp_path, what, words):
     with pytest.raises(UserError, match=words):
-        read_json_list(odd(tmp_path / "a", what), "put it there")
+        read_json_list(put(tmp_path / "a", what), "put it there")

@@ -1,15 +1,15 @@
-"""The documents as tests see them: blocks of code, commands, links.
+"""Parses the documents into blocks of code, commands and links.
 
-A block is fenced by three backticks and a language, and may have a mark: a comment of HTML on the line before.
+A block is fenced by three backticks and a language, and may have a mark: an HTML comment on the line before.
 
-| language | mark | held to |
+| language | mark | tested by |
 |---|---|---|
-| python | none | runs, in a namespace of its own; `<!-- slow -->` for one that takes more than seconds |
+| python | none | it runs, in its own namespace; `<!-- slow -->` marks one that takes long |
 | bash | none | every line is a command that exists and composes; nothing runs |
-| text | `<!-- printed by: COMMAND -->` | what the command prints (test_outputs.py) |
-| any | `<!-- file: PATH -->`, `<!-- edit: PATH -->` | a recipe: written, or changed, in a copy (test_recipes.py) |
-| bibtex | | the paper's entry, for others to copy |
-| console | `<!-- run -->` | a recipe: run in the copy |
+| text | `<!-- printed by: COMMAND -->` | the command prints it (test_outputs.py) |
+| any | `<!-- file: PATH -->`, `<!-- edit: PATH -->` | a recipe step: writes or edits a file (test_recipes.py) |
+| bibtex | | not run: the citation of the paper |
+| console | `<!-- run -->` | a recipe step: runs in a copy |
 """
 
 import re
@@ -25,7 +25,7 @@ RECIPE = ("file: ", "edit: ", "run")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it is, its mark without the comment's brackets, its language and its text."""
+    """One fenced block: its place, its mark without comment brackets, its language and its text."""
 
     document: str
     line: int
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """For the test's name."""
+        """The id of its test case."""
         return f"{self.document}-{self.line}"
 
 
@@ -61,7 +61,7 @@ def prose(path: Path) -> str:
 
 
 def commands() -> list[tuple[str, str]]:
-    """(where, command): each line of a bash block, and each `code` in prose that begins as a command of ours does."""
+    """(where, command): each line of a bash block, and each `code` in prose that begins like one of our commands."""
     found = [
         (block.name, line.strip())
         for block in blocks("bash")

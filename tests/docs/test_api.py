@@ -1,4 +1,4 @@
-"""The API reference builds from the docstrings, without a warning, and has the public names."""
+"""The API reference builds from the docstrings without a warning, and has all public names."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ KINDS = (type, ABCMeta, FunctionType)
 
 
 @pytest.mark.slow
-def test_the_reference_builds_without_a_warning(tmp_path: Path) -> None:
+def test_reference_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="sphinx is in requirements.txt, and not in this environment")
     ignored = shutil.ignore_patterns("_build", "modules", "__pycache__")
     shutil.copytree(ROOT / "docs" / "api", tmp_path / "docs" / "api", ignore=ignored)
@@ -32,4 +32,4 @@ def test_the_reference_builds_without_a_warning(tmp_path: Path) -> None:
         page = (tmp_path / "html" / "modules" / f"{package.__name__}.html").read_text()
         public = [name for name in package.__all__ if getattr(package, name).__class__ in KINDS]
         missing = {name for name in public if f'id="{package.__name__}.{name}"' not in page}
-        assert missing <= {"explain"}  # a function in a module of its own name is on that module's page
+        assert missing <= {"explain"}  # a function with the name of its module is on the page of the module

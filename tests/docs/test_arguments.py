@@ -1,4 +1,4 @@
-"""The table of what `make_private` takes is its signature."""
+"""The documented table of arguments of `make_private` matches its signature."""
 
 import ast
 import inspect
@@ -8,12 +8,12 @@ from groupwise import make_private
 from tests.docs.documents import ROOT
 
 
-def test_the_table_of_arguments_is_the_signature() -> None:
+def test_table_of_arguments_matches_the_signature() -> None:
     table = (ROOT / "docs" / "loop.md").read_text().partition("## What `make_private` takes")[2]
-    told = {
+    documented = {
         name: ast.literal_eval(default.strip("` ")) if default.strip() else inspect.Parameter.empty
         for names, default in re.findall(r"^\| (`.*?) \|(.*?)\|", table, re.M)
         for name in re.findall(r"`\**(\w+)`", names)
     }
     signature = inspect.signature(make_private).parameters.values()
-    assert list(told.items()) == [(parameter.name, parameter.default) for parameter in signature]
+    assert list(documented.items()) == [(parameter.name, parameter.default) for parameter in signature]

@@ -18,7 +18,7 @@ from tests.docs.documents import ROOT, blocks, commands
 pytestmark = pytest.mark.usefixtures("every_tracker_is_installed")
 CONF = ROOT / "conf"
 OTHERS = {"export", "git", "pip", "conda", "squeue", "sacct", "sha256sum"}
-"""Programs that are not ours: named, not tried."""
+"""Programs of others, which are not checked."""
 RUNS = sorted({command for _, command in commands() if command.startswith("python run.py")})
 MODULES = sorted({command for _, command in commands() if command.startswith("python -m")})
 
@@ -42,7 +42,7 @@ def test_runs_compose(command: str) -> None:
 
 
 def source_of(module: str) -> str:
-    """The text of a module, and of its package where it is a command of several files."""
+    """The source of a module, or of all modules of a package."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
     file = Path(spec.origin)
@@ -74,7 +74,7 @@ def test_sweeps_named_after_make_exist() -> None:
     assert not [name for name in named if not (ROOT / "sweeps" / f"{name}.yaml").is_file()]
 
 
-def test_other_lines_of_bash_are_scripts_of_ours_or_programs_that_are_known() -> None:
+def test_other_bash_commands_are_our_scripts_or_known_programs() -> None:
     for where, command in commands():
         for part in re.split(r"[;&|]+", command):
             first, *rest = [word for word in words(part) if not re.match(r"[A-Z_]+=", word)] or ["make"]
@@ -91,7 +91,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.slow
-def test_the_tutorial_of_a_small_decoder_runs_offline(tmp_path: Path) -> None:
+def test_tutorial_of_a_small_decoder_runs_offline(tmp_path: Path) -> None:
     [block] = [block for block in blocks("bash") if "small_decoder.py" in block.text]
     for name in ("run.py", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""Links in the documents, and the documents' names in the source, lead somewhere."""
+"""Links in the documents, and names of documents in the source, are not broken."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def anchors(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_are_not_broken(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
         if target.startswith("https://"):
             continue
@@ -38,7 +38,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_headings_have_anchors_of_their_own(path: Path) -> None:
+def test_headings_have_unique_anchors(path: Path) -> None:
     if path.name != "CHANGELOG.md":  # every version has an "Added"
         assert len(anchors(path)) == len(set(anchors(path)))
 
@@ -57,14 +57,14 @@ def test_every_document_is_linked_from_the_readme() -> None:
 
 
 def test_files_named_in_prose_exist() -> None:
-    """`src/groupwise/…`, `tests/…` and the like in backticks are files or folders, or patterns of some."""
+    """Paths such as `src/groupwise/…` and `tests/…` in backticks, and patterns, match existing files or folders."""
     for path in DOCUMENTS:
         for name in re.findall(r"`((?:src|conf|tests|sweeps|docs|scripts|benchmarks|trust)/[\w./*-]*)`", prose(path)):
-            made_here = "/_build/" in name
-            assert made_here or list(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
+            is_built = "/_build/" in name
+            assert is_built or list(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
 
 
-def test_the_life_of_a_batch_names_files_that_are_there() -> None:
+def test_life_of_a_batch_names_existing_files() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     walk = page.partition("\n## Life of a batch\n")[2].partition("\n## ")[0]
     steps = re.findall(r"^\d+\. (.*?)(?=^\d+\. |^\n|\Z)", walk, re.M | re.S)
@@ -73,7 +73,7 @@ def test_the_life_of_a_batch_names_files_that_are_there() -> None:
     assert not [name for step in named for name in step if not (ROOT / "src" / "groupwise" / name).is_file()]
 
 
-def test_the_map_of_the_code_has_every_package() -> None:
+def test_map_of_the_code_has_every_package() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     packages = [path.parent.name for path in (ROOT / "src" / "groupwise").glob("*/__init__.py")]
     assert len(packages) > 10

@@ -1,4 +1,4 @@
-"""What the documents show as printed is what is printed."""
+"""The output that the documents show is what the commands print."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from tests.docs.documents import ROOT, Block, blocks
 
 DEMO = "python run.py task=cifar clip=adaptive_layer scale=demo"
 PRINTED = [block for block in blocks("text") if block.mark.startswith("printed by: ")]
-BY_CHANCE = re.compile(r"(accuracy) [\d.]+|(  in) \d+ s|(\.(?:py|yaml)):\d+")
-"""What another key of the noise, another machine, or a line more in a file prints otherwise."""
+VARIABLE = re.compile(r"(accuracy) [\d.]+|(  in) \d+ s|(\.(?:py|yaml)):\d+")
+"""Output that depends on the noise, the machine, or the line numbers of a file."""
 
 
 @cache
 def printed(command: str, folder: Path) -> str:
-    """What a command prints, results in a folder of their own."""
+    """The output of a command, with results in a separate folder."""
     program, *arguments = command.split()
     assert program == "python"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
@@ -35,15 +35,15 @@ def printed(command: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PRINTED, ids=lambda block: block.name)
-def test_what_is_shown_is_what_is_printed(block: Block, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_shown_output_is_printed(block: Block, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.getbasetemp() / "shown"
-    output = BY_CHANCE.sub(r"\1\2\3", printed(block.mark.removeprefix("printed by: "), folder))
+    output = VARIABLE.sub(r"\1\2\3", printed(block.mark.removeprefix("printed by: "), folder))
     for line in block.text.splitlines():
-        assert BY_CHANCE.sub(r"\1\2\3", line) in output.splitlines(), line
+        assert VARIABLE.sub(r"\1\2\3", line) in output.splitlines(), line
 
 
-def test_the_readme_shows_the_statement_and_the_folder_of_the_demo() -> None:
-    """Two of the lines above can be had without a run."""
+def test_readme_shows_the_statement_and_folder_of_the_demo() -> None:
+    """Two of the shown lines are computed without a run."""
     plan = make_plan(
         dataset_size=1433,
         expected_batch_size=256,

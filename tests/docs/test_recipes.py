@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md, followed to the letter in a copy of the checkout; a minute or two each."""
+"""The recipes of docs/extending.md work when followed exactly in a copy of the checkout (a minute or two each)."""
 
 import os
 import re
@@ -19,7 +19,7 @@ HEADINGS = {PAGE.count("\n", 0, match.start()) + 1: match[1] for match in re.fin
 
 
 def recipe_of(block: Block) -> str:
-    """The heading that a block stands under."""
+    """The heading above a block."""
     return HEADINGS[max(line for line in HEADINGS if line < block.line)]
 
 
@@ -28,23 +28,23 @@ RECIPES = {name: list(steps) for name, steps in groupby(STEPS, key=recipe_of)}
 
 
 def edited(text: str, changes: str) -> str:
-    """`text` with the changes made; parts between `@@` are looked for one by one, and each must be there just once."""
+    """`text` with the changes applied; each part between `@@` must occur exactly once."""
     for part in re.split(r"^@@\n", changes, flags=re.M):
         lines = [(line[:1], line[1:]) for line in part.splitlines()]
         before = "".join(f"{rest}\n" for sign, rest in lines if sign != "+")
         after = "".join(f"{rest}\n" for sign, rest in lines if sign != "-")
-        assert text.count(before) == 1, f"not there, or more than once:\n{before}"
+        assert text.count(before) == 1, f"missing, or more than once:\n{before}"
         text = text.replace(before, after)
     return text
 
 
 def without_numbers(text: str) -> str:
-    """Times and losses differ between machines; the number of tests does not."""
+    """The text with numbers replaced, as times and losses differ between machines."""
     return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
 def follow(commands: str, folder: Path) -> None:
-    """Run the lines that begin with `$`; the lines below one must be printed, whatever their numbers."""
+    """Run the lines that begin with `$`; each must print the lines below it, apart from numbers."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}",
@@ -61,13 +61,13 @@ def follow(commands: str, folder: Path) -> None:
             assert wanted in output, f"{command} does not print {line!r}:\n{done.stdout[-2000:]}"
 
 
-def test_the_recipes_are_those_that_the_page_promises() -> None:
+def test_recipes_are_complete() -> None:
     assert list(RECIPES) == ["A layer rule", "A clipping rule", "A task"]
     assert all(steps[-1].mark == "run" for steps in RECIPES.values())
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_leads_where_it_says(name: str, tmp_path: Path) -> None:
+def test_recipe_works(name: str, tmp_path: Path) -> None:
     for part in COPIED:
         source = ROOT / part
         ignored = shutil.ignore_patterns("__pycache__")
@@ -78,7 +78,7 @@ def test_a_recipe_leads_where_it_says(name: str, tmp_path: Path) -> None:
         if kind == "run":
             follow(step.text, tmp_path)
         elif kind == "file":
-            assert not path.exists(), f"{target} is there already"
+            assert not path.exists(), f"{target} already exists"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(step.text)
         else:

@@ -1,4 +1,4 @@
-"""Runs the examples of private training, a seed in the noise key's place."""
+"""Runs the examples of private training, with a seed in place of the secret noise key."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def run(monkeypatch, capsys) -> Callable[..., list[str]]:
-    """Runs an example with arguments, which has at most so many lines; the lines that it prints."""
+    """A function that runs an example with arguments, checks its length, and returns the printed lines."""
 
     def printed(name: str, *arguments: str, most: int = 59) -> list[str]:
         assert len((EXAMPLES / name).read_text().splitlines()) <= most
@@ -29,5 +29,5 @@ def run(monkeypatch, capsys) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def numbers(run) -> Callable[..., list[float]]:
-    """The numbers of the last line that it prints."""
+    """A function that runs an example and returns the numbers in its last printed line."""
     return lambda *given, **options: [float(each) for each in re.findall(r"[\d.]+", run(*given, **options)[-1])]

@@ -1,4 +1,4 @@
-"""The examples in the loops of other libraries keep their budget and learn; a seed stands in for their noise key."""
+"""The examples with training loops of other libraries learn within their privacy budget."""
 
 import random
 
@@ -10,7 +10,7 @@ WORDS = ('"good"', "bad")
 
 
 @pytest.mark.parametrize("name", ["accelerate_loop.py", "lightning_loop.py"])
-def test_a_loop_of_another_library_learns_within_its_budget(name, numbers, tmp_path, monkeypatch):
+def test_loop_of_another_library_learns_within_its_budget(name, numbers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     epsilon, accuracy = numbers(name)
     assert 7.9 < epsilon <= 8
@@ -35,7 +35,7 @@ def test_texts_of_a_folder_are_read_and_the_model_is_saved(numbers, tmp_path):
 
 
 @pytest.mark.slow
-def test_made_up_reviews_are_told_apart(numbers, tmp_path):
+def test_synthetic_reviews_are_classified(numbers, tmp_path):
     shown = ["--disable_tqdm", "True", "--report_to", "none", "--use_cpu", "True"]
     epsilon, accuracy = numbers("text_classification.py", "--output_dir", str(tmp_path), *shown)
     assert 7.9 < epsilon <= 8

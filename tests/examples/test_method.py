@@ -1,4 +1,4 @@
-"""The method on one page: it trains, and one step of it is the engine's."""
+"""examples/method.py, the method in NumPy, trains, and its steps match those of the library."""
 
 import importlib.util
 import re
@@ -18,8 +18,8 @@ FILE = Path(__file__).parents[2] / "examples" / "method.py"
 B, Q, ETA = 24, 0.7, 0.3
 
 
-class Quiet:
-    """Noise that is zero."""
+class ZeroNoise:
+    """A generator whose noise is zero."""
 
     def standard_normal(self, shape: object) -> np.ndarray:
         return np.zeros(shape)
@@ -27,7 +27,7 @@ class Quiet:
 
 @pytest.fixture(scope="module")
 def method() -> ModuleType:
-    """The page, as a module; nothing runs."""
+    """The example as a module, without running it."""
     spec = importlib.util.spec_from_file_location("method", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -36,7 +36,7 @@ def method() -> ModuleType:
 
 @pytest.fixture
 def step(method):
-    """A network of three layers and a batch of 20: θ, C, data, and the page's clipped sums and counts."""
+    """A network of three layers and a batch of 20: θ, C, data, and the example's clipped sums and counts."""
     rng = np.random.default_rng(1)
     theta = [rng.normal(size=shape) for shape in ((6, 8), (5, 7), (4, 6))]
     x, y, C = rng.normal(size=(20, 7)), rng.integers(4, size=20), np.array([6.0, 3.0, 1.5])
@@ -69,8 +69,8 @@ def run_batch(engine, x: np.ndarray, y: np.ndarray) -> None:
     engine.clip(losses_of, range(len(x)))
 
 
-def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch):
-    """Without noise: batches of any size, sums divided by B, thresholds moved after the weights."""
+def test_steps_of_training_match_the_library(method, monkeypatch):
+    """Without noise: batches of any size, sums divided by B, thresholds updated after the weights."""
     rng = np.random.default_rng(3)
     x, y, batches = rng.normal(size=(20, 7)), rng.integers(4, size=20), []  # so n < B
     forward = method.forward
@@ -85,7 +85,7 @@ def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch)
         count_noise_multiplier=0.0,
         spent=lambda T: SimpleNamespace(epsilon=T),
     )
-    monkeypatch.setattr(method, "make_plan", lambda **told: noiseless)
+    monkeypatch.setattr(method, "make_plan", lambda **options: noiseless)
     monkeypatch.setattr(method, "forward", recorded)
     theta, C, spent = method.train(x, y, T=3, B=B, q=Q, eta=ETA)
     assert spent == 3 and len(batches) == 3
@@ -116,20 +116,20 @@ def test_several_steps_of_training_are_those_of_the_library(method, monkeypatch)
     np.testing.assert_allclose(C, adaptive.clip_thresholds.numpy(), rtol=0, atol=1e-12)
 
 
-def test_an_empty_batch_is_a_step_of_noise_alone(method, step):
+def test_empty_batch_has_zero_sums_and_counts(method, step):
     theta, C, x, y, *_ = step
     activations, logits = method.forward(theta, x[:0])
     sums, counts = method.clip_layers(theta, activations, method.output_gradients(logits, y[:0]), C)
     assert not any(layer.any() for layer in sums) and not counts.any()
     adaptive = AdaptiveThresholds(C, Q, ETA, count_noise_multiplier=0.0, expected_batch_size=B)
     adaptive.update(torch.zeros(3), 0, noise=None, step=0)
-    moved = method.move_thresholds(C, counts, 0, B, Q, ETA, 5.0, Quiet())
+    moved = method.move_thresholds(C, counts, 0, B, Q, ETA, 5.0, ZeroNoise())
     np.testing.assert_allclose(moved, adaptive.clip_thresholds.numpy(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("allocation", ["global", "equal_budget", "weighted"])
-def test_noise_is_that_of_the_library(method, step, allocation):
-    """Each layer's noise comes from the same unit draws, so it is compared with its scale exactly."""
+def test_noise_matches_the_library(method, step, allocation):
+    """The noise of each layer comes from the same unit draws, so its scale is compared exactly."""
     theta, C, *_ = step
     sizes = [matrix.size for matrix in theta]
     gamma = {"global": np.ones(3), "equal_budget": C, "weighted": C / np.sqrt(sizes)}[allocation]
@@ -139,17 +139,17 @@ def test_noise_is_that_of_the_library(method, step, allocation):
         np.testing.assert_allclose(noise[k], std * unit.standard_normal(theta[k].shape), rtol=1e-12)
 
 
-def test_counts_get_noise_of_the_plans_scale(method, step):
+def test_counts_get_noise_of_the_planned_scale(method, step):
     _, C, *_, counts = step
-    quiet = method.move_thresholds(C, counts, 20, B, Q, ETA, 5.0, Quiet())
+    quiet = method.move_thresholds(C, counts, 20, B, Q, ETA, 5.0, ZeroNoise())
     noisy = method.move_thresholds(C, counts, 20, B, Q, ETA, 5.0, np.random.default_rng(2))
     drawn = np.random.default_rng(2).standard_normal(3)
     np.testing.assert_allclose(np.log(noisy / quiet), -ETA * 5.0 * drawn / B, rtol=1e-9)
 
 
-def test_it_trains_within_its_budget(tmp_path):
+def test_example_trains_within_its_budget(tmp_path):
     code, out, err = Command(str(FILE), cwd=tmp_path).finish()
     assert code == 0, err
     accuracy, epsilon = map(float, re.search(r"accuracy (\S+) at epsilon ([\d.]+)", out).groups())
-    assert accuracy > 0.9  # 0.942 was the worst of six runs, whose noise is never the same
+    assert accuracy > 0.9  # 0.942 was the worst of six runs with fresh noise
     assert 7.9 < epsilon <= 8

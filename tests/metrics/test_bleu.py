@@ -7,8 +7,8 @@ from groupwise import metrics
 from groupwise.metrics import corpus_bleu
 
 
-def directly(hypotheses, references):
-    """sacrebleu with as many references everywhere: a reference that is there twice changes nothing."""
+def by_sacrebleu(hypotheses, references):
+    """sacrebleu with equal numbers of references; repeated references change nothing."""
     most = max(map(len, references))
     columns = [[texts[min(k, len(texts) - 1)] for texts in references] for k in range(most)]
     return sacrebleu.corpus_bleu(hypotheses, columns, tokenize="13a", lowercase=True, smooth_method="none").score
@@ -35,7 +35,7 @@ def test_two_texts_by_hand():
     assert corpus_bleu(hypotheses, references) == pytest.approx(expected, rel=1e-12)
 
 
-def test_of_two_references_as_close_the_shorter_counts():
+def test_shorter_of_two_equally_close_references_counts():
     # All n-grams of "a b c d e" match; the references have 4 and 6 tokens, and only against 6 is there a penalty.
     assert corpus_bleu(["a b c d e"], [["a b c d e f", "a b c d"]]) == pytest.approx(100)
     assert corpus_bleu(["a b c d e"], [["a b c d e f"]]) == pytest.approx(100 * math.exp(1 - 6 / 5))
@@ -50,17 +50,17 @@ def test_numbers_of_references_may_differ():
     references = [["a b c d f"], ["c d e f", "b c d e f g i j", "c d e g h"], ["x y z q v w", "z q w"]]
     score = corpus_bleu(hypotheses, references)
     assert 0 < score < 100
-    assert score == pytest.approx(directly(hypotheses, references), rel=1e-12)
+    assert score == pytest.approx(by_sacrebleu(hypotheses, references), rel=1e-12)
     assert score == pytest.approx(corpus_bleu(hypotheses[::-1], references[::-1]), rel=1e-12)
 
 
-def test_nothing_is_smoothed():
+def test_bleu_is_not_smoothed():
     assert corpus_bleu(["a b c d"], [["a b c e"]]) == 0
     assert corpus_bleu(["", "a b c d e"], [["x"], ["a b c d e"]]) == pytest.approx(100 * math.exp(1 - 6 / 5))
     assert corpus_bleu([""], [["a"]]) == 0
 
 
-def test_no_word_about_texts_that_end_in_a_spaced_full_stop(capfd):
+def test_no_warning_about_texts_that_end_in_a_spaced_full_stop(capfd):
     corpus_bleu(["a b c d ."] * 200, [["a b c d ."]] * 200)
     assert capfd.readouterr() == ("", "")
 
@@ -68,13 +68,13 @@ def test_no_word_about_texts_that_end_in_a_spaced_full_stop(capfd):
 def test_real_texts(e2e_dev):
     # The challenge's own scorer, pymteval, gives 59.953459442534 on the same texts.
     assert corpus_bleu(*e2e_dev) == pytest.approx(59.953459442534, rel=1e-12)
-    some = [texts[:60] for texts in e2e_dev]
-    score = corpus_bleu(*some)
+    first_texts = [texts[:60] for texts in e2e_dev]
+    score = corpus_bleu(*first_texts)
     assert 45 < score < 75
-    assert score == pytest.approx(directly(*some), rel=1e-12)
+    assert score == pytest.approx(by_sacrebleu(*first_texts), rel=1e-12)
 
 
-def test_a_missing_package_is_found_before_training(monkeypatch):
+def test_missing_package_raises_before_training(monkeypatch):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "rouge_score" else object())
     with pytest.raises(ModuleNotFoundError, match="rouge_score"):
         metrics.check_installed()

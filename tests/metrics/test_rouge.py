@@ -6,7 +6,7 @@ from groupwise.metrics import e2e_rouge_l, rouge
 NAMES = ["rouge1", "rouge2", "rougeL"]
 
 
-def directly(hypotheses, references):
+def by_rouge_score(hypotheses, references):
     scorer = RougeScorer(NAMES, use_stemmer=True)
     means = {}
     for name in NAMES:
@@ -36,7 +36,7 @@ def test_rouge_takes_the_best_reference_for_each_score_and_the_mean_over_texts()
     assert scores == pytest.approx({"rouge1": 400 / 9, "rouge2": 25, "rougeL": 100 / 3}, rel=1e-12)
 
 
-def test_a_line_break_is_a_space_to_rouge_l():
+def test_rouge_l_treats_a_line_break_as_a_space():
     assert rouge(["a b\nc d"], [["c d a b"]])["rougeL"] == pytest.approx(50)  # by sentence it would be 100
 
 
@@ -62,9 +62,9 @@ def test_e2e_rouge_l_leaves_case_and_punctuation_out_and_brackets_in():
 
 def test_real_texts(e2e_dev):
     hypotheses, references = e2e_dev
-    some = hypotheses[:15], references[:15]  # stemming takes its time
-    scores = rouge(*some)
-    assert scores == pytest.approx(directly(*some), rel=1e-12)
+    first_texts = hypotheses[:15], references[:15]  # stemming is slow
+    scores = rouge(*first_texts)
+    assert scores == pytest.approx(by_rouge_score(*first_texts), rel=1e-12)
     assert 70 < scores["rouge1"] < 95
     assert 45 < scores["rouge2"] < scores["rougeL"] < 80
     # The challenge's own programs (Stanford's tokeniser, pycocoevalcap) give 65.284 on the same texts.

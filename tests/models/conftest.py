@@ -28,13 +28,13 @@ SHAPES["bert"] = SHAPES["roberta"]
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Each test draws the same numbers, whichever ran before."""
+    """Seed each test, so that it does not depend on the tests before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """Sixty words, five of them special: <s> 0, <pad> 1, </s> 2."""
+    """A tokeniser of sixty words, five of them special: <s> 0, <pad> 1, </s> 2."""
     import_torchvision()
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""A name is a folder, or on the hub, or in its cache; anything else is refused in one sentence."""
+"""A model name is a folder, a repository of the hub or one in its cache; others are refused in one sentence."""
 
 import pytest
 
@@ -10,30 +10,30 @@ from groupwise.models.language import load_causal
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
-    """Nobody listens where the hub should be, and nobody sleeps between tries."""
+    """The hub is unreachable, and retries do not wait."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda _: None)
 
 
-def test_a_hub_out_of_reach_is_told(tokenizer):
+def test_unreachable_hub_is_reported(tokenizer):
     with pytest.raises(
         UserError, match=r"model\.source=some/model has no configuration that transformers can read"
-    ) as told:
+    ) as error:
         load_causal(ModelConfig(source="some/model"), tokenizer)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_not_there_is_told():
+def test_missing_folder_is_reported():
     with pytest.raises(UserError, match=r"/no/such/folder has no readable tokeniser"):
         load_tokenizer("/no/such/folder")
 
 
-def test_a_model_of_our_own_that_is_gone_is_not_asked_for_at_the_hub():
+def test_missing_project_model_is_not_requested_from_the_hub():
     with pytest.raises(UserError, match=r"pretrained/none is a model of this project.*make pretrained"):
         locate("model.source", "pretrained/none")
 
 
-def test_the_cache_serves_while_the_hub_is_out_of_reach(tmp_path, folders, tokenizer, monkeypatch):
+def test_cache_is_used_if_the_hub_is_unreachable(tmp_path, folders, tokenizer, monkeypatch):
     """The hub's own layout: models--name/snapshots/revision, and refs/main with the revision."""
     revision = "0" * 40
     cached = tmp_path / "models--some--model"

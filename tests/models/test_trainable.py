@@ -1,4 +1,4 @@
-"""Which parameters train, and in which precision."""
+"""`choose_trainable` selects the trainable parameters and the precision of frozen ones."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ CLASSES = ("negative", "positive")
 
 
 @pytest.fixture
-def made(fresh, tokenizer):
-    """A small model of which only the chosen parameters train."""
+def build(fresh, tokenizer):
+    """A function that builds a small model with only the chosen parameters trainable."""
 
     def make(architecture: str, causal: bool = False, **changes):
         settings = fresh(architecture, **changes)
@@ -27,8 +27,8 @@ def trained(model) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_self_attention_of_roberta_and_its_head(made):
-    model = made("roberta", trains="attention")
+def test_attention_trains_self_attention_and_head(build):
+    model = build("roberta", trains="attention")
     layers = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
     attention = {
         f"roberta.encoder.layer.{i}.attention.{layer}.{part}"
@@ -40,28 +40,28 @@ def test_self_attention_of_roberta_and_its_head(made):
     assert trained(model) == attention | head
 
 
-def test_biases_and_the_head(made):
-    model = made("bert", trains="bias")
+def test_bias_trains_biases_and_head(build):
+    model = build("bert", trains="bias")
     weights = {name for name in trained(model) if not name.endswith(".bias")}
     assert weights == {"classifier.weight", "bert.pooler.dense.weight"}
     assert {name for name, _ in model.named_parameters() if name.endswith(".bias")} <= trained(model)
-    assert all(name.endswith(".bias") for name in trained(made("gpt2", causal=True, trains="bias")))
+    assert all(name.endswith(".bias") for name in trained(build("gpt2", causal=True, trains="bias")))
 
 
-def test_adapters_and_the_head(made):
-    model = made("roberta", trains="lora")
+def test_lora_trains_adapters_and_head(build):
+    model = build("roberta", trains="lora")
     pattern = "base_model.model.roberta.encoder.layer.{}.attention.self.{}.lora_{}.default.weight"
     adapters = {pattern.format(i, layer, side) for i in range(2) for layer in ("query", "value") for side in "AB"}
     head = {name for name in trained(model) if ".classifier." in name}
     assert trained(model) == adapters | head
     assert len(head) == 4
-    assert not any("classifier" in name for name in trained(made("gpt2", causal=True, trains="lora")))
+    assert not any("classifier" in name for name in trained(build("gpt2", causal=True, trains="lora")))
 
 
 @pytest.mark.parametrize("trains", ["attention", "bias", "lora"])
-def test_frozen_matrices_in_half_precision_and_the_rest_in_float32(made, trains):
+def test_only_frozen_matrices_are_bfloat16(build, trains):
     for architecture, causal in (("roberta", False), ("gpt2", True)):
-        model = made(architecture, causal, trains=trains, frozen_dtype="bfloat16")
+        model = build(architecture, causal, trains=trains, frozen_dtype="bfloat16")
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert parameter.dtype == torch.float32, name
@@ -69,14 +69,14 @@ def test_frozen_matrices_in_half_precision_and_the_rest_in_float32(made, trains)
                 assert parameter.dtype == torch.bfloat16, name
 
 
-def test_trained_adapters_come_back_from_their_folder_with_the_head(made, fresh, tokenizer, tmp_path):
-    """What an export writes is whole: peft puts it onto the base model, and the logits are the same."""
+def test_adapters_and_head_are_reloaded_from_their_folder(build, fresh, tokenizer, tmp_path):
+    """An export is complete: peft loads it onto the base model, and the logits are the same."""
     import peft
 
     torch.manual_seed(0)
     base = load_classifier(fresh("roberta"), CLASSES, tokenizer).eval()
     torch.manual_seed(0)
-    model = made("roberta", trains="lora").eval()
+    model = build("roberta", trains="lora").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -87,7 +87,7 @@ def test_trained_adapters_come_back_from_their_folder_with_the_head(made, fresh,
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_what_cannot_be_chosen(made):
+def test_model_without_attention_or_bias_is_refused(build):
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     with pytest.raises(UserError, match="Sequential has no self-attention module to train"):
         choose_trainable(plain, ModelConfig(trains="attention"))
@@ -95,9 +95,9 @@ def test_what_cannot_be_chosen(made):
         choose_trainable(plain, ModelConfig(trains="bias"))
 
 
-def test_an_adapter_of_the_head_is_refused(made):
+def test_adapter_of_the_head_is_refused(build):
     with pytest.raises(UserError, match=r"peft refuses model\.lora"):
-        made("roberta", trains="lora", lora=LoraConfig(targets=["out_proj"]))
+        build("roberta", trains="lora", lora=LoraConfig(targets=["out_proj"]))
 
 
 TARGETS = ["c_attn", "c_proj"]
@@ -113,6 +113,6 @@ def adapters(model) -> dict[str, torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("target", ["c_atn", "attn", "ln_1", "proj"])
-def test_an_unknown_target_is_refused(gpt2, target):
+def test_unknown_target_is_refused(gpt2, target):
     with pytest.raises(UserError, match=rf"targets={target} names no layer|peft refuses model\.lora"):
         add_adapters(gpt2, LoraConfig(targets=["c_attn", target]))

@@ -1,4 +1,4 @@
-"""Each block against its source, written out once more as a formula."""
+"""Blocks of the wide ResNet match formulas of the papers, and the network has the published size."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OPTIONS = {"norm_groups": 4, "weight_standardization": True}
 
 
 def perturbed(module: nn.Module) -> nn.Module:
-    """In float64, with every gain, bias and affine parameter away from where it starts."""
+    """The module in float64, with every parameter perturbed from its initial value."""
     module = module.double()
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -35,7 +35,7 @@ def de_et_al_conv(x, conv):
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("project", [True, False])
-def test_preactivation_block(stride, project):
+def test_preactivation_block_matches_its_formula(stride, project):
     if not project and stride == 2:
         stride = 1
     out_channels = 16 if project else 8
@@ -52,12 +52,12 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_wrn16_4_has_the_papers_2_8_million_parameters():
+def test_wrn16_4_has_2_8_million_parameters():
     assert parameter_count(WideResNet()) == 2_753_818
 
 
 @pytest.mark.parametrize(("size", "in_channels"), [((8, 8), 1), ((9, 11), 1), ((16, 16), 3), ((32, 32), 3)])
-def test_any_image_size_and_channels(size, in_channels):
+def test_any_image_size_and_channels_are_accepted(size, in_channels):
     model = WideResNet(depth=10, width=1, num_classes=7, in_channels=in_channels)
     assert model(torch.randn(2, in_channels, *size)).shape == (2, 7)
 
@@ -68,7 +68,7 @@ def test_wrn16_4_normalises_in_16_groups_everywhere():
     assert len(norms) == 16
 
 
-def test_too_many_groups_do_not_erase_the_image():
+def test_too_many_norm_groups_keep_the_image():
     torch.manual_seed(0)
     model = WideResNet(depth=10, width=1, norm_groups=1024)
     assert model(torch.randn(8, 3, 16, 16)).std(dim=0).min() > 1e-3
@@ -81,7 +81,7 @@ def test_too_many_groups_do_not_erase_the_image():
         ({"depth": 4}, "depth=4"),
     ],
 )
-def test_bad_arguments_are_told_in_one_sentence(arguments, words):
+def test_bad_arguments_give_one_sentence(arguments, words):
     with pytest.raises(UserError, match=words) as caught:
         WideResNet(**arguments)
     assert "\n" not in str(caught.value)
