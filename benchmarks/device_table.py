@@ -31,7 +31,7 @@ GRAPHS = ("none", "none_graph", "adaptive_layer_graph", "flat_graph")
 THEN = ("none", "block", "opacus_hooks", "opacus_ghost")
 DTYPES = ("float32", "bfloat16")
 LARGEST = Table("largest.csv", THROUGHPUT.key, THROUGHPUT.shown)
-"""The columns of throughput.csv, for the largest batch that fits; `peer` says why the next larger one does not."""
+"""The columns of throughput.csv, for the largest batch that fits; `peer` has the reason why twice its size does not."""
 AGAIN, LEFT = 3, 4
 """Exit codes: a kernel broke the GPU for this process; the time limit was reached."""
 

@@ -252,9 +252,9 @@ def formats(method: str, channels_last: bool) -> tuple[str, ...]:
 def make(name: str, workload: Workload) -> Method:
     """Prepare the workload's model for a method; each method needs a model of its own."""
     if name in RECORDED:
-        made = METHODS[RECORDED[name]](workload)
-        assert isinstance(made, NonPrivate)
-        return Recorded(made, workload)
+        method = METHODS[RECORDED[name]](workload)
+        assert isinstance(method, NonPrivate)
+        return Recorded(method, workload)
     return METHODS[name](workload)
 
 

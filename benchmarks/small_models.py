@@ -1,4 +1,4 @@
-"""Measures whole private trainings of eight small models:  python -m benchmarks.small_models model=logistic,tabular
+"""Measures complete private training of eight small models:  python -m benchmarks.small_models model=logistic,tabular
 
 The result is processor time (on a GPU wall time) per step in milliseconds. Each method runs the training loop of its
 own documentation: sampling, data loading, forward and backward pass, clipping, noise, optimiser.
@@ -215,7 +215,7 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     criterion: Any = nn.CrossEntropyLoss()
     budget: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": True}
-    made = PrivacyEngine().make_private(
+    wrapped = PrivacyEngine().make_private(
         module=model,
         optimizer=optimizer,
         data_loader=DataLoader(data, batch_size=batch),
@@ -223,7 +223,7 @@ def opacus(mode: str, model: nn.Module, data: TensorDataset, batch: int) -> Loop
         grad_sample_mode=mode,
         **budget,
     )
-    module, optimizer, *more, loader = made
+    module, optimizer, *more, loader = wrapped
     criterion = more[0] if more else criterion
     for inputs, labels in _again(loader, module):
         optimizer.zero_grad()

@@ -276,13 +276,13 @@ def architectures() -> Values:
 def resumption() -> Values:
     """Whether a run that is killed after ten steps and resumed ends with the results of the undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
-        complete(whole, *SEEDED)
+        undisturbed, killed = Path(folder) / "undisturbed", Path(folder) / "killed"
+        complete(undisturbed, *SEEDED)
         process = start(killed, *SEEDED, before=stop_after(10))
         stopped = wait_for(process, process.is_stopped) and process.send(signal.SIGKILL)
         process.wait()
         complete(killed, *SEEDED)
-        good = stopped and same(killed, result_of(whole))  # prints differences on stderr
+        good = stopped and same(killed, result_of(undisturbed))  # prints differences on stderr
     return {"killed and resumed": "same bits" if good else "other bits"}
 
 

@@ -122,14 +122,14 @@ class EmulatedGPU(TorchDispatchMode):
             self.uploads[_place()] += 1
         if func.is_view or name in NO_KERNEL:
             return
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self.launches += _launches(name, args)
-        self.bytes += _moved(name, args, given, made, kwargs)
+        self.bytes += _moved(name, args, given, results, kwargs)
 
 
-def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor], kwargs: dict[str, Any]) -> int:
+def _moved(name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], kwargs: dict[str, Any]) -> int:
     """Bytes read and written."""
-    written = sum(_bytes(t) for t in (made or tree_leaves(args[0])))  # `_foreach_…_` returns nothing
+    written = sum(_bytes(t) for t in (results or tree_leaves(args[0])))  # `_foreach_…_` returns nothing
     out = {id(leaf) for leaf in tree_leaves(kwargs.get("out")) if leaf is not None}
     read = [t for t in given if id(t) not in out]
     if name in ONLY_WRITTEN:
@@ -159,8 +159,8 @@ def _launches(name: str, args: tuple[Any, ...]) -> int:
     if not name.startswith("_foreach_"):
         return 1
     lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor)]
-    made = 0 if name.endswith("_") else 1
-    return -(-len(lists[0]) // TENSORS_A_LAUNCH[min(4, len(lists) + made)])
+    results = 0 if name.endswith("_") else 1
+    return -(-len(lists[0]) // TENSORS_A_LAUNCH[min(4, len(lists) + results)])
 
 
 def _as_cudnn(name: str, args: tuple[Any, ...], out: Any) -> Any:
@@ -200,8 +200,8 @@ def emulate(module: torch.nn.Module) -> torch.nn.Module:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
-                made = known.setdefault(id(parameter), _parameter_like(parameter))
-                owner._parameters[name] = made  # type: ignore[assignment]
+                shared = known.setdefault(id(parameter), _parameter_like(parameter))
+                owner._parameters[name] = shared  # type: ignore[assignment]
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = known.setdefault(id(buffer), on_device(buffer))

@@ -124,9 +124,9 @@ def in_parts(files: Sequence[tuple[str, Path]]) -> list[list[tuple[str, Path]]]:
 
 def archive(path: Path, files: Iterable[tuple[Path, str]]) -> Path:
     """Write a tar of (file, name in it); returns its path."""
-    with tarfile.open(path, "w") as made:
+    with tarfile.open(path, "w") as tar_file:
         for file, name in files:
-            made.add(file, name, recursive=False)
+            tar_file.add(file, name, recursive=False)
     return path
 
 
@@ -138,10 +138,10 @@ def code(path: Path) -> Path:
     path.write_bytes(tar.stdout)
     state = {**git_state(ROOT), "dirty": False, "untracked": [], "diff": ""}  # the packed commit has no changes
     content = json.dumps(state).encode()
-    with tarfile.open(path, "a") as made:
+    with tarfile.open(path, "a") as tar_file:
         entry = tarfile.TarInfo(f"groupwise/{RECORDED}")
         entry.size = len(content)
-        made.addfile(entry, io.BytesIO(content))
+        tar_file.addfile(entry, io.BytesIO(content))
     return path
 
 

@@ -50,7 +50,7 @@ def options(tmp_path: Path, **others: Any) -> TableOptions:
     return TableOptions(out=str(tmp_path), device="cpu", tiny=True, **others)
 
 
-def test_nothing_is_measured_twice(asked: list[Any], tmp_path: Path) -> None:
+def test_existing_rows_are_not_measured_again(asked: list[Any], tmp_path: Path) -> None:
     assert measure(options(tmp_path)) == 0
     assert len(asked) == 6 * (len(FIRST) + len(THEN))
     asked.clear()

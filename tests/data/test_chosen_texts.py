@@ -70,7 +70,7 @@ def test_labelled_rows_are_chosen_by_their_number(labelled):
         assert [b if b[0] == "blank" else a for a, b in zip(one, same, strict=True)] == same
 
 
-def test_the_split_is_fixed_by_the_seed(labelled, paired):
+def test_split_is_fixed_by_the_seed(labelled, paired):
     assert hold_out(labelled, 0.3) == hold_out(labelled, 0.3) != hold_out(labelled, 0.3, seed=1)
     assert hold_out(paired, 0.3) == hold_out(paired, 0.3)
     for seed, numbers in ((0, (2, 10, 21, 24, 32)), (1, (1, 26, 27))):

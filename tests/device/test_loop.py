@@ -135,33 +135,33 @@ def test_training_matches_float64_training_on_the_cpu(device: torch.device, mode
 
 def test_resumed_run_repeats_batches_noise_and_thresholds(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["adaptive_layer"]
-    whole = trained(trainer(clip, device))
-    begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {})
+    full = trained(trainer(clip, device))
+    first = trained(trainer(clip, device), range(2))
+    first.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", device)
     assert state["noise_generator"] == "Philox" and state["noise_key"] == KEY
     source = NoiseSource.from_state(state)
     resumed = trainer(clip, device, noise=source)
     resumed.load_state_dict(state)
     trained(resumed, range(2, STEPS))
-    torch.testing.assert_close(weights(resumed), weights(whole), rtol=1e-4, atol=1e-6)
-    assert whole.private.thresholds is not None and resumed.private.thresholds is not None
+    torch.testing.assert_close(weights(resumed), weights(full), rtol=1e-4, atol=1e-6)
+    assert full.private.thresholds is not None and resumed.private.thresholds is not None
     torch.testing.assert_close(
-        resumed.private.thresholds.clip_thresholds, whole.private.thresholds.clip_thresholds, rtol=1e-6, atol=0
+        resumed.private.thresholds.clip_thresholds, full.private.thresholds.clip_thresholds, rtol=1e-6, atol=0
     )
 
 
 def test_run_resumed_on_the_cpu_keeps_its_noise(device: torch.device, tmp_path: Path) -> None:
     clip = MODES["flat"]
-    whole = trained(trainer(clip, device, noise=NoiseSource(KEY, generator="Philox")))
-    begun = trained(trainer(clip, device), range(2))
-    begun.save(tmp_path / "checkpoint.pt", {})
+    full = trained(trainer(clip, device, noise=NoiseSource(KEY, generator="Philox")))
+    first = trained(trainer(clip, device), range(2))
+    first.save(tmp_path / "checkpoint.pt", {})
     state = load_checkpoint(tmp_path / "checkpoint.pt", "cpu")
     source = NoiseSource.from_state(state)
     moved = trainer(clip, torch.device("cpu"), noise=source)
     moved.load_state_dict(state)
     trained(moved, range(2, STEPS))
-    assert float((weights(moved) - weights(whole)).norm()) <= 0.02 * float((weights(whole) - weights(begun)).norm())
+    assert float((weights(moved) - weights(full)).norm()) <= 0.02 * float((weights(full) - weights(first)).norm())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -69,8 +69,8 @@ def test_release_into_the_same_memory_is_recorded(device: torch.device, monkeypa
 
 
 def test_run_begun_on_the_cpu_keeps_its_noise_on_a_gpu(device: torch.device) -> None:
-    begun = NoiseSource(bytes(32)).settled(torch.device("cpu"))
+    source = NoiseSource(bytes(32)).settled(torch.device("cpu"))
     for on_device, on_cpu in zip(
-        released(begun, device, torch.float32), released(begun, torch.device("cpu"), torch.float32), strict=True
+        released(source, device, torch.float32), released(source, torch.device("cpu"), torch.float32), strict=True
     ):
         assert float((on_device - on_cpu).abs().max()) <= 2e-7 * float(on_cpu.abs().max())

@@ -41,11 +41,11 @@ def test_parts_are_small_complete_and_in_order(tmp_path: Path, monkeypatch: pyte
     parts = in_parts(files)
     assert [file for part in parts for file in part] == files and len(parts) > 1
     for number, part in enumerate(parts):
-        made = archive(tmp_path / f"{number}.tar", ((path, name) for name, path in part))
-        assert made.stat().st_size <= 40_000
-        with tarfile.open(made) as there:
+        packed = archive(tmp_path / f"{number}.tar", ((path, name) for name, path in part))
+        assert packed.stat().st_size <= 40_000
+        with tarfile.open(packed) as tar:
             for name, path in part:
-                content = there.extractfile(name)
+                content = tar.extractfile(name)
                 assert content is not None and content.read() == path.read_bytes()
     monkeypatch.setattr(make_kit, "MOST", 20_000)
     with pytest.raises(UserError, match="more than a part of the kit"):
@@ -86,11 +86,11 @@ def test_code_is_the_last_commit_with_its_git_state(tmp_path: Path) -> None:
 
 
 def wheel(folder: Path, name: str) -> None:
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as made:
-        made.writestr(f"{name}/__init__.py", "")
-        made.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        made.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        made.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}/__init__.py", "")
+        file.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
 def test_installed_packages_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_padding_token_of_the_model_is_used_if_the_tokeniser_has_none(folders, t
     torch.testing.assert_close(task.losses_of(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
 
 
-# -- a whole run -----------------------------------------------------------------------------------------------------
+# -- complete run ----------------------------------------------------------------------------------------------------
 
 
 def test_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path, capsys):

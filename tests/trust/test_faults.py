@@ -16,7 +16,7 @@ from trust.faults.process import SEEDED, Outcome, complete, result_of, run_folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_nothing_is_lost(name, tmp_path):
+def test_no_trial_is_lost(name, tmp_path):
     fault, usual = FAULTS[name]
     trials = min(usual, 6)
     for outcome in fault(trials, tmp_path):

@@ -81,9 +81,9 @@ def odd(keys: Sequence[str], values: Sequence[str], quotes: float, draw: random.
 def ends(draw: random.Random) -> list[str]:
     """A number at the end of its range, without the keys that exclude it."""
     key = draw.choice((draw.choice(BUDGET), draw.choice(NUMBERS)))
-    whole = ["privacy.epsilon=null"] if key == "privacy.noise_multiplier" else []
-    whole += ["train.batch_size=null"] if key == "train.sample_rate" else []
-    return [*base(draw), *whole, f"{key}={draw.choice(VALUES['ends of ranges'])}"]
+    extra = ["privacy.epsilon=null"] if key == "privacy.noise_multiplier" else []
+    extra += ["train.batch_size=null"] if key == "train.sample_rate" else []
+    return [*base(draw), *extra, f"{key}={draw.choice(VALUES['ends of ranges'])}"]
 
 
 def misspelt(draw: random.Random) -> list[str]:

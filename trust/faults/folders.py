@@ -85,13 +85,13 @@ def data_altered(trials: int, work: Path, seed: int = 7) -> Outcome:
         path.write_text("\n".join(rows) + "\n")
     settings = ("task=sst2", "data.name=files", f"paths.data={work}", "train.sample_rate=null")
     interrupted, expected = _interrupted(work, chance, *settings)
-    whole = data.read_bytes()
+    original = data.read_bytes()
     for trial in range(trials):
         results = shutil.copytree(interrupted, work / str(trial))
         harm(data, HARM[trial % len(HARM)], chance)
         process = complete(results, *SEEDED, *settings)
         good = process.refused()
-        data.write_bytes(whole)
+        data.write_bytes(original)
         lost += not (complete(results, *SEEDED, *settings).code == 0 and good and same(results, expected))
     return Outcome(
         "data file altered during a run",

@@ -21,7 +21,7 @@ ENDS = ("model.pt", "system.json", "result.json")
 """Files that are written after the last step, in this order."""
 
 Moment = Callable[[Path], Callable[[], bool]]
-"""A run's results folder -> a function that says whether the moment has come."""
+"""The results folder of a run -> a function that returns whether the moment has come."""
 
 
 def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
@@ -41,19 +41,19 @@ def stopped(number: int, trials: int, work: Path, seed: int = 0) -> Outcome:
 
 def _chain(number: int, where: Path, mode: tuple[str, ...], chance: random.Random, fresh: bool) -> tuple[int, bool]:
     """The number of times that one run was stopped, and whether it ended like its undisturbed copy."""
-    begun = _after_step(0, 0.0)
-    times, good, whole = 0, True, where.with_name(f"{where.name}-whole")
-    for moment in (begun, *_moments(chance)):
+    started = _after_step(0, 0.0)
+    times, good, undisturbed = 0, True, where.with_name(f"{where.name}-undisturbed")
+    for moment in (started, *_moments(chance)):
         process = start(where, *mode, fresh=fresh)
         if wait_for(process, moment(where)):
             times += process.send(number)
         good &= process.wait() in (-number, 130, 0) and "Traceback" not in process.errors
-        if not whole.exists():
-            shutil.copytree(where, whole)
-    for results in (where, whole):
+        if not undisturbed.exists():
+            shutil.copytree(where, undisturbed)
+    for results in (where, undisturbed):
         last = complete(results, *mode)
         good &= last.code == 0
-    return times, good and same(where, result_of(whole))
+    return times, good and same(where, result_of(undisturbed))
 
 
 def _moments(chance: random.Random) -> Iterator[Moment]:

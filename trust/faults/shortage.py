@@ -137,8 +137,8 @@ def _obey() -> None:
 def _small_disk(folder: Path, size: int) -> Iterator[Path | None]:
     """A file system of `size` bytes in memory; None if this process may not mount one."""
     folder.mkdir(parents=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
-    if made.returncode:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
         yield None
         return
     try:
@@ -159,10 +159,10 @@ def halved(trials: int, work: Path, seed: int = 8) -> Outcome:
     for trial in range(trials):
         results, fits = work / str(trial), 2 ** chance.randrange(2, 7)
         process = complete(results, *SEEDED, *MANY, f"train.microbatch={AT_ONCE}", before=_limit(fits * PER_EXAMPLE))
-        complete(whole := work / f"whole-{trial}", *SEEDED, *MANY, f"train.microbatch={fits}")
+        complete(expected := work / f"expected-{trial}", *SEEDED, *MANY, f"train.microbatch={fits}")
         good = process.code == 0 and "memory ran out" in process.errors
         good = good and json.loads((run_folder(results) / "system.json").read_text())["microbatch"] == fits
-        lost += not (good and same(results, result_of(whole)))
+        lost += not (good and same(results, result_of(expected)))
     result = "a warning; examples at once halved, same batch and noise: the bits of a run set to that"
     return Outcome("out of memory in a step", trials, lost, result)
 
@@ -190,13 +190,13 @@ class Refusing(TorchDispatchMode):
         self.largest = largest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and self._refused(tensor):
                 raise RuntimeError(
                     f"[enforce fail] . DefaultCPUAllocator: can't allocate memory: {tensor.nbytes} bytes."
                 )
-        return made
+        return result
 
     def _refused(self, tensor: torch.Tensor) -> bool:
         activations = (

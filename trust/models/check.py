@@ -64,16 +64,16 @@ class Known:
 def build(architecture: Architecture, size: Size, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> Subject:
     """A deterministic model and batch, in train mode, with slightly perturbed weights, so that none is 0 or 1."""
     torch.manual_seed(0)
-    made = architecture.make(size)
-    model = made.model.to(dtype).train()
-    batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.batch.items()}
+    built = architecture.make(size)
+    model = built.model.to(dtype).train()
+    batch = {name: t.to(dtype) if t.is_floating_point() else t for name, t in built.batch.items()}
     with torch.no_grad():
         for parameter in trained(model).values():
             parameter.add_(0.05 * torch.randn_like(parameter))
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    return Subject(model, batch, made.losses)
+    return Subject(model, batch, built.losses)
 
 
 def compute_known(architecture: Architecture) -> Known:

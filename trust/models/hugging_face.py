@@ -137,8 +137,8 @@ def adapted(name: str, own: dict[str, Any]) -> Architecture:
         if config in ("LoraConfig", "AdaLoraConfig"):
             given["lora_dropout"] = size.dropout
         heads = {"num_key_value_heads": 4} if below == "llama" else {}
-        whole = build_model("CausalLM", configure(size, below, **heads))
-        model = peft.get_peft_model(whole, getattr(peft, config)(task_type="CAUSAL_LM", **given))  # type: ignore[arg-type]
+        base = build_model("CausalLM", configure(size, below, **heads))
+        model = peft.get_peft_model(base, getattr(peft, config)(task_type="CAUSAL_LM", **given))  # type: ignore[arg-type]
         for module in model.modules():
             if getattr(module, "module_dropout", None):  # it draws one number for the whole batch, even at rate 0
                 in_eval(module)

@@ -1,8 +1,8 @@
-"""Measures by how much norms are under-reported and clipped gradients exceed their thresholds: `python -m trust.norms`.
+"""Measures by how much norms are under-stated and clipped gradients exceed their thresholds: `python -m trust.norms`.
 
 For each norm formula (`CASES`), the inputs and output gradients of one example are drawn from difficult distributions.
 The norm that the engine reports, and the norm of the gradient that it adds to `.grad`, are compared with that of the
-float64 gradient. Exit code 1 if a norm is under-reported, or a threshold exceeded, by more than a share of 1e-6.
+float64 gradient. Exit code 1 if a norm is under-stated, or a threshold exceeded, by more than a share of 1e-6.
 """
 
 import argparse

@@ -136,7 +136,7 @@ class NoExamples:
 
 @dataclass(frozen=True)
 class Worst:
-    """One worst case for the whole trainer.
+    """A worst case for the complete trainer.
 
     Args:
         others: gradients of the examples of both worlds, (n, K, U, width).

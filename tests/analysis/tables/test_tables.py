@@ -82,8 +82,8 @@ def test_gain_is_the_mean_of_paired_differences(world):
     gone = (rows["cell"] == "clip=fixed_layer privacy.epsilon=3 task=cifar") & (rows["seed"] == 2)
     world.write(rows[~gone], "adaptivity")
     lines = table_lines("adaptivity", world.folders).set_index(["row", "column"])
-    whole = lines.loc[("CIFAR-10 / Per-layer clipping / gain", "ε=8")]
-    assert (whole["mean"], whole["n"], whole["printed"]) == (pytest.approx(4.0), 3, "5.7")
+    complete = lines.loc[("CIFAR-10 / Per-layer clipping / gain", "ε=8")]
+    assert (complete["mean"], complete["n"], complete["printed"]) == (pytest.approx(4.0), 3, "5.7")
     part = lines.loc[("CIFAR-10 / Per-layer clipping / gain", "ε=3")]
     assert (part["n"], part["flags"]) == (2, "2 of 3 seeds, without 2")
     assert len(part["hashes"].split()) == 4
