@@ -1,4 +1,4 @@
-"""One workload, all methods: measure each by itself, then time all of them in interleaved rounds."""
+"""Measures each method on one workload separately, then times all methods in interleaved rounds."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -250,7 +250,7 @@ def formats(method: str, channels_last: bool) -> tuple[str, ...]:
 
 
 def make(name: str, workload: Workload) -> Method:
-    """Prepare the workload's model for a method; each method needs a model of its own."""
+    """Prepare the workload's model for a method; each method needs its own model."""
     if name in RECORDED:
         method = METHODS[RECORDED[name]](workload)
         assert isinstance(method, NonPrivate)

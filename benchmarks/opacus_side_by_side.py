@@ -75,7 +75,7 @@ def variant(method: str, rate: float, seed: int) -> str:
 
 
 def trained(source: str, limit: float) -> dict[str, Any]:
-    """Run a script in a process of its own, on one thread; returns the epsilon and accuracy that it prints.
+    """Run a script in a separate process, on one thread; returns the epsilon and accuracy that it prints.
 
     Raises:
         UserError: it failed, took longer than `limit` seconds, or printed no result.

@@ -36,7 +36,7 @@ def serve(pipe: Connection, job: Job) -> None:
 
 
 class Process:
-    """`benchmarks.worker` for one job in a process of its own, alive until `close`; also a context manager.
+    """`benchmarks.worker` for one job in a separate process, alive until `close`; also a context manager.
 
     If an answer takes more than `limit` seconds, the process is killed, and every later request gets the same
     ``{"refused": …}``.

@@ -149,7 +149,7 @@ def _keep(parameter: Any, clipped_sum: torch.Tensor, accumulate_private_grad: bo
 
 
 def load(package: str) -> Any:
-    """Import fastDP or private-transformers, and leave the forward passes of transformers alone.
+    """Import fastDP or private-transformers, without its patches of the forward passes of transformers.
 
     Raises:
         UserError: the package is not installed and not in a folder that `put_on_path` was given.

@@ -310,7 +310,7 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
 
 
 def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The row of jax_privacy beside that of a plain loop, from a process of that Python on one thread."""
+    """The row of jax_privacy, measured by that Python on one thread and compared with the row `plain`."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     command = [python, str(SCRIPT), f"model={plain['model']}", f"rounds={rounds}"]
     try:

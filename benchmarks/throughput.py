@@ -57,7 +57,7 @@ class Options:
 
     @property
     def batches(self) -> list[int | None]:
-        """The chosen batch sizes; None is a workload's own."""
+        """The chosen batch sizes; None is the default of a workload."""
         if self.batch is None:
             return [None]
         if not all(part.isdigit() and int(part) > 0 for part in split(self.batch)):

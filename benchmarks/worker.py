@@ -101,7 +101,7 @@ def is_lost(device: str) -> bool:
 
 
 class Together:
-    """`benchmarks.process.Process` without a process of its own; it frees unused memory before each request.
+    """Replaces `benchmarks.process.Process` within this process; it frees unused memory before each request.
 
     Raises:
         DeviceLost: a request broke the GPU.

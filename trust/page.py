@@ -169,7 +169,7 @@ def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
 
 
 def full(evidence: Evidence, results: Path = RESULTS) -> str:
-    """The page of tables beside the CSV."""
+    """The page of tables for the CSV."""
     rows = rows_of(evidence.name, results)
     origin = (
         f"Made by `python -m trust.page` from `{evidence.name}.csv`; what it means is in `{evidence.page.as_posix()}`."

@@ -30,7 +30,7 @@ SEVERITY = (EXACT, REFUSED, FALSE_ALARM, WRONG, TRACEBACK)
 DROPOUT = 0.2
 TOLERANCE = 1e-8
 LEAST = 1e-8
-"""The smallest threshold: the engine raises norms below 1e-10 to 1e-10."""
+"""The smallest threshold, as the engine raises norms below 1e-10 to 1e-10."""
 T = TypeVar("T")
 
 

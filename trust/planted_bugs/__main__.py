@@ -89,7 +89,7 @@ def measure(case: Case, plays: int | None = None, seed: int = 0) -> Row:
 
 
 def _true(case: Case) -> float | None:
-    """ε of a Gaussian release that is `case.factor` times too narrow."""
+    """ε of a Gaussian release whose noise is too small by `case.factor`."""
     if case.factor is None or math.isinf(case.factor):
         return case.factor
     plan = case.worst.plan(EPSILON, DELTA)
