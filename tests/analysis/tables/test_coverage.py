@@ -41,14 +41,14 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     status = coverage(world.folders).set_index(["sweep", "cell"])["status"]
     assert status["fixed_per_layer", "clip=fixed_layer privacy.epsilon=3 task=cifar"] == "incomplete"
     assert status["fixed_per_layer", "clip=flat privacy.epsilon=3 task=cifar"] == "differs"
-    assert set(status["adaptivity"]) == {"reduced restrict"}
+    assert set(status["adaptivity"]) == {"reduced only"}
     assert status["quantile_budget"].tolist() == ["run in full", "not run"]
-    assert status["gradnorm_cifar"].tolist() == ["reduced restrict"]
+    assert status["gradnorm_cifar"].tolist() == ["reduced only"]
 
 
 def test_figure_cell_that_hardly_learned_is_uninformative(world, monkeypatch):
     restrict(monkeypatch, world)
-    for accuracy, status in ((30.0, "reduced restrict"), (10.5, "uninformative")):
+    for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
         world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
         assert found["status"] == status
@@ -60,7 +60,7 @@ def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, caps
     world.write(world.rows("adaptivity"), "adaptivity")
     for folder in ("one", "two"):
         assert main(["coverage", "--out", str(tmp_path / folder), *world.options()]) == 0
-    assert "27 cells: 11 not run, 16 reduced restrict" in capsys.readouterr().out
+    assert "27 cells: 11 not run, 16 reduced only" in capsys.readouterr().out
     text = (tmp_path / "one" / "coverage.md").read_text()
     assert text == (tmp_path / "two" / "coverage.md").read_text()
     assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
