@@ -107,7 +107,7 @@ def test_killed_cell_is_listed_and_repeated(seeds, count, checkout):
     cells = ["clip=flat", "privacy.epsilon=8", *seeds]
     (checkout.root / "kill").touch()
     done = checkout.unforked("run.py", *TABLE, *AT_ONCE, *cells)
-    assert done.returncode == 1 and "killed, or never begun (TerminatedWorkerError)" in done.stderr, done.stderr
+    assert done.returncode == 1 and "killed, or never started (TerminatedWorkerError)" in done.stderr, done.stderr
     again = checkout.sweep(*cells)
     assert again.returncode == 0 and "ran flat 8.0 1 old" in rows(again.stdout)
     assert checkout.status(str(checkout.folder)).endswith(f"{count} cells: {count} done\n")

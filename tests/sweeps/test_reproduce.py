@@ -65,7 +65,7 @@ def test_row_with_a_deleted_key_is_refused(world, capsys):
     assert "no row whose hash begins with 'abcdef'" in capsys.readouterr().err
     Path(folders[3], "pair.yaml").write_text(SWEEP.format(change="train.steps: 3"))
     assert main([row["hash"], *folders]) == 2
-    assert "has another configuration today" in capsys.readouterr().err
+    assert "now has another configuration" in capsys.readouterr().err
 
 
 def test_one_point_is_allowed_on_another_machine():
@@ -77,7 +77,7 @@ def test_one_point_is_allowed_on_another_machine():
     assert not compare(row, near | {"system.device": "a"})[0]
     older = compare(row | {"git.sha": "0123456789"}, near | {"valid/loss": 1.56})[1][-1]
     assert older.startswith("NOT reproduced") and older.endswith(
-        "the row is from commit 0123456, and today's code gives other bits, so renew the row"
+        "the row is from commit 0123456, and this code gives other bits: run the cell again"
     )
     good, lines = compare(row, {"valid/loss": 1.54})
     assert not good and lines[0] == "valid/accuracy: 50.0 then, None now"

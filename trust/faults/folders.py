@@ -121,7 +121,7 @@ def two(trials: int, work: Path, seed: int = 10) -> Outcome:
         more = ("overwrite=true",) if trial % 3 == 2 else ()
         second = complete(results, *SEEDED, *more, output=work / f"second-{trial}")
         os.kill(first.pid, signal.SIGCONT)
-        good = first.wait() == 0 and second.refused() and "another process" in second.errors
+        good = first.wait() == 0 and second.refused() and "another process" in second.errors.lower()
         lost += not (good and same(results, expected))
     return Outcome(
         "two processes on one folder", trials, lost, "the second is refused in one sentence, exit 2; the first unharmed"

@@ -143,7 +143,7 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
         name = cells.get(failure.file.stem, {}).get("name", failure.cell)
         print(f"  {name}: {failure.kind} ({failure.file})", file=sys.stderr)
     for cell in lost:
-        print(f"  {cell['name']}: killed, or never begun ({type(crash).__name__})", file=sys.stderr)
+        print(f"  {cell['name']}: killed, or never started ({type(crash).__name__})", file=sys.stderr)
     return exit_code([failure.kind for failure in failed] + [type(crash).__name__ for _ in lost])
 
 

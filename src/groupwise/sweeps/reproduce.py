@@ -59,7 +59,7 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
-            f"{row['cell']} seed={row['seed']} has another configuration today than in the row {row['hash'][:12]}: "
+            f"{row['cell']} seed={row['seed']} now has another configuration than in the row {row['hash'][:12]}: "
             "check out the row's commit."
         )
     secret = not config.data.public and config.debug.noise_seed is None
@@ -86,7 +86,7 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
         lines.append(f"{key}: {then!r} then, {now!r} now")
     how = f"within {POINTS:g} point, because of another {', '.join(other)}" if other else "bit for bit"
     if not good and "git.sha" in other:
-        how += f": the row is from commit {row['git.sha'][:7]}, and today's code gives other bits, so renew the row"
+        how += f": the row is from commit {row['git.sha'][:7]}, and this code gives other bits: run the cell again"
     return good, [*lines, f"{'reproduced' if good else 'NOT reproduced'}, {how}"]
 
 
