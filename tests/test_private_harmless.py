@@ -86,7 +86,6 @@ HARMLESS: dict[str, Callable[[Use], object]] = {
 
 @pytest.mark.parametrize("action", HARMLESS, ids=lambda name: name.replace("`", ""))
 def test_action_changes_neither_weights_nor_the_number_of_steps(action):
-    """Weights are equal bit for bit."""
     models = [network(nn.Dropout(0.3), nn.Sequential(nn.Dropout(0.5))) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model in models:
@@ -206,14 +205,13 @@ def test_nonfinite_examples_are_left_out_and_counted_as_not_private():
     assert "look for NaN in the data" in str(warning.message)
 
 
-def test_data_without_a_finite_loss_are_refused_before_training():
-    with pytest.raises(UserError, match=r"None of the 5 .* has a finite loss"):
-        Use(data=torch.utils.data.TensorDataset(X * torch.nan, Y))
-
-
-def test_examples_whose_norm_overflows_are_refused_before_training():
-    with pytest.raises(UserError, match=r"example \d+ in group 'all' .* overflows.* scale its inputs"):
-        Use(data=torch.utils.data.TensorDataset(X * 1e30, Y), clip="flat")
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [(torch.nan, "None of the 5 .* has a finite loss"), (1e30, r"example \d+ in group 'all' .* overflows")],
+)
+def test_data_without_finite_gradients_are_refused_before_training(scale, error):
+    with pytest.raises(UserError, match=error):
+        Use(data=torch.utils.data.TensorDataset(X * scale, Y), clip="flat")
 
 
 def test_loading_a_state_restores_the_kind_of_noise():

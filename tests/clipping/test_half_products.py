@@ -52,7 +52,6 @@ LAYERS = {
 @pytest.mark.parametrize("formula", ["gram", "materialize"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_no_example_exceeds_its_threshold(bfloat16_products, kind, formula, own_group):
-    """Norms and sums from bfloat16 inputs and output gradients, compared with float64."""
     torch.manual_seed(0)
     make, shape = LAYERS[kind]
     linear = kind.startswith("linear")

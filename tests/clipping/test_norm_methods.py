@@ -46,7 +46,6 @@ def test_an_unknown_formula_is_refused():
 
 
 def test_explain_lists_the_chosen_method_first():
-    """The layer is the model itself."""
     model = nn.Linear(4, 4)
     for formula in ("auto", "materialize"):
         with attach(model, per_layer(model), 1.0, formula=formula) as engine:

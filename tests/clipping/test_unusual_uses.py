@@ -97,20 +97,14 @@ def test_one_example_alone_is_exact_with_few_or_no_expert_tokens(tokens):
         assert_exact(engine, lambda rows: model(x, marks(tokens)).sum(1), [0])
 
 
-class WithoutEffect(nn.Module):
-    """Both weights are used twice, and one output of `second` has no effect."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-
-    def forward(self, x):
-        self.second(x)
-        return self.second(torch.tanh(self.first(x) @ self.first.weight))
-
-
 @pytest.mark.parametrize("mode", FEW)
 def test_a_call_without_effect_leaves_shared_weights_clipped_exactly(mode):
-    model, x = WithoutEffect(), torch.randn(5, 3, 6)
-    with attached(model, mode, 0.1) as engine:
-        assert_exact(engine, lambda rows: model(x[list(rows)]).square().sum((1, 2)), range(5))
+    first, second = layers = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
+    x = torch.randn(5, 3, 6)
+
+    def losses_of(rows):
+        second(x[list(rows)])  # without effect
+        return second(torch.tanh(first(x[list(rows)]) @ first.weight)).square().sum((1, 2))
+
+    with attached(layers, mode, 0.1) as engine:
+        assert_exact(engine, losses_of, range(5))

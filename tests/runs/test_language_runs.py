@@ -98,7 +98,6 @@ def test_flat_and_ghost_clipping_give_the_same_loss_for_any_microbatch(little_te
 
 
 def test_the_synthetic_sentiment_is_learned(tmp_path):
-    """Without privacy, by a small model in seconds."""
     row = run(
         smoke(tmp_path, "sst2", "clip=none", "data.train_limit=1000", "train.steps=60", "optim.learning_rate=5e-3")
     )

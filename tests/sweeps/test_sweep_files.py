@@ -37,7 +37,6 @@ def test_heading_has_title_command_and_expected_result(file):
     ids=name_of,
 )
 def test_every_value_of_a_cell_composes(file, scale):
-    """Overrides that several sweeps share are composed once."""
     cells = [tuple(o for o in cell.overrides if not o.startswith("seed=")) for cell in read_sweep(file).cells(scale)]
     first, *others = each_value_once(cells)
     for overrides in (first, *others):
