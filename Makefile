@@ -130,6 +130,7 @@ trust: $(STAMP) ## all evidence of docs/trust.md and docs/models.md, with its ta
 	$(BIN)/python -m trust.faults
 	$(BIN)/python -m trust.bad_input
 	$(BIN)/python -m trust.models
+	$(BIN)/python -m trust.random_networks
 	$(BIN)/python -m trust.norms
 	$(BIN)/python -m trust.page
 

@@ -315,7 +315,6 @@ def test_layer_drop_passes_only_at_rate_0():
 
 
 def test_losses_may_augment_examples_one_by_one():
-    """With any generator: the losses draw once per example."""
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(8, 4)
 
     def losses(examples, draw):

@@ -43,7 +43,6 @@ def test_each_channel_is_centred_and_scaled():
 
 
 def test_images_are_normalised_independently():
-    """No statistic is taken from the batch: an example does not depend on its neighbours."""
     images = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
     statistics = channel_statistics("cifar10")
     assert torch.equal(normalize(images, *statistics)[:2], normalize(images[:2], *statistics))

@@ -69,7 +69,6 @@ def test_second_step_continues_until_the_table_is_complete(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_fourth_step_resumes_the_third(tmp_path: Path) -> None:
-    """Wherever the time limit stopped the third step, the fourth completes the run."""
     cell = {"CELL": "train.steps=12"}
     third = command("3", tmp_path, LIMIT="25", **cell)
     assert third.returncode in (0, 4), third.stdout + third.stderr

@@ -96,7 +96,6 @@ def test_no_value_of_a_billion_draws_has_a_point_mass(compiled: bool) -> None:
 
 
 def test_draws_match_known_answers() -> None:
-    """A change here breaks the replay of runs that began before it, and so their guarantee."""
     assert draw(5, step=3).tolist() == pytest.approx(FEW, rel=1e-5)
     assert draw(CHUNK + 7)[CHUNK:][:2].tolist() == pytest.approx(SECOND_CHUNK, rel=1e-5)
 

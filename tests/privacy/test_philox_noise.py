@@ -96,7 +96,6 @@ def test_a_compiled_kernel_that_fails_or_draws_other_noise_is_not_used(monkeypat
 
 
 def test_draws_match_known_answers() -> None:
-    """A change here breaks the replay of runs that began before it, and so their guarantee."""
     found = draw(5, step=3, dtype=torch.float64)
     assert found.tolist() == pytest.approx(ANSWERS, rel=1e-13)
 

@@ -16,6 +16,7 @@ from trust.models.__main__ import ARCHITECTURES, main, measure
 from trust.models.architecture import Size, Subject
 from trust.models.rows import EXACT, FALSE_ALARM, HEAD, MODES, REFUSED, TRACEBACK, WRONG, Row, summary, tables
 from trust.models.truth import find_truth
+from trust.random_networks import errors_of
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 MLP = BY_NAME["MLP"]
@@ -166,3 +167,8 @@ def test_committed_rows_are_those_of_the_list():
     assert {row["status"] for row in found} == {"exact", "refused"}
     rows = [(row["architecture"], row["mode"]) for row in found]
     assert rows == [(architecture.name, mode) for architecture in ARCHITECTURES for mode in MODES]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_networks_are_clipped_exactly(seed):
+    assert max(errors_of(seed)) < 1e-8
