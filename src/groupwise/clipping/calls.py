@@ -230,8 +230,8 @@ class ParameterUse(GroupOrigin):
     def copies(self) -> Tensor:
         """One copy per example, (B, *shape), made once per forward pass."""
         parameter, running, members = self.parameter, self.calls.passes.current, self.calls.members
-        index, own = self.group.index, id(parameter)
-        if (own,) not in members:
+        index, key = self.group.index, (id(parameter),)
+        if key not in members:
             if parameter.numel() > COPIED and running.examples > 1:
                 warnings.warn(
                     f"groupwise has no rule for the operation on {self.local} of {type(self.module).__name__}: it is "
@@ -240,12 +240,12 @@ class ParameterUse(GroupOrigin):
                     stacklevel=2,
                 )
             rule = ParameterRule(self.module, self.local)
-            members[(own,)] = ClippedLayer(self.group, self.name, rule, (parameter,), (None,))
-        if index not in running.groups or own not in running.groups[index].copies:
-            report = enter(running, members[(own,)], FIRST)
+            members[key] = ClippedLayer(self.group, self.name, rule, (parameter,), (None,))
+        if index not in running.groups or parameter not in running.groups[index].copies:
+            report = enter(running, members[key], FIRST)
             made = parameter.detach().unsqueeze(0).expand(running.examples, *parameter.shape)
-            running.groups[index].copies[own] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
-        return running.groups[index].copies[own]
+            running.groups[index].copies[parameter] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
+        return running.groups[index].copies[parameter]
 
     def pairs(self, bias: PerExample) -> bool:
         """Whether a bias is a parameter of the same group, so that one rule can take both."""

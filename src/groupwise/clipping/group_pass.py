@@ -62,7 +62,7 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
         found.together.waiting += 1
         for parameter, rows in zip(member.parameters, member.rows, strict=True):
             if parameter is not None:
-                found.uses.setdefault(id(parameter), []).append(rows)
+                found.uses.setdefault(parameter, []).append(rows)
     return partial(found.receive, member, layout)
 
 
@@ -88,10 +88,10 @@ class GroupPass:
         self.group, self.microbatch, self.together = group, microbatch, together
         self.calls = 0
         """How often its layers have run forward."""
-        self.uses: dict[int, list[slice | None]] = {}
-        """The rows of each parameter that each call uses, by the parameter's id; None: all rows."""
-        self.copies: dict[int, Tensor] = {}
-        """Copies of parameters, one per example, by the parameter's id."""
+        self.uses: dict[nn.Parameter, list[slice | None]] = {}
+        """The rows of each parameter that each call uses; None: all rows."""
+        self.copies: dict[nn.Parameter, Tensor] = {}
+        """Copies of parameters, one per example."""
         self.over = False
         """Whether the group has closed, or its pass has ended without a backward pass."""
         self.received = False
@@ -104,7 +104,7 @@ class GroupPass:
         """Calls of parameters that are used more than once."""
         self.clipped: list[Tensor] = []
         """Squared norms of a layer that was clipped at once, one tensor per chunk of examples."""
-        self.sums: dict[nn.Parameter | None, Tensor] = {}
+        self.sums: dict[nn.Parameter, Tensor] = {}
         """The clipped sums of the parameters so far."""
 
     def running(self) -> Pass:
@@ -166,7 +166,7 @@ class GroupPass:
             if not running.recomputes:
                 return sums
         if self.calls > 1 and any(
-            len(self.uses[id(parameter)]) > 1 and overlap(self.uses[id(parameter)])
+            len(self.uses[parameter]) > 1 and overlap(self.uses[parameter])
             for parameter in member.parameters
             if parameter is not None
         ):
@@ -233,7 +233,8 @@ class GroupPass:
     def add_in_place(self, call: LayerCall, factors: Factors) -> bool:
         """Add the weighted sum of an embedding to its rows alone, if the group has a sum of that weight already."""
         rule: Any = call.rule
-        known, part = self.sums.get(call.member.parameters[0]), call.member.rows[0]
+        weight, part = call.member.parameters[0], call.member.rows[0]
+        known = None if weight is None else self.sums.get(weight)
         if known is None:
             return False
         saved, g = call.saved, call.g
@@ -276,7 +277,6 @@ def close(running: Pass, passes: Sequence[GroupPass]) -> None:
             found[each.group.index] = rows
     for each in passes:
         for parameter, total in each.sums.items():
-            assert parameter is not None
             running.passes.gradients.add(parameter, total)
         each.release()
 

@@ -148,7 +148,7 @@ class WSConv2dRule(ConvRule):
         longest = max(*rows.shape[1:], directions.shape[2])
         lengths = xx.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
         slack = rounding_slack(torch.bmm(lengths, rows.abs()).squeeze(1), longest)
-        along, mean = ((rows * self._seen(x, each)).sum(1).abs() for each in directions.unbind(1))
+        along = (rows * self._seen(x, directions[:, 0])).sum(1).abs()
         squares = squared_row_norms(rows.sum(1)) if wanted[1] else xx.new_zeros(len(xx), dtype=torch.float64)
         if wanted[2]:
             squares = squares + squared_row_norms(along + slack)
@@ -156,6 +156,7 @@ class WSConv2dRule(ConvRule):
             scaled = rows * scale.flatten()
             whole = norms_from_products(xx, inner_products(scaled, scaled), longest)
             removed = (along - slack).clamp_min(0).double().square() * taken.flatten()
+            mean = (rows * self._seen(x, directions[:1, 1])).sum(1).abs()  # the constant direction is one for all
             removed += (mean - slack).clamp_min(0).double().square()
             squares = squares + at_least_zero(whole - removed @ scale.flatten().double().square())
         return squares
