@@ -1,13 +1,13 @@
 """Clips random networks in every mode, and compares them with a float64 loop:  python -m trust.random_networks 300
 
 A network is a random sequence of `OPERATIONS`, some with the layer of an earlier operation. Groups, thresholds and
-microbatches are random too. Exit code 1 if a clipped sum is off by more than 1e-8 of its threshold.
+microbatches are random too. Exit code 1 if a norm or a clipped sum is off by a relative 1e-8 (see `trust.models`).
 """
 
 import random
 import sys
 import warnings
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import Group, attach, flat, per_layer
 from groupwise.clipping.partition import find_layers
-from groupwise.clipping.reference import clipped_sums
+from trust.models.architecture import Batch, Subject
+from trust.models.check import TOLERANCE, choose_thresholds, compare, losses_of
+from trust.models.truth import find_truth, freeze_unreached, parameters_of, trained
 
 D, WORDS = 6, 10
 
@@ -56,40 +58,40 @@ OPERATIONS: tuple[tuple[Any, tuple[Any, ...], Any], ...] = (
 
 
 def errors_of(seed: int) -> list[float]:
-    """The errors of network number `seed`, relative to the threshold: ghost, flat, per layer, two random groups."""
+    """The errors of network number `seed`, as `compare` has them: ghost, flat, per layer, two random groups."""
     draw, _ = random.Random(seed), torch.manual_seed(seed)
     size, length = draw.choice((3, 5, 8)), draw.choice((4, 7))  # never equal
     x, tokens = torch.randn(size, length, D, dtype=torch.float64), torch.randint(WORDS, (size, length))
-    labels = torch.randint(3, (size,))
     network, steps = nn.ModuleList([nn.Linear(D, 3).double()]), list[tuple[Any, nn.Module, int]]()
     for make, sizes, apply in draw.choices(OPERATIONS, k=draw.randint(3, 12)):
         network.append(make(*sizes).double())
         alike = [layer for layer in network if repr(layer) == repr(network[-1])]
         steps.append((apply, draw.choice(alike), draw.randint(1, 3)))
 
-    def losses_of(rows: Sequence[int]) -> Tensor:
-        states = [x[list(rows)]]
+    def losses(network: Any, batch: Batch) -> Tensor:
+        states = [batch["x"]]
         for apply, layer, back in steps:
-            states.append(apply(layer, states[-1], states[-min(back, len(states))], tokens[list(rows)]))
-        return F.cross_entropy(network[0](states[-1].tanh().mean(1)), labels[list(rows)], reduction="none")
+            states.append(apply(layer, states[-1], states[-min(back, len(states))], batch["tokens"]))
+        return F.cross_entropy(network[0](states[-1].tanh().mean(1)), batch["labels"], reduction="none")
 
-    losses_of(range(size)).sum().backward()
-    for parameter in network.parameters():
-        parameter.requires_grad_(parameter.grad is not None)  # a parameter without effect is frozen
+    subject = Subject(network, {"x": x, "tokens": tokens, "labels": torch.randint(3, (size,))}, losses)
+    freeze_unreached(subject)
+    truth = find_truth(subject)
     names = draw.sample(found := [layer.name for layer in find_layers(network)], len(found))
-    groups = tuple(Group(str(i), tuple(names[i::2])) for i in range(2) if names[i::2])
+    random_groups = tuple(Group(str(i), tuple(names[i::2])) for i in range(2) if names[i::2])
     errors = []
-    for i, partition in enumerate((flat(network), flat(network), per_layer(network), groups)):
-        threshold, step = draw.choice((0.01, 0.1, 1.0)), draw.choice((1, 2, size))
-        each = [threshold] * len(partition)
-        truth = clipped_sums(network, lambda row: losses_of([row])[0], range(size), partition, each).sums
+    for i, partition in enumerate((flat(network), flat(network), per_layer(network), random_groups)):
+        groups = parameters_of(network, tuple(group.layers for group in partition))
+        thresholds = choose_thresholds(truth.norms(groups)) * draw.choice((0.1, 1.0, 10.0))
+        step, norms = draw.choice((1, 2, size)), []
         network.zero_grad()
-        with attach(network, partition, threshold, norms="bookkeeping" if i else "ghost") as engine:
-            engine.trace(losses_of, range(size))
+        with attach(network, partition, thresholds, norms="bookkeeping" if i else "ghost") as engine:
+            engine.trace(partial(losses_of, subject), range(size))
             for start in range(0, size, step):
-                engine.clip(losses_of, range(start, min(size, start + step)))
-        off = (network.get_parameter(name).grad - total for name, total in truth.items())  # type: ignore[operator]
-        errors.append(max(float(difference.norm()) for difference in off) / threshold)
+                engine.clip(partial(losses_of, subject), range(start, min(size, start + step)))
+                norms.append(engine.per_example_norms)
+        sums = {name: parameter.grad for name, parameter in trained(network).items()}
+        errors.append(compare(sums, torch.cat(norms, 1), truth, groups, thresholds)[0])
     return errors
 
 
@@ -97,7 +99,7 @@ def main(count: int) -> int:
     """Check networks 0 to count - 1; returns the exit code."""
     warnings.simplefilter("ignore")
     errors = {seed: max(errors_of(seed)) for seed in range(count)}
-    wrong = [seed for seed, error in errors.items() if not error < 1e-8]
+    wrong = [seed for seed, error in errors.items() if not error < TOLERANCE]
     print(f"{count} networks in 4 modes, wrong: {wrong or 'none'}; the largest error is {max(errors.values()):.0e}")
     return 1 if wrong else 0
 
