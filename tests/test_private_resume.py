@@ -13,6 +13,7 @@ from groupwise import make_private
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
+from groupwise.private.data import READ
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
@@ -92,8 +93,8 @@ class Texts:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        sampled = set(np.linspace(0, 59, 12).round().astype(int).tolist())
-        lengths = [4 if row in sampled or row % 7 else 5 + row % 11 for row in range(60)]
+        read = set(np.linspace(0, 599, READ).round().astype(int).tolist())
+        lengths = [4 if row in read or row % 7 else 5 + row % 11 for row in range(600)]
         self.rows = [torch.randint(1, 9, (length,)) for length in lengths]
         parts = {"embed": nn.Embedding(9, 4, padding_idx=0), "drop": nn.Dropout(0.3), "head": nn.Linear(4, 2)}
         self.model = nn.ModuleDict(parts).double()
@@ -126,7 +127,7 @@ def test_losses_and_collate_fn_that_modify_their_input_may_be_traced_again():
 
     expected, task = texts(), Texts()
     data = [{"tokens": row} for row in task.rows]
-    read = type("Read", (), {"__len__": lambda _: 60, "__getitem__": lambda _, row: dict(data[row])})()
+    read = type("Read", (), {"__len__": lambda _: 600, "__getitem__": lambda _, row: dict(data[row])})()
     collate = lambda rows: {"tokens": Texts.collate([row.pop("tokens") for row in rows])}  # noqa: E731
     popped = start(task, data=read, losses=popping, collate_fn=collate)
     go_on(expected)

@@ -25,7 +25,7 @@ from groupwise.clipping.partition import Partition, check_partition, find_layers
 from groupwise.clipping.passes import UNNAMED, ClippedGradients, Note, Pass, Passes, Phase
 from groupwise.clipping.patching import Patches
 from groupwise.clipping.precision import full_float32, no_autocast
-from groupwise.clipping.runs import Runs
+from groupwise.clipping.runs import Draw, Runs
 from groupwise.clipping.thresholds_and_counts import ThresholdsAndCounts
 from groupwise.clipping.trace import TRACED, trace
 from groupwise.clipping.unchanged import Generators, moved_parameters, unchanged
@@ -127,13 +127,13 @@ class ClippingEngine(ThresholdsAndCounts):
         with unchanged(self.model) as generators:
             runs = Runs(self.model, losses_of, generators)
 
-            def run(rows: list[int], note: Note) -> Tensor:
+            def run(rows: list[int], note: Note) -> tuple[Tensor, list[Draw]]:
                 with (
                     self._patches.installed(),
                     self._passes.forward(len(rows), note=note),
-                    runs.drawing(),
+                    runs.drawing() as draws,
                 ):
-                    return runs.losses(rows).detach()
+                    return runs.losses(rows).detach(), draws.taken
 
             self.plan = self.plan.joined(trace(run, runs, examples))
         return self.plan

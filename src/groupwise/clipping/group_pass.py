@@ -121,8 +121,8 @@ class GroupPass:
         running = self.microbatch.passes.running
         if running is None or running.phase is None:
             raise UserError(
-                "Return the losses and let the private step run the backward pass: the gradients of loss.backward() "
-                "inside of them would not be clipped."
+                "The losses compute gradients themselves (backward, autograd.grad), which would not be clipped: return "
+                "the losses, let the private step run the backward pass, and replace derivatives by finite differences."
             )
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")

@@ -61,12 +61,16 @@ class Draws(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
+        self.half = False
+        """Whether an operation returned numbers in half precision, as under autocast."""
         self._place, self._generators, self._mean, self._forced = place, generators, mean, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self.half |= isinstance(made, Tensor) and made.dtype in (torch.bfloat16, torch.float16)
+            return made
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         by_hand = isinstance(given.get("generator"), torch.Generator)
@@ -205,22 +209,26 @@ class Runs:
         """The first place where the kept rows of two batches differ in a forward pass, as a text in brackets; or ""."""
         before, after = (self._fingerprints(batch, kept, mean) for batch in (one, other))
         for (place, ours), (there, theirs) in zip(before, after, strict=False):
-            pairs = zip(ours, theirs, strict=False)
+            pairs = [(x, y) for (rows, x), (same, y) in zip(ours, theirs, strict=False) if rows == same]
             if place != there or len(ours) != len(theirs) or any(moved_rows(*pair, 1e-4) for pair in pairs):
                 return f" (first seen in {place})"
         return ""
 
-    def _fingerprints(self, batch: Sequence[int], kept: Sequence[int], mean: bool) -> list[tuple[str, list[Tensor]]]:
-        """Fingerprints of the kept rows of all module inputs and outputs, in the order of the calls, and of the losses.
-
-        Tensors whose first axis is not a multiple of the batch size are left out.
-        """
-        taken: list[tuple[str, list[Tensor]]] = []
+    def _fingerprints(
+        self, batch: Sequence[int], kept: Sequence[int], mean: bool
+    ) -> list[tuple[str, list[tuple[float, Tensor]]]]:
+        """All module inputs and outputs, in the order of the calls, and the losses: for each tensor, the number of rows
+        per example, and fingerprints of the kept examples if that is a whole number."""
+        taken: list[tuple[str, list[tuple[float, Tensor]]]] = []
 
         def take(place: str, values: Any) -> None:
-            tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf))
-            rows = (t.reshape(len(batch), -1) for t in tensors if len(t) % len(batch) == 0)
-            taken.append((place, [fingerprints(t, 0)[list(kept)] for t in rows]))
+            found = []
+            for leaf in tree_leaves(values):
+                if isinstance(leaf, Tensor) and leaf.dim() and len(leaf):
+                    rows, rest = divmod(len(leaf), len(batch))
+                    own = torch.empty(0, 2) if rest else fingerprints(leaf.reshape(len(batch), -1), 0)[list(kept)]
+                    found.append((rows + rest / len(batch), own))
+            taken.append((place, found))
 
         with self.drawing(mean, take):
             take("the losses", self.losses(batch))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from groupwise.clipping.clip_plan import FIRST, SHARED, CallSite, ClipPlan, Layout, Order
 from groupwise.clipping.passes import Note
-from groupwise.clipping.runs import Runs, fingerprints, moved_losses, moved_rows
+from groupwise.clipping.runs import Draw, Runs, fingerprints, moved_losses, moved_rows
 from groupwise.errors import UserError
 
 TRACED = 6
@@ -130,6 +130,7 @@ class Tracer:
         self.shapes: dict[Call, tuple[int, ...]] = {}
         self.seen: dict[Call, Seen] = {}
         self.losses = torch.empty(0)
+        self.draws: list[Draw] = []
         self.meets = False
         """Whether a parameter was combined with a tensor outside a layer: then another round may find more of these."""
 
@@ -162,8 +163,8 @@ class Tracer:
         return growing[0] if growing else None
 
 
-Run = Callable[[list[int], Note], Tensor]
-"""Computes the losses (n,) of some examples, always with the same random numbers, and records the calls."""
+Run = Callable[[list[int], Note], tuple[Tensor, list[Draw]]]
+"""Computes the losses (n,) of some examples, always with the same random numbers, and records the calls and draws."""
 
 
 def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
@@ -207,20 +208,21 @@ def _pass(
 ) -> Tracer:
     """Run a batch; `fewer` has the same meaning as in `Tracer`."""
     tracer = Tracer(plan, batches, fewer)
-    tracer.losses = run(batch, tracer.note)
+    tracer.losses, tracer.draws = run(batch, tracer.note)
     return tracer
 
 
 def _check_rows(on: Callable[[list[int]], Tracer], plan: ClipPlan, batches: Batches, more: Tracer) -> None:
     """Replace the examples of each of `Batches.halves`, to find what depends on any row, or on the largest alone.
 
-    Where that changes a shape (it removes the longest text), these rows exchange their examples instead.
+    Where that changes a shape, also of a dropout mask (it removes the longest text), these rows exchange their examples
+    instead.
     """
     for rows in batches.halves():
         other = None
         with suppress(MixedExamples):  # a shape that does not scale with the batch size
             other = on(replaced(batches.more, rows))
-        if other is None or other.shapes != more.shapes:
+        if other is None or (other.shapes, other.draws) != (more.shapes, more.draws):
             other = on(exchanged(batches.more, rows))
         _check_kept(plan, batches.more, rows, more, other)
 

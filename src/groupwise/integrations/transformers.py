@@ -80,7 +80,9 @@ class PrivateTrainer(Trainer):
                 "losses(model, inputs), which returns one loss per example."
             )
         super().__init__(model, args, **others)
-        if self.eval_dataset is not None and self.eval_dataset is self.train_dataset:
+        given = self.eval_dataset
+        sets = list(given.values()) if isinstance(given, dict) else [] if given is None else [given]
+        if any(getattr(each, "dataset", each) is self.train_dataset for each in sets):  # a Subset has a dataset
             raise UserError(
                 "eval_dataset is the training set, so losses without noise would be logged, and might choose the "
                 "checkpoint or the learning rate: give examples that are held out."

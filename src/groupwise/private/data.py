@@ -1,7 +1,9 @@
 """Checks the data that are passed to `make_private`, and how examples are read."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from hashlib import sha256
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from groupwise.clipping.trace import TRACED
 from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, secret_randomness
@@ -56,15 +59,35 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, A
     return data.dataset, {name: getattr(data, name) for name in given} | asked
 
 
-SAMPLE = 12
+READ = 100
 """The number of examples that are read to choose those for the trace."""
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
-    """Choose examples for the trace, spread over the dataset; returns their indices, the largest example first."""
-    some = dict.fromkeys(np.linspace(0, size - 1, SAMPLE).round().astype(int).tolist())
-    sizes = {row: sum(_numel(leaf) for leaf in tree_leaves(data[row])) for row in some}
-    return examples_to_trace(sorted(some, key=lambda row: -sizes[row]))
+    """Choose six examples for the trace among some that are spread over the dataset; returns their indices.
+
+    The largest comes first, then the smallest, then those with the rarest values, and then those of middle sizes. A
+    loss may mix examples only if a rare label or a missing value is in the batch.
+    """
+    some = dict.fromkeys(np.linspace(0, size - 1, READ).round().astype(int).tolist())
+    items = {row: tree_leaves(data[row]) for row in some}
+    ordered = sorted(items, key=lambda row: -sum(map(_numel, items[row])))
+    rarity = dict.fromkeys(items, len(items))
+    for column in zip_longest(*(map(_feature, items[row]) for row in items)):
+        counts = Counter(column)
+        if len(counts) <= len(items) / 2:  # else nearly every value is another, as in a regression
+            rarity = {row: min(rarity[row], counts[value]) for row, value in zip(items, column, strict=True)}
+    rarest = sorted((row for row in ordered if rarity[row] < len(items)), key=rarity.__getitem__)
+    return list(dict.fromkeys([*ordered[:1], *ordered[-1:], *rarest[:2], *examples_to_trace(ordered)]))[:TRACED]
+
+
+def _feature(leaf: Any) -> str:
+    """What may be rare about a part of an example: a single value, or whether any of several is NaN or not 0."""
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
+        leaf = torch.as_tensor(leaf)
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__name__
+    return repr(leaf.item()) if leaf.numel() == 1 else f"{bool(leaf.isnan().any())} {bool(leaf.any())}"
 
 
 def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None:

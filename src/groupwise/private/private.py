@@ -19,14 +19,24 @@ from torch.utils._pytree import tree_map_only
 
 from groupwise.errors import UserError, reason
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
-from groupwise.private.arguments import PRIVATE_OPTIMIZERS, TRAINED, check_count, check_parameters, trainings_of
+from groupwise.private.arguments import (
+    PRIVATE_OPTIMIZERS,
+    TRAINED,
+    changes_of,
+    check_count,
+    check_parameters,
+    trainings_of,
+)
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.progress import Progress
 
-EARLY = "\n  This epsilon is a guarantee only if no result decided when to stop. Otherwise the plan's epsilon is."
+EARLY = """
+  This epsilon is a guarantee only if no result decided when to stop. If released weights or other data decided, the
+  plan's epsilon is one. If training losses decided, neither is."""
+NOT_PRIVATE = "NOT PRIVATE: the noise comes from a seed."
 OPACUS = {"get_epsilon": "epsilon_at(delta)", "accountant": "plan", "remove_hooks": "detach()"}
 USED: set[bytes] = set()
 """Digests of the noise keys of all trainings that have taken a step in this process."""
@@ -97,16 +107,14 @@ class Private:
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
-        PRIVATE_OPTIMIZERS.add(core.optimizer)
+        PRIVATE_OPTIMIZERS[core.optimizer] = None
 
     def __repr__(self) -> str:
         """The type of the model, the number of steps taken, and the plan's guarantee."""
-        kind = type(self.model).__name__
-        plan = self.plan
-        return (
-            f"<private training of a {kind}: {self.executed} of {plan.steps} steps taken; "
-            f"({plan.epsilon:.4g}, {plan.delta:g})-DP after all of them>"
-        )
+        plan, kind = self.plan, type(self.model).__name__
+        promised = f"({plan.epsilon:.4g}, {plan.delta:g})-DP after all of them"
+        promised = promised if self.core.noise.is_secret else NOT_PRIVATE
+        return f"<private training of a {kind}: {self.executed} of {plan.steps} steps taken; {promised}>"
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an AttributeError; for names of Opacus it says what to use."""
@@ -168,10 +176,10 @@ class Private:
 
     def statement(self) -> str:
         """The plan and the ε spent so far, as text."""
-        secret = "" if self.core.noise.is_secret else "\n  NOT PRIVATE: the noise comes from a seed."
+        secret = "" if self.core.noise.is_secret else f"{NOT_PRIVATE} With secret noise:\n"
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         early = "" if self.executed in (0, self.plan.steps) else EARLY
-        return f"{self.plan.statement()}{secret}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps.{early}"
+        return f"{secret}{self.plan.statement()}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps.{early}"
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -367,6 +375,7 @@ class Private:
             self._closed = True
             self._sums.forget()
             self._hook.remove()
+            PRIVATE_OPTIMIZERS[self.core.optimizer] = changes_of(self.core.optimizer)
             self._restore.close()
             for module in self.core.model.modules():
                 TRAINED.pop(module, None)
