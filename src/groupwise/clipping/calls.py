@@ -68,7 +68,8 @@ class LayerCalls:
             if value.dtype not in (torch.float32, torch.float64):
                 raise UserError(
                     f"Layer {member.name!r} got its {name!r} in {value.dtype}, in which rounding may push a clipped "
-                    "sum above its threshold: let fully_shard keep float32 (no param_dtype), and use autocast."
+                    "sum above its threshold: keep the model in float32 (fully_shard without param_dtype), and use "
+                    "autocast."
                 )
         x = args[0] if args else next(iter(kwargs.values()))
         return self.run(member, member.rule.prepare(x), values)

@@ -6,10 +6,12 @@ A parameter's gradient may come from its group (or from a layer that clips by it
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from groupwise.clipping.calls import LayerFunction
+from groupwise.clipping.factors import ClipRule
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition
@@ -28,6 +30,19 @@ def check_options(norms: str, partition: Partition, formula: str) -> None:
         )
     if formula not in get_args(Formula):
         raise UserError(f"formula={formula!r} is unknown: choose 'auto', 'gram' or 'materialize'.")
+
+
+def check_rule(rule: ClipRule) -> None:
+    """Raise a `UserError` if a clip factor exceeds threshold / norm, or depends on other norms, on a grid of norms."""
+    thresholds = torch.tensor([[1e-3], [1.0], [1e3]], dtype=torch.float64)
+    norms = thresholds * torch.logspace(-9, 9, 91, dtype=torch.float64)
+    factors, some = rule(norms, thresholds), rule(norms[:, ::3], thresholds)
+    within = (factors >= 0) & (factors * norms <= thresholds * (1 + 1e-6))  # False for NaN
+    if not (bool(within.all()) and torch.allclose(factors[:, ::3], some, rtol=1e-6)):
+        raise UserError(
+            "The clip rule must return a factor between 0 and threshold / norm for each norm, whatever the other norms "
+            "are, and does not: correct it, as the noise hides no larger gradients."
+        )
 
 
 def check_model(model: nn.Module) -> None:
@@ -124,7 +139,8 @@ def check_groups(groups: Sequence[ClippingGroup], running: Pass, names: Mapping[
         more = f", nor {len(missing) - 3} others" if missing[3:] else ""
         raise UserError(
             f"The losses reach no {', no '.join(missing[:3])}{more}: freeze their parameters, or use them in every "
-            "forward pass (multiplied by 0, if they should have no effect)."
+            "forward pass (multiplied by 0, if they should have no effect). After replacing a layer call detach(), and "
+            "then make_private (or attach) again."
         )
 
 

@@ -15,6 +15,7 @@ from groupwise.clipping.checks import (
     check_model,
     check_options,
     check_paths,
+    check_rule,
 )
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
@@ -71,6 +72,7 @@ class ClippingEngine(ThresholdsAndCounts):
         direct: bool = False,
     ) -> None:
         check_options(norms, partition, formula)
+        check_rule(clip_rule)
         check_model(model)
         layers = find_layers(model)
         check_partition(layers, partition)

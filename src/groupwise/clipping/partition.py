@@ -62,7 +62,8 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             if parameter.dtype not in (torch.float32, torch.float64):
                 raise UserError(
                     f"Parameter {layer.full_name(local)!r} trains in {parameter.dtype}, and clipped sums and noise "
-                    "need float32: keep trainable parameters in float32 and use autocast for speed."
+                    "need float32: keep trainable parameters in float32 (complex ones as torch.view_as_real has them), "
+                    "and use autocast for speed."
                 )
     return tuple(layers)
 

@@ -167,7 +167,7 @@ class PrivateTrainer(Trainer):
             if released := 0 if self.private is None else self.private.executed:
                 raise UserError(
                     f"{released} steps were released, and training again would spend another epsilon: resume with "
-                    "resume_from_checkpoint=True, or make a new PrivateTrainer to start over."
+                    "resume_from_checkpoint=True, or make a new PrivateTrainer with a new model to start over."
                 )
             resume.check_new(self._folder)
         try:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from functools import wraps
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
-from weakref import ReferenceType, WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from groupwise.errors import UserError, did_you_mean
 
 TRAINED: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
 """The modules of all private trainings that were not detached, and these trainings."""
-PRIVATE_OPTIMIZERS: WeakKeyDictionary[Optimizer, int | None] = WeakKeyDictionary()
-"""The optimisers of private trainings, and `changes_of` each when its training was detached."""
+STEPPED: WeakSet[nn.Module] = WeakSet()
+"""The layers of which a private step of this process has released parameters."""
+PRIVATE_OPTIMIZERS: WeakSet[Optimizer] = WeakSet()
+"""The optimisers of private trainings, whose state comes from private steps."""
 
 INSTEAD = {
     **dict.fromkeys(("learning_rate", "momentum", "weight_decay"), "set it in the optimizer"),
@@ -88,21 +90,12 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UserError` if the optimiser has state (such as momentum) from steps that were not private."""
-    private = PRIVATE_OPTIMIZERS.get(optimizer, -1) in (None, changes_of(optimizer))
-    if not private and any(bool(value.any()) for value in _state_of(optimizer)):
+    moved = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in moved):
         raise UserError(
             f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
             "still influence the model: make a new optimizer for the same parameters."
         )
-
-
-def changes_of(optimizer: Optimizer) -> int:
-    """How often tensors of the optimiser's state were changed, by torch's counters."""
-    return sum(value._version for value in _state_of(optimizer))
-
-
-def _state_of(optimizer: Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def check_model(model: nn.Module) -> None:

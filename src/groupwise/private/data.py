@@ -37,7 +37,7 @@ def length_of(data: Any) -> int:
     if columns or hasattr(type(data), "iloc") or (isinstance(data, Mapping) and 0 not in data):  # pandas has iloc
         raise UserError(
             f"data is a {type(data).__name__} of columns, not of examples: give torch.utils.data.TensorDataset(x, y) "
-            "with tensors of one row per example (x in float32), or a list of examples."
+            "with tensors of one row per example (x in float32), a list of examples, or one split of a DatasetDict."
         )
     return len(data)
 
@@ -53,8 +53,9 @@ def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, A
     if not isinstance(data, DataLoader):
         return data, asked
     warn(
-        "data is a DataLoader: its dataset, collate function and workers are used. Its sampler and batch size are not, "
-        "as every step draws each example with probability batch_size / N (so a weighted sampler has no effect)."
+        "data is a DataLoader: its dataset, collate function and workers are used (no worker_init_fn). Its sampler "
+        "and batch size are not, as every step draws each example with probability batch_size / N (so a weighted "
+        "sampler has no effect)."
     )
     return data.dataset, {name: getattr(data, name) for name in given} | asked
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError, reason, warn
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.private.arguments import (
     PRIVATE_OPTIMIZERS,
+    STEPPED,
     TRAINED,
-    changes_of,
     check_count,
     check_parameters,
     trainings_of,
@@ -36,7 +36,7 @@ from groupwise.training.progress import Progress
 EARLY = """
   This epsilon is a guarantee only if no result decided when to stop. If released weights or other data decided, the
   plan's epsilon is one. If training losses decided, neither is."""
-NOT_PRIVATE = "NOT PRIVATE: the noise comes from a seed."
+NOT_PRIVATE = "NOT PRIVATE: the noise comes from a seed"
 OPACUS = {"get_epsilon": "epsilon_at(delta)", "accountant": "plan", "remove_hooks": "detach()"}
 USED: set[bytes] = set()
 """Digests of the noise keys of all trainings that have taken a step in this process."""
@@ -103,11 +103,11 @@ class Private:
         """Its callbacks restore the model."""
         self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
         self._modes = {module: module.training for module in core.model.modules()}
-        self._closed = self._agreed = self._resumed = False
+        self._closed = self._agreed = self._resumed = self._earlier = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
-        PRIVATE_OPTIMIZERS[core.optimizer] = None
+        PRIVATE_OPTIMIZERS.add(core.optimizer)
 
     def __repr__(self) -> str:
         """The type of the model, the number of steps taken, and the plan's guarantee."""
@@ -176,10 +176,12 @@ class Private:
 
     def statement(self) -> str:
         """The plan and the ε spent so far, as text."""
-        secret = "" if self.core.noise.is_secret else f"{NOT_PRIVATE} With secret noise:\n"
+        secret = "" if self.core.noise.is_secret else f"{NOT_PRIVATE}. With secret noise:\n"
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         early = "" if self.executed in (0, self.plan.steps) else EARLY
-        return f"{secret}{self.plan.statement()}\nSpent: {spent} in {self.executed} of {self.plan.steps} steps.{early}"
+        earlier = "\n  Not included: an earlier private training of the same model." if self._earlier else ""
+        spent = f"{spent} in {self.executed} of {self.plan.steps} steps."
+        return f"{secret}{self.plan.statement()}\nSpent: {spent}{early}{earlier}"
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +248,8 @@ class Private:
         if not self.core.running:
             raise UserError(
                 "private.step() calls optimizer.step() itself, on gradients with noise: remove optimizer.step(), "
-                "loss.backward(), zero_grad() and any GradScaler from the loop."
+                "loss.backward(), zero_grad() and any GradScaler from the loop; after it, call private.detach() to "
+                "train without privacy."
             )
 
     def _check_agreed(self) -> None:
@@ -277,6 +280,14 @@ class Private:
                 "difference: leave it out, or give each training its own NoiseSource.fresh()."
             )
         USED.add(used)
+        layers = [group_layer.rule.module for group in self.engine.groups for group_layer in group.members]
+        self._earlier = not self._resumed and any(layer in STEPPED for layer in layers)
+        if self._earlier:
+            warn(
+                "The model was trained privately before, and epsilon counts this training alone: if the weights were "
+                "not reset and the data are the same, add up the budgets (groupwise.privacy.composed_epsilon)."
+            )
+        STEPPED.update(layers)
         self._agreed = True
 
     def _check_open(self) -> None:
@@ -375,7 +386,6 @@ class Private:
             self._closed = True
             self._sums.forget()
             self._hook.remove()
-            PRIVATE_OPTIMIZERS[self.core.optimizer] = changes_of(self.core.optimizer)
             self._restore.close()
             for module in self.core.model.modules():
                 TRAINED.pop(module, None)

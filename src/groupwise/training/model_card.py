@@ -32,7 +32,7 @@ def privacy_section(privacy: Mapping[str, Any]) -> str:
     }
     claim = (
         "Trained with differential privacy: the weights are (ε, δ)-DP. Not covered: the choice of settings or "
-        "checkpoints by their results, and other data that the model was trained on."
+        "checkpoints by their results, and earlier trainings of the model."
         if privacy["private"]
         else "**This model has no guarantee of differential privacy.**"
     )

@@ -167,6 +167,8 @@ class RunRecord:
 
     def replayed(self, start: int) -> int:
         """The number of steps that ran again so far, including those after ``start``, where the run resumes now."""
+        if start and not (self.folder / "metrics.jsonl").is_file():
+            raise UserError(_altered(self.folder / "metrics.jsonl"))
         before = self._read_if_there("privacy").get("replayed_steps", 0)
         return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
 
