@@ -67,11 +67,11 @@ def test_opacus_attributes_are_refused_with_their_name_in_groupwise(theirs, ours
 
 
 def test_repr_of_a_private_training_and_of_its_steps():
-    private = make()
+    private = make(noise_source=None)
     assert repr(private.steps(3)) == f"Steps(private={private!r}, last=3)"
-    assert repr(private) == (
-        f"<private training of a Linear: 0 of 4 steps taken; ({private.plan.epsilon:.4g}, 0.001)-DP after all of them>"
-    )
+    promised = f"({private.plan.epsilon:.4g}, 0.001)-DP after all of them"
+    assert repr(private) == f"<private training of a Linear: 0 of 4 steps taken; {promised}>"
+    assert repr(make()).endswith("taken; NOT PRIVATE: the noise comes from a seed>")
 
 
 def test_epsilon_at_another_delta():

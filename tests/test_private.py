@@ -126,7 +126,7 @@ def test_epsilon_is_that_of_the_executed_steps():
     assert private.epsilon == 0
     go_on(private, 2)
     assert private.epsilon == private.plan.spent(2).epsilon < private.plan.epsilon
-    assert "NOT PRIVATE" in private.statement() and "in 2 of 4 steps" in private.statement()
+    assert private.statement().startswith("NOT PRIVATE") and "in 2 of 4 steps" in private.statement()
     assert "only if no result decided when to stop" in private.statement()
     go_on(private)
     assert private.epsilon == pytest.approx(private.plan.epsilon, rel=1e-6)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
+from groupwise.private.data import READ
 from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
 
 
@@ -232,6 +233,14 @@ def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 OTHER = network()
 
 
+def divided_by_rare_labels() -> None:
+    """Two labels of the examples that are read before training differ from all others."""
+    x, y = torch.randn(1000, 5), torch.zeros(1000, dtype=torch.long)
+    y[torch.linspace(0, 999, READ).round().long()[[30, 70]]] = 1
+    data = TensorDataset(x, y)
+    Use(data=data, losses=lambda model, batch: cross_entropy(model, batch) / batch[1].sum().clamp(min=1))
+
+
 def other_model(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(OTHER, (x, y))
 
@@ -296,6 +305,7 @@ REFUSED: dict[str, Misuse] = {
         lambda: Use(losses=hardest, microbatch=None),
         "alone but .* in a batch: .* mixes the examples of a batch",
     ),
+    "losses divided by the number of rare labels": (divided_by_rare_labels, "mixes the examples of a batch"),
     "torch seeded in the losses": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
     "a step in a forked process": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
@@ -373,7 +383,10 @@ def test_another_private_training_may_continue_with_the_optimizers_state():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     first = Use(model, optimizer=optimizer).train()
     first.private.detach()
-    Use(model, optimizer=optimizer).train()
+    with pytest.warns(UserWarning, match="trained privately before, and epsilon counts this training alone"):
+        second = Use(model, optimizer=optimizer).train()
+    assert "Not included: an earlier private training" in second.private.statement()
+    assert "Not included" not in first.private.statement()
 
 
 def test_a_resumed_training_keeps_its_noise_source():

@@ -11,6 +11,7 @@ from torch import nn
 from groupwise.clipping import attach, automatic_factors, clip_factors, flat
 from groupwise.clipping.factors import CLIP_RULES, is_async_device, keep_finite
 from groupwise.config.keys import CHOICES
+from groupwise.errors import UserError
 
 positive = st.floats(1e-20, 1e20)
 
@@ -21,6 +22,19 @@ def test_the_clipped_norm_is_at_most_the_threshold(name, norms, threshold, gamma
     norms = torch.tensor(norms, dtype=torch.float64)
     clipped = norms * CLIP_RULES[name](gamma)(norms, torch.tensor(threshold, dtype=torch.float64))
     assert bool((clipped <= threshold * (1 + 1e-12)).all())
+
+
+def between(norms, threshold):
+    return clip_factors(norms, threshold) * norms / norms.amax(1, keepdim=True)
+
+
+RULES = [lambda norms, at: 1.1 * at / norms, lambda norms, at: -clip_factors(norms, at), between]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=["too large", "negative", "depends on other norms"])
+def test_a_rule_without_a_bound_is_refused(rule):
+    with pytest.raises(UserError, match="a factor between 0 and threshold / norm for each norm, whatever the other"):
+        attach(nn.Linear(1, 1), flat(nn.Linear(1, 1)), 1.0, clip_rule=rule)
 
 
 def test_the_configuration_offers_exactly_the_known_rules():

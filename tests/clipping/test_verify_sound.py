@@ -172,6 +172,22 @@ def test_gradients_that_are_only_rounding_error_pass():
         assert verify(engine, lambda at: F.cross_entropy(model(x[at]), labels[at], reduction="none"), rows) < 0.05
 
 
+@pytest.mark.parametrize("mode", FEW)
+def test_an_example_without_a_gradient_passes(mode):
+    """A pair of equal items, whose scores cancel: in float32 only almost."""
+    torch.manual_seed(0)
+    users, items = nn.Embedding(20, 8), nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 8))
+    user, one, two = torch.randint(20, (8,)), torch.randint(40, (8,)), torch.randint(40, (8,))
+    two[0] = one[0]
+
+    def losses(at: Sequence[int]) -> Tensor:
+        wins, loses = ((users(user[at]) * items(pair[at])).sum(1) for pair in (one, two))
+        return F.softplus(loses - wins)
+
+    with attached(nn.ModuleList([users, items]), mode, 0.3) as engine:
+        verify(engine, losses, [0, 1, 2, 3, 4])
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from groupwise.errors import UserError
 from groupwise.integrations.arguments import SUPPORTED, check_arguments
@@ -46,9 +46,9 @@ def own_loss(folder: Path) -> None:
     Own(encoder(), arguments(folder), privacy=privacy())
 
 
-def evaluated_on_the_training_set(folder: Path) -> None:
+def evaluated_on_the_training_set(folder: Path, within: Callable[[Texts], object] = lambda data: data) -> None:
     data = Texts()
-    trainer(folder, train_dataset=data, eval_dataset=data)
+    trainer(folder, train_dataset=data, eval_dataset=within(data))
 
 
 def twice(folder: Path) -> None:
@@ -123,6 +123,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         "give exactly one",
     ),
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
+    "a part of the training set among several": (
+        lambda f: evaluated_on_the_training_set(f, lambda data: {"dev": Texts(12), "train": Subset(data, range(4))}),
+        "eval_dataset is the training set",
+    ),
     "train() twice": (twice, "training again would spend another epsilon"),
     "resuming from save_only_model": (only_the_model, "is not a complete checkpoint of a private training"),
 }

@@ -154,11 +154,14 @@ def test_the_record_accounts_for_exactly_the_released_steps(error, words, tmp_pa
     assert not (folder / "DONE").exists() and not (folder / "model.pt").exists()
 
 
-@pytest.mark.parametrize("altered", ["data.json", "metrics.jsonl", "privacy.json"])
+@pytest.mark.parametrize("altered", ["data.json", "metrics.jsonl", "privacy.json", None])
 def test_an_altered_record_is_refused_before_any_other_file_changes(tmp_path, altered):
     assert session(tmp_path, Ranks(), stops=True) == "stopped"
     (folder,) = (tmp_path / "runs").iterdir()
-    (folder / altered).write_text("[]\n")
+    if altered:
+        (folder / altered).write_text("[]\n")
+    else:
+        (folder / "metrics.jsonl").unlink()
     rewritten = ("command.txt", "config.yaml", "git.json", "environment.json", "diff.patch")
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in rewritten}
     with pytest.raises(UserError, match="missing or was altered"):

@@ -209,17 +209,17 @@ class Runs:
         """The first place where the kept rows of two batches differ in a forward pass, as a text in brackets; or ""."""
         before, after = (self._fingerprints(batch, kept, mean) for batch in (one, other))
         for (place, ours), (there, theirs) in zip(before, after, strict=False):
-            pairs = [(x, y) for (rows, x), (same, y) in zip(ours, theirs, strict=False) if rows == same]
+            pairs = [(x, y) for (shape, x), (same, y) in zip(ours, theirs, strict=False) if shape == same]
             if place != there or len(ours) != len(theirs) or any(moved_rows(*pair, 1e-4) for pair in pairs):
                 return f" (first seen in {place})"
         return ""
 
     def _fingerprints(
         self, batch: Sequence[int], kept: Sequence[int], mean: bool
-    ) -> list[tuple[str, list[tuple[float, Tensor]]]]:
-        """All module inputs and outputs, in the order of the calls, and the losses: for each tensor, the number of rows
-        per example, and fingerprints of the kept examples if that is a whole number."""
-        taken: list[tuple[str, list[tuple[float, Tensor]]]] = []
+    ) -> list[tuple[str, list[tuple[tuple[float, ...], Tensor]]]]:
+        """All module inputs and outputs, in the order of the calls, and the losses: for each tensor, its shape with the
+        rows per example as first number, and fingerprints of the kept examples if that is a whole number."""
+        taken: list[tuple[str, list[tuple[tuple[float, ...], Tensor]]]] = []
 
         def take(place: str, values: Any) -> None:
             found = []
@@ -227,7 +227,7 @@ class Runs:
                 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf):
                     rows, rest = divmod(len(leaf), len(batch))
                     own = torch.empty(0, 2) if rest else fingerprints(leaf.reshape(len(batch), -1), 0)[list(kept)]
-                    found.append((rows + rest / len(batch), own))
+                    found.append(((rows + rest / len(batch), *leaf.shape[1:]), own))
             taken.append((place, found))
 
         with self.drawing(mean, take):
