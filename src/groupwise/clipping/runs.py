@@ -61,16 +61,12 @@ class Draws(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.taken: list[Draw] = []
-        self.half = False
-        """Whether an operation returned numbers in half precision, as under autocast."""
         self._place, self._generators, self._mean, self._forced = place, generators, mean, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            made = func(*args, **kwargs)
-            self.half |= isinstance(made, Tensor) and made.dtype in (torch.bfloat16, torch.float16)
-            return made
+            return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         by_hand = isinstance(given.get("generator"), torch.Generator)
@@ -157,6 +153,8 @@ class Runs:
 
     def __init__(self, model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor], generators: Generators) -> None:
         self.model, self.losses_of, self.generators = model, losses_of, generators
+        self.autocasts = False
+        """Whether a module has run under autocast."""
         self._open: list[str] = []
 
     def place(self) -> str:
@@ -197,6 +195,7 @@ class Runs:
         if observe is not None:
             observe(f"the input of {label}", given)
         self._open.append(label)
+        self.autocasts |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
     def _leave(self, label: str, observe: Observe | None, module: nn.Module, given: Any, made: Any) -> None:
         if observe is not None:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -63,9 +63,9 @@ def verify(
             cannot show whether examples influence each other.
         tolerance: largest error allowed in an example's norm in a group (relative), and in a parameter's clipped sum
             (relative to its group's clipped norms). It allows for the rounding of float32. The mistakes that this check
-            looks for (a call missing from a norm, a wrong axis) are far larger. In half precision at least 0.3.
-        loss_tolerance: largest relative change allowed in a loss when the rest of its batch changes. In half precision
-            at least 0.05.
+            looks for (a call missing from a norm, a wrong axis) are far larger. Under autocast at least 0.3.
+        loss_tolerance: largest relative change allowed in a loss when the rest of its batch changes. Under autocast at
+            least 0.05.
         rows: how many of the examples are used.
         most: the size of a microbatch; the larger batch has as many rows, at most 64, by repeating the examples.
 
@@ -85,6 +85,8 @@ def verify(
         _check_buffers(engine, buffers)
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
+        if runs.autocasts:
+            tolerance, loss_tolerance = max(tolerance, 0.3), max(loss_tolerance, 0.05)
         compare = _Comparison(engine, runs, repeatable, tolerance, loss_tolerance)
         many = min(most, MANY) if repeatable and len(some) > 1 else 1  # else copies would draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
@@ -162,7 +164,7 @@ class _Comparison:
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
-        with runs.drawing(mean=True) as draws:  # around the backward pass too, where checkpointed layers draw again
+        with runs.drawing(mean=True):  # around the backward pass too, where checkpointed layers draw again
 
             def loss_of(example: int) -> Tensor:
                 with FrozenStatistics():
@@ -179,8 +181,6 @@ class _Comparison:
             thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule
             times = [examples.count(i) for i in some]
             truth = clipped_sums(engine.model, loss_of, some, engine.partition, thresholds, rule, times)
-        if draws.half:
-            self = replace(self, tolerance=max(self.tolerance, 0.3), loss_tolerance=max(self.loss_tolerance, 0.05))
         self._check_losses(examples, losses.detach(), torch.stack([alone[i] for i in examples]))
         norms = truth.norms[:, [some.index(i) for i in examples]].double()
         finite = norms.nan_to_num(0, 0, 0)
