@@ -156,6 +156,16 @@ def test_hydra_flags_are_accepted_in_any_position(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_with_the_name_of_a_file_of_the_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my" / "clip").mkdir(parents=True)
+    (tmp_path / "my" / "clip" / "flat.yaml").write_text("name: mine")
+    for words in (["clip=flat"], ["-m", "clip=flat,ghost"]):
+        done = command(tmp_path, *words, "--config-dir", "my")
+        assert (done.returncode, done.stdout) == (2, "")
+        _is_one_sentence(done.stderr, "flat is also the name of a clip of the package: give the file another name")
+    assert [path.name for path in tmp_path.iterdir()] == ["my"]
+
+
 def test_an_unknown_config_package_is_an_error(tmp_path: Path) -> None:
     done = command(tmp_path, "--cfg", "job", "--package", "nope")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "package 'nope' not found in config\n")

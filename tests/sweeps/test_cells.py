@@ -67,7 +67,13 @@ def test_file_is_read_with_its_title_and_hydra_numbers(tmp_path: Path) -> None:
     assert names(sweep.cells("paper")) == ["clip.quantile_budget=0.0001 seed=0"]
 
 
-@pytest.mark.parametrize("content", ["hydra: [", "seed: 3", "- a list", "scales: {mini: {}}"])
+INVALID = (
+    *("hydra: [", "seed: 3", "- a list", "scales: {mini: {}}", "", "grids: {task: cifar}", "grids: [flat]"),
+    *("grids: [{seed: 1}]\nscales: [mini]", "grids: [{seed: 1}]\nscales: {mini: 3}"),
+)
+
+
+@pytest.mark.parametrize("content", INVALID)
 def test_invalid_sweep_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "name.yaml"
     file.write_text(content)

@@ -169,6 +169,10 @@ def test_sweep_file_outside_of_conf_is_collected(conf, cells, runs, tmp_path):
     out.mkdir()
     printed = collect(str(tmp_path / "my" / "sweep" / "own.yaml"), "smoke", runs, out, conf)
     assert printed == [f"{out / 'own_smoke.csv'}: 4 of 4 cells"]
+    (tmp_path / "my" / "sweep" / "own.yaml").rename(tmp_path / "my" / "sweep" / "table.yaml")
+    with pytest.raises(UserError, match="table is also the name of a sweep of the package: give the file another name"):
+        collect(str(tmp_path / "my" / "sweep" / "table.yaml"), "smoke", runs, out, conf)
+    assert [path.name for path in out.iterdir()] == ["own_smoke.csv"]
 
 
 def test_finished_runs_are_a_data_frame(cells, runs):

@@ -143,16 +143,14 @@ def test_sweep_folder_lists_its_cells(swept):
 @pytest.mark.parametrize(
     ("sweep", "arguments", "words"),
     [
-        ("{clip: flat, train.epochs: [1, 2]}", "scale=mini", "no scale=mini"),
-        (
-            "{clip: flat, train.batch_size: [32, 64]}",
-            "train.batch_size=0",
-            "in the cell clip=flat train.batch_size=0 seed=0",
-        ),
+        ("[{clip: flat, train.epochs: [1, 2]}]", "scale=mini", "no scale=mini"),
+        ("[{clip: flat}]", "train.batch_size=0", "in the cell clip=flat seed=0: train.batch_size=0"),
+        ("[{clip: null}]", "", "in the cell clip=null seed=0: "),
+        ("[]", "", "the sweep table has no grids"),
     ],
 )
 def test_every_cell_is_checked_before_the_first_runs(tmp_path, sweep, arguments, words):
-    conf = conf_with(tmp_path, f"grids: [{sweep}]\nscales: {{smoke: {{}}}}\n")
+    conf = conf_with(tmp_path, f"grids: {sweep}\nscales: {{smoke: {{}}}}\n")
     scale = [] if "scale=" in arguments else ["scale=smoke"]
     with pytest.raises(UserError, match=re.escape(words)):
         plan_sweep(["+sweep=table", *scale, *arguments.split()], conf)

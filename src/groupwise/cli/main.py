@@ -18,7 +18,7 @@ from hydra.main import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.config.checks import refuse_unused
-from groupwise.config.compose import register, to_run_config
+from groupwise.config.compose import refuse_taken_names, register, to_run_config
 from groupwise.config.keys import groups
 from groupwise.config.schema import Command, RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -58,6 +58,8 @@ def launch(conf: Path, train: Train) -> int:
     try:
         register()
         given = _parse(sys.argv[1:])
+        if given.config_dir is not None:
+            refuse_taken_names(Path(given.config_dir), conf)
         main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
         if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
             folder = _begin(given, conf)

@@ -55,6 +55,19 @@ def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> 
     return config
 
 
+def refuse_taken_names(folder: Path, conf: Path) -> None:
+    """Raise a `UserError` if a file of a user's folder has the name of a file in ``conf``, which Hydra would prefer."""
+    for file in sorted([*conf.glob("*/*.yaml"), *conf.glob("*/*/*.yaml")]):
+        refuse_taken_name(folder / file.relative_to(conf), file)
+
+
+def refuse_taken_name(own: Path, file: Path) -> None:
+    """Raise a `UserError` if both files exist and are not the same."""
+    if own.is_file() and file.is_file() and not own.samefile(file):
+        what = f"{own.stem} is also the name of a {file.parent.name} of the package"
+        raise UserError(f"{own} cannot be used, since {what}: give the file another name.")
+
+
 def compositions_of(conf: Path) -> Compositions:
     """Return the `Compositions` of a folder, new ones if a file has changed."""
     conf = conf.resolve()

@@ -338,7 +338,7 @@ class SweepConfig:
     """The cells of a table or figure, as in a file of `sweeps/`; see `groupwise.sweeps.cells`."""
 
     grids: list[dict[str, Any]] = field(default_factory=list)
-    scales: dict[str, Any] = field(default_factory=dict)
+    scales: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from groupwise.config.schema import SweepConfig
 from groupwise.errors import UserError, unknown
 
 PAPER = "paper"
@@ -67,21 +68,21 @@ def read_sweep(path: Path) -> Sweep:
     """Read a file of `sweeps/`.
 
     Raises:
-        UserError: there is no such file, or it has no grids.
+        UserError: there is no such file, it has no grids, or they are no list of mappings.
     """
     if not path.is_file() and (known := sorted(file.stem for file in path.parent.glob("*.yaml"))):
         raise unknown("sweep", path.stem, known)
     try:
         heading = path.read_text(encoding="utf-8")
-        content = OmegaConf.to_container(OmegaConf.load(path))  # numbers as Hydra reads them: 1e-4 is one
+        loaded = OmegaConf.load(path)
+        given = {key: value for key in ("grids", "scales") if (value := OmegaConf.select(loaded, key)) is not None}
+        content: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(SweepConfig), given))
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} is not a sweep ({str(error).splitlines()[0]}): correct it.") from error
-    if not isinstance(content, dict) or not content.get("grids"):
+    if not content["grids"]:
         raise UserError(f"{path} has no grids: list the values of each key under grids.")
     comments = [line.lstrip("# ") for line in heading.splitlines() if line.startswith("# ") and "@package" not in line]
-    return Sweep(
-        path.stem, comments[0] if comments else path.stem, tuple(content["grids"]), content.get("scales") or {}
-    )
+    return Sweep(path.stem, comments[0] if comments else path.stem, tuple(content["grids"]), content["scales"])
 
 
 def expand(

@@ -70,6 +70,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
             missing.append(cell.name)
     if not found[""]:
         raise UserError(f"No finished run of {what} at scale={scale} in {runs}: run the sweep first.")
+    out.mkdir(parents=True, exist_ok=True)
     for kind, rows in found.items():
         if rows:
             write_table(paths[kind], rows, OTHER_FILES.get(kind, FIRST))
@@ -156,7 +157,6 @@ def main(arguments: list[str] | None = None) -> int:
     scale = [PAPER, *(scale_of(item) for item in given.sweeps if "=" in item)][-1]
     if not names:
         raise UserError("Give the name of a sweep, such as cifar.")
-    given.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         for line in collect(name, scale, given.runs, given.out):
             print(line, file=sys.stderr if line.startswith(" ") else sys.stdout)

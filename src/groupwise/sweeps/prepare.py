@@ -10,7 +10,15 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.checkout import CONF
-from groupwise.config.compose import Compositions, compositions_of, parse, register, to_run_config
+from groupwise.config.compose import (
+    Compositions,
+    compositions_of,
+    parse,
+    refuse_taken_name,
+    refuse_taken_names,
+    register,
+    to_run_config,
+)
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -71,7 +79,13 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         given = parse(overrides)
         shared = _shared(given)
-        name = str(whole.hydra.runtime.choices.get("sweep") or "cells")
+        chosen = whole.hydra.runtime.choices.get("sweep")
+        named = [item for item in given if item.key_or_group == "sweep"]
+        if any(item.is_sweep_override() or isinstance(item.value(), list) for item in named):
+            raise UserError("+sweep= names several sweeps: give one sweep at a time.")
+        if chosen and not whole.sweep.grids and not whole.hydra.sweeper.get("params"):
+            raise UserError(f"the sweep {chosen} has no grids: list the values of each key under grids in its file.")
+        name = str(chosen or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         places = [word for word in shared if word.startswith("hydra.searchpath")]
         cells = _cells(Compositions(places), whole, given, shared)
@@ -100,13 +114,17 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
         conf: the folder of the configuration.
 
     Raises:
-        UserError: as `read_sweep` and `plan_sweep`.
+        UserError: as `read_sweep`, `plan_sweep` and `refuse_taken_names`.
     """
     from hydra import initialize_config_dir
 
     register()
     path = Path(name) if name.endswith(".yaml") else conf / "sweep" / f"{name}.yaml"
-    sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{path.resolve().parent.parent}']"]
+    folder = path.resolve().parent.parent
+    sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{folder}']"]
+    if name.endswith(".yaml"):
+        refuse_taken_name(path, conf / "sweep" / path.name)
+        refuse_taken_names(folder, conf)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
         return [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
@@ -184,6 +202,6 @@ def _number(value: str) -> Any:
 def _checked(compositions: Compositions, name: str, arguments: Sequence[str]) -> PlannedCell:
     try:
         config = to_run_config(compositions.compose(arguments))
-    except COMPOSITION_ERRORS as error:
+    except (*COMPOSITION_ERRORS, ValueError) as error:  # Hydra's error for clip=null is a ValueError
         raise UserError(f"in the cell {name}: {in_one_sentence(error)}") from error
     return PlannedCell(name, config.seed, tuple(arguments), config, config_hash(config))
