@@ -121,6 +121,10 @@ def test_own_task_works_in_sweeps_and_replicas(folder: Path) -> None:
         ({"_target_": "sums"}, "give module.function"),
         ({"_target_": "sums.make_sum"}, "has no attribute 'make_sum'"),
         ({"_target_": "sums.nothing"}, "returned a NoneType"),
+        (
+            {"_target_": "sums.make_sums", "feature": 3},
+            "argument 'feature'): its arguments are config, device, features.",
+        ),
     ],
 )
 def test_invalid_task_gives_one_sentence(
@@ -140,7 +144,7 @@ def test_invalid_task_gives_one_sentence(
     ("arguments", "words"),
     [
         ("own_task._target_=nowhere.make", "cannot be imported"),
-        ("~own_task._target_", "own_task has no _target_"),
+        ("own_task._target_=null", "own_task has no _target_"),
         ("pipeline.stages=2", "pipeline.stages=2 does not support task=mine"),
         ("own_task._target_=sums.make_centred", "first forward pass changed '0.mean', a buffer or parameter"),
     ],

@@ -100,9 +100,9 @@ def _single(composed: DictConfig) -> RunConfig:
     """Return the configuration of one run. Raises `UserError` for settings of sweeps."""
     if composed.sweep != Command().sweep:
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
-    launcher = next((word for word in HydraConfig.get().overrides.hydra if word.startswith("hydra/launcher=")), None)
-    if launcher is not None:
-        raise UserError(f"{launcher} is for sweeps: add -m; a single run is then a sweep of one cell.")
+    for word in HydraConfig.get().overrides.hydra:
+        if word.startswith(("hydra/launcher=", "hydra/sweeper=")):
+            raise UserError(f"{word} is for sweeps: add -m; a single run is then a sweep of one cell.")
     config = to_run_config(composed)
     typed: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, ${...} included
     refuse_unused(typed, config)
@@ -186,6 +186,8 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     given = parser.parse_intermixed_args(list(arguments))
     flags = list(arguments)
     for word in given.overrides:
+        if word.startswith("~"):
+            raise UserError(f"{word} would delete a setting, which every run needs: give a value, or leave it out.")
         flags.remove(word)
     sys.argv[1:] = [*given.overrides, *flags]
     return given

@@ -18,6 +18,10 @@ COMPOSITION_ERRORS = (UserError, HydraException, OmegaConfBaseException, Recursi
 """Exceptions for a user's mistakes during composition; the last one is for circular values."""
 MERGING = "Error merging override "
 """The start of Hydra's message for a value of the wrong type; the override follows."""
+AMBIGUOUS = "Ambiguous value for argument "
+"""The start of Hydra's message for several values without ``-m``; the override follows in quotes."""
+NO_DEFAULT = "To append to your default list use +"
+"""The end of Hydra's message for a group without a default; the override follows."""
 OWN_ERROR = "UserError raised while resolving interpolation: "
 """The start of OmegaConf's message for a `UserError` in a resolver."""
 
@@ -31,6 +35,8 @@ def unknown_key(key: str, groups: tuple[str, ...] = ()) -> str:
     last = key.rpartition(".")[2]
     same_end = [name for name in known if name.rpartition(".")[2] in (last, OURS.get(last))]
     hint = f" (did you mean {' or '.join(same_end)}?)" if same_end else did_you_mean(key, [*known, *groups])
+    if key.startswith("hydra.launcher."):
+        hint = " (hydra/launcher=joblib and hydra/launcher=slurm have other keys)"
     return f"there is no key or group {key}{hint}; `python run.py --help` lists them."
 
 
@@ -47,6 +53,11 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
+    if str(error).startswith(AMBIGUOUS):
+        return f"{_first_line(error).removeprefix(AMBIGUOUS)[1:-1]} has several values, which are a sweep: add -m."
+    plus = str(error).partition(NO_DEFAULT)[2]
+    if plus.partition("=")[0] in groups:
+        return f"{plus} needs its plus: write +{plus}."
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
         return unknown_key(key, groups)
     if isinstance(cause, ValidationError) and key:

@@ -1,6 +1,7 @@
 """Makes a task by its name, or with the user's function `own_task._target_`."""
 
 import importlib
+import inspect
 import os
 import sys
 
@@ -17,7 +18,7 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
     The module is searched on Python's path, then in the working folder. Exceptions of the function are not caught.
 
     Raises:
-        UserError: the function cannot be imported, or does not return a `Task`.
+        UserError: the function cannot be imported, has no such option, or does not return a `Task`.
     """
     options = {str(key): value for key, value in config.own_task.items() if key != "_target_"}
     target = str(config.own_task["_target_"])
@@ -26,10 +27,18 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
         sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
+        signature = inspect.signature(function)
     except Exception as error:  # the user's module may raise anything on import
         raise UserError(
             f"own_task._target_={target} cannot be imported ({type(error).__name__}: {reason(error)}): give "
             "module.function, and add the module's folder to PYTHONPATH or run the command in it."
+        ) from error
+    try:
+        signature.bind(config, device, **options)
+    except TypeError as error:
+        raise UserError(
+            f"own_task does not fit the function {target} ({reason(error)}): its arguments are "
+            f"{', '.join(signature.parameters)}."
         ) from error
     task = function(config, device, **options)
     if not isinstance(task, Task):
