@@ -4,6 +4,7 @@ Edit the script, in which `# %%` starts a cell; the notebook beside it is genera
 numbers differ each time.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
 
 def main() -> int:
     """Convert each script of the command line."""
-    for script in map(Path, sys.argv[1:]):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("scripts", nargs="+", type=Path, help="such as notebooks/tabular.py")
+    for script in parser.parse_args().scripts:
         notebook = notebook_of(script)
         execute(notebook, script.parent)
         jupytext.write(notebook, script.with_suffix(".ipynb"))

@@ -14,6 +14,7 @@ from hydra.main import get_args_parser
 from groupwise.config.compose import compose_run, register
 from groupwise.sweeps.prepare import plan_sweep
 from tests.docs.documents import ROOT, blocks, commands
+from tests.forks import Command
 
 pytestmark = pytest.mark.usefixtures("every_tracker_is_installed")
 CONF = ROOT / "conf"
@@ -58,6 +59,20 @@ def test_modules_are_commands_and_know_their_options(command: str) -> None:
     assert "__main__" in source or "def main" in source
     for option in re.findall(r"(?<!\S)--[\w-]+", " ".join(arguments)):
         assert f'"{option}"' in source, f"{module} does not know {option}"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("-m groupwise.analysis.run_plot", "Plots a run, finished or not"),
+        ("-m groupwise.models.published", "Fetches published weights"),
+        ("-m trust.random_networks", "Clips random networks in every mode"),
+        ("scripts/notebook.py", "Converts scripts to executed notebooks"),
+    ],
+)
+def test_help_is_no_argument(command: str, words: str) -> None:
+    code, out, _ = Command(*command.split(), "--help", cwd=ROOT).finish()
+    assert code == 0 and out.startswith("usage: ") and words in out
 
 
 def test_make_targets_exist() -> None:

@@ -3,6 +3,7 @@
 python -m groupwise.analysis.run_plot results/runs/0123456789ab
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,11 @@ def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
 
 
 @command
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Write plot.pdf and plot.png into the run's folder; returns the exit code."""
-    if len(arguments) != 1:
-        raise UserError("give the folder of one run: python -m groupwise.analysis.run_plot results/runs/0123456789ab")
-    folder = Path(arguments[0])
+    parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.run_plot", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="the folder of one run, such as results/runs/0123456789ab")
+    folder = parser.parse_args(arguments).folder
     metrics = read_metrics(folder)
     with plain_style():
         figure = draw_run(metrics, folder.resolve().name)
@@ -80,4 +81,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -7,6 +7,7 @@ read as archives, pickles with torch's `weights_only`. Without a network, put th
 ``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -199,15 +200,19 @@ def provenance_of(source: str | None) -> dict[str, str]:
 
 
 @command
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Fetch the named models, by default all; returns the exit code."""
-    for name in arguments:
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m groupwise.models.published", description=__doc__, formatter_class=shape)
+    parser.add_argument("models", nargs="*", help=f"{', '.join(MODELS)}; by default all")
+    names = parser.parse_args(arguments).models
+    for name in names:
         if name not in MODELS:
             raise unknown("model", name, MODELS)
-    for name in arguments or MODELS:
+    for name in names or MODELS:
         print(fetch(name))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
