@@ -34,10 +34,11 @@ def test_broken_layout_is_refused(tmp_path):
 
 
 def test_failed_download_names_both_layouts(tmp_path):
-    message = refused(load_cifar10, tmp_path)
+    message = refused(load_cifar10, tmp_path / "deep" / "root")
     assert "could not be downloaded" in message
     assert str(tmp_path) in message
     assert all(layout in message for layout in LAYOUTS)
+    assert list(tmp_path.iterdir()) == []
 
 
 class QuietHandler(SimpleHTTPRequestHandler):

@@ -1,7 +1,7 @@
 """Finds CIFAR-10 below a folder in one of two layouts, or downloads it with torchvision."""
 
 import http.client
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,16 +43,25 @@ def load_cifar10(root: Path) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Download and unpack the standard folder. If several processes need it, one downloads and the others wait."""
+    """Download and unpack the standard folder. If several processes need it, one downloads and the others wait.
+
+    A failed download leaves no file or folder.
+    """
     datasets = import_torchvision().datasets
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    lock_file = root / ".cifar10-download.lock"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with lock(root / ".cifar10-download.lock", wait=True) or nullcontext():
+        with lock(lock_file, wait=True) or nullcontext():
             if not (root / BATCHES_FOLDER).is_dir():
                 with TemporaryDirectory(dir=root) as unpacked:  # an existing folder is complete
                     datasets.CIFAR10(unpacked, download=True)
                     (Path(unpacked) / BATCHES_FOLDER).rename(root / BATCHES_FOLDER)
     except (OSError, RuntimeError, EOFError, http.client.HTTPException) as error:
+        with suppress(OSError):  # another process may download into the same folder
+            lock_file.unlink()
+            for folder in missing:
+                folder.rmdir()
         raise UserError(
             f"CIFAR-10 was not found under {root} and could not be downloaded ({reason(error)}); put there the "
             f"standard folder {BATCHES_FOLDER}/, or mosaics {MOSAIC_FOLDER}/{MOSAIC_TRAIN[0]} to {MOSAIC_TRAIN[-1]} "

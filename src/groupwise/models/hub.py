@@ -42,6 +42,15 @@ def find_source(name: str) -> str:
     return name
 
 
+def refuse_unreachable(name: str, error: Exception) -> None:
+    """Raise a `UserError` if transformers failed because ``name`` is not cached and the hub cannot be reached."""
+    if "couldn't connect" in str(error):
+        raise UserError(
+            f"{name} is not on this machine, and the Hugging Face hub cannot be reached: download it first (`hf "
+            f"download {name}`), or give folders (model.source=FOLDER, model.tokenizer=FOLDER)."
+        ) from error
+
+
 def load_tokenizer(name: str) -> Any:
     """The fast tokeniser of ``name``: a transformers folder, or a name on the hub.
 
@@ -56,6 +65,7 @@ def load_tokenizer(name: str) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
         tokenizer(["A text."])  # settings of a wrong type raise only here
     except Exception as error:  # tokenizers raises bare ones
+        refuse_unreachable(name, error)
         raise UserError(
             f"{name} has no readable tokeniser ({reason(error)}): give model.tokenizer=FOLDER, a folder that "
             "save_pretrained wrote."
@@ -122,6 +132,7 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # transformers may raise anything on a broken config.json
+        refuse_unreachable(source, error)
         raise UserError(
             f"model.source={source} has no configuration that transformers can read ({reason(error)}): give a "
             "folder that save_pretrained wrote."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError, reason
-from groupwise.models.hub import locate, make_config, named
+from groupwise.models.hub import locate, make_config, named, refuse_unreachable
 from groupwise.torchvision_import import import_torchvision_first
 
 Kind = Literal["SequenceClassification", "CausalLM"]
@@ -133,6 +133,7 @@ def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str,
             **options,
         )
     except Exception as error:  # transformers, safetensors and the model's own code may raise anything on broken files
+        refuse_unreachable(str(settings.source), error)
         remedy = _no_sdpa(error) or "give a folder written by save_pretrained, or model.fresh=true for random weights"
         raise UserError(f"{named(settings)} cannot be loaded ({reason(error)}): {remedy}.") from error
     absent = sorted(name for name in info["missing_keys"] if not is_head(model, name))
