@@ -160,11 +160,16 @@ def test_everyday_keys_in_the_help_exist() -> None:
     assert (config.seed, config.paths.data) == (1, "elsewhere")
 
 
-def test_the_data_path_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GROUPWISE_DATA", "from-environment")
-    assert compose_run([], CONF).paths.data == "from-environment"
-    monkeypatch.delenv("GROUPWISE_DATA")
-    assert compose_run([], CONF).paths.data == "data"
+@pytest.mark.parametrize(
+    ("variable", "typed", "key", "without"),
+    [("GROUPWISE_DATA", "task=sst2", "paths.data", "data"), ("WANDB_MODE", "tracker=wandb", "tracker.mode", "offline")],
+)
+def test_the_environment_gives_a_default(variable, typed, key, without, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = attrgetter(key)
+    for given, found in (("online", "online"), ("", without), (None, without)):
+        monkeypatch.delenv(variable, raising=False) if given is None else monkeypatch.setenv(variable, given)
+        assert value(compose_run([typed], CONF)) == found
+        assert value(compose_run([typed, f"{key}=disabled"], CONF)) == "disabled"
 
 
 def test_a_chosen_optimiser_or_model_overrides_recipe_and_scale() -> None:

@@ -84,10 +84,16 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence
 
 
 def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
-    """The finished runs in a folder as a data frame, one row each: `folder`, then the keys of its `result.json`."""
+    """The finished runs in a folder as a data frame, one row each: `folder`, then the keys of its `result.json`.
+
+    Raises:
+        UserError: it has no finished run.
+    """
     import pandas as pd
 
     runs = sorted(done.parent for done in Path(folder).glob("*/DONE"))
+    if not runs:
+        raise UserError(f"{folder} has no finished run: give the folder of the runs, such as results/runs.")
     return pd.DataFrame(
         {"folder": str(run), **json.loads((run / "result.json").read_text(encoding="utf-8"))} for run in runs
     )

@@ -180,7 +180,8 @@ def test_finished_runs_are_a_data_frame(cells, runs):
     frame = groupwise.load_runs(runs)
     assert set(frame["hash"]) == {cell.hash for cell in cells[:3]}
     assert set(frame["folder"]) == {str(runs / cell.hash[:12]) for cell in cells[:3]}
-    assert groupwise.load_runs(runs / "none").empty
+    with pytest.raises(UserError, match="none has no finished run"):
+        groupwise.load_runs(runs / "none")
 
 
 def test_unreadable_table_is_not_overwritten(conf, runs):
