@@ -86,8 +86,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence
 def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
     """The finished runs in a folder as a data frame, one row each: `folder`, then the keys of its `result.json`.
 
-    Raises:
-        UserError: it has no finished run.
+    Raises `UserError` if there are none.
     """
     import pandas as pd
 

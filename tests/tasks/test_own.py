@@ -123,7 +123,7 @@ def test_own_task_works_in_sweeps_and_replicas(folder: Path) -> None:
         ({"_target_": "sums.nothing"}, "returned a NoneType"),
         (
             {"_target_": "sums.make_sums", "feature": 3},
-            "argument 'feature'): its arguments are config, device, features.",
+            "make_sums(config, device, features): got an unexpected keyword argument 'feature'.",
         ),
     ],
 )

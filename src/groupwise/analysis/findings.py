@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 
@@ -221,13 +222,8 @@ def _verdict(
 
 def _tests(kind: str, measured: Summary) -> tuple[float, float]:
     """One-sided p values for the claim and against it; of equivalence by two one-sided tests."""
-
-    def above(border: float) -> float:
-        return p_beyond(measured, border, above=True)
-
-    def below(border: float) -> float:
-        return p_beyond(measured, border, above=False)
-
+    above = partial(p_beyond, measured, above=True)
+    below = partial(p_beyond, measured, above=False)
     return {
         LESS: (below(0), above(0)),
         MORE: (above(0), below(0)),

@@ -209,7 +209,7 @@ def read_measured(
     for cell, metrics in (wanted or {}).items():
         for metric in metrics if (own := frame["cell"] == cell).any() else ():
             if metric not in frame:
-                raise fault(path, frame[own], f"has no {metric}, which its table shows")
+                refuse(path, frame, own, f"has no {metric}, which its table shows")
             odd = ~np.isfinite(pd.to_numeric(frame[metric], errors="coerce"))
             refuse(path, frame, own & odd, f"has a {metric} that is not a finite number")
     for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
@@ -219,9 +219,9 @@ def read_measured(
 
 
 def refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str) -> None:
-    """Raise the `fault` of the first row that is wrong."""
-    if len(odd := frame[wrong]):
-        raise fault(path, odd, words)
+    """Raise a `UserError` about the first row that is wrong."""
+    for cell, seed in frame.loc[wrong, ["cell", "seed"]].itertuples(index=False):
+        raise UserError(f"{path}: the row of {cell} seed={seed} {words}; nothing of the file is used.")
 
 
 def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
@@ -242,12 +242,6 @@ def _read(path: Path, command: str) -> pd.DataFrame:
     if missing := [column for column in (*KEYS, *ORIGIN) if column not in frame]:
         raise UserError(f"{path} has no column {missing[0]!r}: collect the sweep again ({command}).")
     return frame
-
-
-def fault(path: Path, rows: pd.DataFrame, words: str) -> UserError:
-    """The error of the first of these rows."""
-    first = rows.iloc[0]
-    return UserError(f"{path}: the row of {first['cell']} seed={first['seed']} {words}; nothing of the file is used.")
 
 
 def number(value: float, how: str = ".2f") -> str:

@@ -43,10 +43,7 @@ def load_cifar10(root: Path) -> ImageData:
 
 
 def _download(root: Path) -> None:
-    """Download and unpack the standard folder. If several processes need it, one downloads and the others wait.
-
-    A failed download leaves no file or folder.
-    """
+    """Download and unpack the standard folder; other processes wait. A failed download leaves nothing behind."""
     datasets = import_torchvision().datasets
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     lock_file = root / ".cifar10-download.lock"

@@ -172,11 +172,10 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
     Raises:
         UserError: no such file, or it is not JSON of this form.
     """
+    text = read_text(path, advice)
     try:
-        rows = json.loads(read_text(path, advice))
+        rows = json.loads(text)
         json.dumps(rows, ensure_ascii=False).encode()
-    except UserError:
-        raise
     except (ValueError, RecursionError, MemoryError) as error:  # lone surrogates and thousands of brackets too
         raise UserError(f"{path} is not readable JSON ({reason(error)}); replace it.") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -195,10 +194,7 @@ def sha256_of_files(paths: Iterable[Path], root: Path) -> dict[str, str]:
 
 def sha256_of_bytes(*chunks: bytes) -> str:
     """Hash the concatenation of byte strings: SHA-256 in hex."""
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(chunks)).hexdigest()
 
 
 def keyed_fraction(content: str | bytes, key: int) -> float:

@@ -6,19 +6,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.checkout import CONF
-from groupwise.config.compose import (
-    Compositions,
-    compositions_of,
-    parse,
-    refuse_taken_name,
-    refuse_taken_names,
-    register,
-    to_run_config,
-)
+from groupwise.config.compose import Compositions, compositions_of, parse, refuse_taken_name, register, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
@@ -73,8 +66,6 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     Raises:
         UserError: a cell is refused; the error names it.
     """
-    from hydra import initialize_config_dir
-
     whole = compose_shared(overrides, conf)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         given = parse(overrides)
@@ -94,8 +85,6 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
 
 def compose_shared(overrides: Sequence[str], conf: Path) -> DictConfig:
     """The configuration that all cells of ``-m OVERRIDES...`` share, Hydra's own settings included."""
-    from hydra import compose, initialize_config_dir
-
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         shared = _shared(parse(overrides))
         return compose("config", shared, return_hydra_config=True)
@@ -114,17 +103,12 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
         conf: the folder of the configuration.
 
     Raises:
-        UserError: as `read_sweep`, `plan_sweep` and `refuse_taken_names`.
+        UserError: as `read_sweep`, `plan_sweep` and `refuse_taken_name`.
     """
-    from hydra import initialize_config_dir
-
     register()
     path = Path(name) if name.endswith(".yaml") else conf / "sweep" / f"{name}.yaml"
-    folder = path.resolve().parent.parent
-    sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{folder}']"]
-    if name.endswith(".yaml"):
-        refuse_taken_name(path, conf / "sweep" / path.name)
-        refuse_taken_names(folder, conf)
+    sweep, places = read_sweep(path), [f"hydra.searchpath=['file://{path.resolve().parent.parent}']"]
+    refuse_taken_name(path, conf / "sweep" / path.name)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
         return [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
@@ -187,9 +171,8 @@ def _of_command_line(
 
 def _values(item: Any) -> list[str]:
     """The values of an override, written as in a grid: 3.0 is 3."""
-    if item.is_sweep_override():
-        return [text(_number(value)) for value in item.sweep_string_iterator()]
-    return [text(_number(item.get_value_element_as_str()))]
+    several = item.sweep_string_iterator() if item.is_sweep_override() else [item.get_value_element_as_str()]
+    return [text(_number(value)) for value in several]
 
 
 def _number(value: str) -> Any:

@@ -36,10 +36,8 @@ def make_own_task(config: RunConfig, device: torch.device) -> Task:
     try:
         signature.bind(config, device, **options)
     except TypeError as error:
-        raise UserError(
-            f"own_task does not fit the function {target} ({reason(error)}): its arguments are "
-            f"{', '.join(signature.parameters)}."
-        ) from error
+        takes = ", ".join(signature.parameters)
+        raise UserError(f"own_task does not fit {target}({takes}): {reason(error)}.") from error
     task = function(config, device, **options)
     if not isinstance(task, Task):
         raise UserError(
