@@ -74,12 +74,10 @@ def absl_keeps_the_capture_open() -> None:
         ("clip=flat clip.mapping={a:b}", "put a plus before a new one"),
         ("train=3", "train=3 has the wrong type"),
         ("privacy=3", "override must be a string"),
-        ("clip=[", "cannot be parsed as key=value"),
         ("nonsense", "cannot be parsed as key=value"),
         ("clip=flat,ghost", "clip=flat,ghost has several values, which are a sweep: add -m."),
         ("task=samsum scale=lite", "scale=lite is not available for this task"),
         ("task=sst2 scale=midi", "scale=midi is not available for this task"),
-        ("task=sst2 scale=midi model=roberta_tiny", "scale=midi is not available for this task"),
         ("paths.data=${oc.env:NOT_SET_ANYWHERE}", "paths.data cannot be resolved"),
         ("scale=[null]", "argument of type 'NoneType' is not iterable"),
         (f"optim.beta2=1{'0' * 400}", "int too large to convert to float full_key: optim.beta2"),
@@ -93,10 +91,7 @@ def absl_keeps_the_capture_open() -> None:
         ("hydra/launcher=slrm", "not one of basic"),
         ("clip flat scale=smoke", "'clip' cannot be parsed as key=value: write it as in clip=flat"),
         ("optim.lr=3", "did you mean optim.learning_rate?"),
-        ("clip.max_grad_norm=3", "did you mean clip.threshold?"),
         ("clip=flat clip.target_quantile=0.3 scale=smoke", "changes nothing: it has no effect with clip.policy=fixed"),
-        ("clip=none clip.threshold=3 scale=smoke", "clip.threshold=3 changes nothing: nothing is clipped"),
-        ("task=cifar model.trains=bias", "model.trains=bias cannot be combined with model.name=wide_resnet: leave one"),
         ("-m clip=flat,gohst", "did you mean ghost?"),
         ("privacy.epsilon=8,", "cannot be parsed as key=value"),
         ("train.keep=[1,2", "a list as [1,2]"),
@@ -105,12 +100,7 @@ def absl_keeps_the_capture_open() -> None:
         ("--config-path nope", "Primary config module"),
         ("paths.results=/tmp/a=b", "special characters in quotes"),
         ("paths.data=a[b", "special characters in quotes"),
-        ("paths.data=a{b", "special characters in quotes"),
-        ("privacy.epsilon=8 privacy.noise_multiplier=1", "are both given: give one"),
-        ("train.keep=1", "train.keep=1 has the wrong type"),
         ("+clip=flat", "Multiple values for clip"),
-        ("clip=null", "override must be a string"),
-        ("privacy.epsilon=-1", "error: privacy.epsilon=-1 must be greater than zero"),
         ("scale=smoke hydra/launcher=slurm", "is for sweeps: add -m"),
         ("scale=smoke hydra.launcher.partion=gpu", "there is no key or group hydra.launcher.partion"),
         ("train.epochs=7 train.steps=3", "train.epochs=7 changes nothing: train.steps=3 is given"),
@@ -124,7 +114,6 @@ def absl_keeps_the_capture_open() -> None:
         ("-m seed=1,2 hydra.launcher.n_jobs=2", "n_jobs (hydra/launcher=joblib and hydra/launcher=slurm have"),
         ("seed=1,2 -m hydra/launcher=joblib hydra.launcher.n_jobs=x", "hydra.launcher.n_jobs=x has the wrong type"),
         ("-m seed=interval(1,2)", "is not a finite list"),
-        ("-m hydra.launcher.gpus=3 seed=1,2", "there is no key or group hydra.launcher.gpus"),
         ("-m clip=flat,ghost privacy.epsilon=3,-3", "in the cell clip=flat privacy.epsilon=-3"),
     ],
 )
@@ -166,10 +155,9 @@ def test_hydra_flags_are_accepted_in_any_position(
 def test_a_file_with_the_name_of_a_file_of_the_package_is_refused(tmp_path: Path) -> None:
     (tmp_path / "my" / "clip").mkdir(parents=True)
     (tmp_path / "my" / "clip" / "flat.yaml").write_text("name: mine")
-    for words in (["clip=flat"], ["-m", "clip=flat,ghost"]):
-        done = command(tmp_path, *words, "--config-dir", "my")
-        assert (done.returncode, done.stdout) == (2, "")
-        _is_one_sentence(done.stderr, "flat is also the name of a clip of the package: give the file another name")
+    done = command(tmp_path, "-m", "clip=flat,ghost", "--config-dir", "my")
+    assert (done.returncode, done.stdout) == (2, "")
+    _is_one_sentence(done.stderr, "flat is also the name of a clip of the package: give the file another name")
     assert [path.name for path in tmp_path.iterdir()] == ["my"]
 
 
@@ -240,13 +228,3 @@ def test_a_warning_is_one_sentence_without_source_code(tmp_path: Path) -> None:
     )
     done = command(tmp_path, script=script)
     assert (done.returncode, done.stderr) == (0, "warning: delta is large: give less\n")
-
-
-def test_a_failing_cell_does_not_stop_the_others(tmp_path: Path, script: Path) -> None:
-    done = command(tmp_path, "clip=ghost,flat", "-m", "seed=1,2,3", script=script)
-    ran = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
-    assert ran == [f"ran {clip} {seed}" for clip in ("ghost", "flat") for seed in (1, 2, 3)]
-    assert done.returncode == 1
-    assert "4 of 6 cells failed" in done.stderr
-    assert "clip=flat seed=2: RuntimeError" in done.stderr
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["sweeps"]

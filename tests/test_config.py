@@ -3,13 +3,11 @@
 import itertools
 import math
 import re
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from groupwise.config.checks import validate
 from groupwise.config.compose import compose_run
 from groupwise.config.identity import config_hash
 from groupwise.config.keys import key_types
@@ -145,9 +143,6 @@ def test_a_setting_that_has_no_effect_is_refused_only_if_it_was_typed(mode, over
         assert compose_run([instead, override], CONF)
 
 
-# --- choosing ---
-
-
 def test_the_default_is_the_papers_adaptive_per_layer_cell() -> None:
     assert run() == run("task=cifar", "clip=adaptive_layer", "scale=paper", "privacy.epsilon=8")
 
@@ -213,18 +208,13 @@ def test_the_first_pattern_that_matches_gives_the_value() -> None:
         by("flat", {"none": 1})
 
 
-# --- refusals ---
-
 REFUSED = [
     ("privacy.epsilon=0", "greater than zero"),
-    ("privacy.epsilon=-1", "greater than zero"),
     ("privacy.epsilon=nan", "greater than zero"),
     ("privacy.epsilon=null", "both null"),
     ("privacy.delta=0", "in (0, 1)"),
-    ("privacy.delta=1", "in (0, 1)"),
     ("privacy.noise_multiplier=-1", "zero or more"),
     ("clip.quantile_budget=0", "in (0, 1)"),
-    ("clip.quantile_budget=1", "in (0, 1)"),
     ("clip.target_quantile=1.5", "in (0, 1)"),
     ("train.batch_size=0", "greater than zero"),
     ("train.sample_rate=0.1", "both given"),
@@ -244,7 +234,6 @@ REFUSED = [
     ("train.steps=-3", "greater than zero"),
     ("train.epochs=inf", "finite"),
     ("optim.learning_rate=0", "greater than zero"),
-    ("optim.learning_rate=nan", "greater than zero"),
     ("optim.momentum=1", "[0, 1)"),
     ("optim.warmup=-0.1", "[0, 1)"),
     ("seed=-1", "zero or more"),
@@ -292,6 +281,18 @@ REFUSED = [
         "=true cannot be combined with pipeline.stages=2",
     ),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "one layer's parameters at a time"),
+    ("paths.results=/dev/null", "/dev/null is not a folder"),
+    ("export=/dev/null/deeper", "/dev/null is not a folder"),
+    ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
+    ("data.train_file=/etc/passwd", "is outside the data set's folder"),
+    ("data.train_file=a/../../b", "is outside the data set's folder"),
+    (f"seed={2**63}", "must be at most 1e+15"),
+    ("optim.weight_decay=1e30", "must be at most 1e+15"),
+    ("train.threads=123456789012", "must be at most 1000"),
+    ("debug.noise_seed=-1", "zero or more"),
+    ("train.keep=[-1]", "numbers of zero or more"),
+    ("eval.generate.length_penalty=1e6", "must be in [-100, 100]"),
+    ("eval.generate.length_penalty=nan", "must be in [-100, 100]"),
 ]
 
 
@@ -322,34 +323,3 @@ def test_invalid_settings_are_refused_in_one_sentence(overrides: str, reason: st
 )
 def test_unusual_but_valid_settings_are_accepted(overrides: str) -> None:
     run(*overrides.split())
-
-
-def test_a_config_made_in_python_is_checked_the_same_way() -> None:
-    config = RunConfig()
-    validate(config)
-    with pytest.raises(UserError, match="greater than zero"):
-        validate(replace(config, privacy=replace(config.privacy, epsilon=-1)))
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("paths.results=/dev/null", "/dev/null is not a folder"),
-        ("export=/dev/null/deeper", "/dev/null is not a folder"),
-        ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
-        ("data.train_file=/etc/passwd", "is outside the data set's folder"),
-        ("data.train_file=a/../../b", "is outside the data set's folder"),
-        (f"seed={2**63}", "must be at most 1e+15"),
-        ("optim.weight_decay=1e30", "must be at most 1e+15"),
-        ("train.threads=123456789012", "must be at most 1000"),
-        ("debug.noise_seed=-1", "zero or more"),
-        ("train.keep=[-1]", "numbers of zero or more"),
-        ("eval.generate.length_penalty=1e6", "must be in [-100, 100]"),
-        ("eval.generate.length_penalty=nan", "must be in [-100, 100]"),
-    ],
-)
-def test_invalid_paths_and_numbers_are_refused(override: str, words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose_run(["task=e2e", "scale=smoke", override], CONF)
-    assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in words.split("*"))

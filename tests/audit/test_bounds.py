@@ -37,9 +37,6 @@ def responses(epsilon: float, runs: int, random: np.random.Generator) -> tuple[n
     return (random.random(runs) > right).astype(float), (random.random(runs) < right).astype(float)
 
 
-# -- one run ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
 def test_bounds_of_randomized_response_have_their_confidence(epsilon):
     guesses = 200
@@ -78,9 +75,6 @@ def test_bounds_of_a_gaussian_release_stay_below_its_epsilon(epsilon, guesses):
 def test_impossible_counts_are_refused(counts):
     with pytest.raises(ValueError, match="correct is"):
         one_run_epsilon(*counts, DELTA)
-
-
-# -- two worlds ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1.0, 4.0])

@@ -83,14 +83,17 @@ def test_folder_in_another_layout_is_refused(tmp_path):
     assert "cannot be read from" in message and "put GLUE's tsv files into" in message
 
 
-def test_missing_column_is_named(tmp_path):
-    folder = hub_folder(tmp_path / "copy", "sst2", {"text": ["a", "b"], "label": [0, 1]})
-    assert "sentence" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
-
-
-def test_classes_in_another_order_are_refused(tmp_path):
-    folder = hub_folder(tmp_path / "copy", "sst2", classes=("positive", "negative"))
-    assert "its classes are positive, negative, not" in refused(load_glue, "sst2", tmp_path, hub=str(folder))
+@pytest.mark.parametrize(
+    ("rows", "classes", "words"),
+    [
+        ({"text": ["a", "b"], "label": [0, 1]}, None, "sentence"),
+        (None, ("positive", "negative"), "its classes are positive, negative, not"),
+        ({"sentence": ["fine ", "dull"], "label": [1, -1]}, None, "its example 1 has no label"),
+    ],
+)
+def test_other_columns_classes_and_labels_are_refused(tmp_path, rows, classes, words):
+    folder = hub_folder(tmp_path / "copy", "sst2", rows, classes)
+    assert words in refused(load_glue, "sst2", tmp_path, hub=str(folder))
 
 
 def test_labels_without_names_are_refused(tmp_path):
@@ -100,8 +103,3 @@ def test_labels_without_names_are_refused(tmp_path):
     assert "its classes are without names, not negative, positive" in refused(
         load_glue, "sst2", tmp_path, hub=str(folder)
     )
-
-
-def test_example_without_a_label_is_refused(tmp_path):
-    folder = hub_folder(tmp_path / "copy", "sst2", {"sentence": ["fine ", "dull"], "label": [1, -1]})
-    assert "its example 1 has no label" in refused(load_glue, "sst2", tmp_path, hub=str(folder))

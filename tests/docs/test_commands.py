@@ -62,17 +62,17 @@ def test_modules_are_commands_and_know_their_options(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    "command",
     [
-        ("-m groupwise.analysis.run_plot", "Plots a run, finished or not"),
-        ("-m groupwise.models.published", "Fetches published weights"),
-        ("-m trust.random_networks", "Clips random networks in every mode"),
-        ("scripts/notebook.py", "Converts scripts to executed notebooks"),
+        "-m groupwise.analysis.run_plot",
+        "-m groupwise.models.published",
+        "-m trust.random_networks",
+        "scripts/notebook.py",
     ],
 )
-def test_help_is_no_argument(command: str, words: str) -> None:
+def test_help_is_no_argument(command: str) -> None:
     code, out, _ = Command(*command.split(), "--help", cwd=ROOT).finish()
-    assert code == 0 and out.startswith("usage: ") and words in out
+    assert code == 0 and out.startswith("usage: ")
 
 
 def test_make_targets_exist() -> None:

@@ -182,14 +182,6 @@ def test_cells_compose_as_hydra_alone_does():
         assert config_hash(compose_run(list(cell.overrides), CONF)) == cell.hash
 
 
-def test_wrong_cell_gives_one_sentence_and_writes_nothing(checkout):
-    checkout.write_sweep("grids: [{clip: [flat, flatt]}]\nscales: {smoke: {}}")
-    done = checkout.sweep()
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("error: in the cell clip=flatt seed=0: clip=flatt is not one of")
-    assert not (checkout.root / "results").exists()
-
-
 def test_command_line_alone_defines_a_sweep(checkout):
     done = checkout.command("run.py", "-m", "clip=flat,ghost", "seed=0,1", "scale=smoke")
     assert (done.returncode, len(rows(done.stdout))) == (0, 4)

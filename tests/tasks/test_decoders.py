@@ -98,9 +98,6 @@ def test_bfloat16_frozen_weights_give_sums_close_to_float32(folders):
     assert 0 < float((found[1] - found[0]).norm()) < 0.05 * float(found[0].norm())
 
 
-# -- classifiers -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_classifier_reads_the_last_token_before_padding(folders, family):
     task = make_task(settings(folder_of(folders, family), "sst2"), CPU)
@@ -130,9 +127,6 @@ def test_padding_token_of_the_model_is_used_if_the_tokeniser_has_none(folders, t
     assert task.tokenizer.pad_token_id is None
     alone = torch.cat([task.losses_of([i]) for i in EXAMPLES])
     torch.testing.assert_close(task.losses_of(EXAMPLES), alone, rtol=1e-4, atol=1e-5)
-
-
-# -- complete run ----------------------------------------------------------------------------------------------------
 
 
 def test_private_run_with_adapters_is_exported_and_reloaded(folders, tmp_path, capsys):
