@@ -104,7 +104,7 @@ def absl_keeps_the_capture_open() -> None:
         ("scale=smoke hydra/launcher=slurm", "is for sweeps: add -m"),
         ("scale=smoke hydra.launcher.partion=gpu", "there is no key or group hydra.launcher.partion"),
         ("train.epochs=7 train.steps=3", "train.epochs=7 changes nothing: train.steps=3 is given"),
-        ("+sweep=cifar", "add -m to run them"),
+        ("+sweep=search_sst2_optuna", "add -m to run them"),
         ("-m sweep=cifar", "write +sweep=cifar"),
         ("-m +sweep=cifar,glue", "give one sweep at a time"),
         ("-m +sweep=[cifar,glue]", "give one sweep at a time"),

@@ -98,7 +98,7 @@ def launch(conf: Path, train: Train) -> int:
 
 def _single(composed: DictConfig) -> RunConfig:
     """Return the configuration of one run. Raises `UserError` for settings of sweeps."""
-    if composed.sweep != Command().sweep:
+    if composed.sweep != Command().sweep or HydraConfig.get().runtime.choices.get("sweep"):
         raise UserError("+sweep= chooses the cells of a sweep: add -m to run them.")
     for word in HydraConfig.get().overrides.hydra:
         if word.startswith(("hydra/launcher=", "hydra/sweeper=")):
