@@ -5,6 +5,7 @@ import pytest
 
 from groupwise.analysis.benchmark_rows import cells
 from groupwise.analysis.figures import main
+from groupwise.analysis.results import Folders
 from groupwise.analysis.throughput_figure import draw, panels
 
 
@@ -41,7 +42,7 @@ def test_refused_method_is_named_with_its_reason(throughput):
 def run(tmp_path, rows: pd.DataFrame, *names: str) -> int:
     (tmp_path / "benchmarks").mkdir(exist_ok=True)
     rows.to_csv(tmp_path / "benchmarks" / "throughput.csv", index=False)
-    return main([*names, "--measured", str(tmp_path), "--out", str(tmp_path / "figures")])
+    return main([*names, "--out", str(tmp_path / "figures")], Folders(measured=tmp_path))
 
 
 def test_command_writes_both_figures_deterministically(tmp_path, throughput):

@@ -19,7 +19,7 @@ from groupwise.analysis.figure_style import (
     with_settings,
     write_figure,
 )
-from groupwise.analysis.results import Folders, Measured, read_floors, read_paper, run_in_words
+from groupwise.analysis.results import Folders, Measured, make_each, read_floors, read_paper, run_in_words
 from groupwise.analysis.run_figures import (
     ACCURACY,
     draw_adaptive_vs_fixed,
@@ -31,7 +31,7 @@ from groupwise.analysis.run_figures import (
     draw_target_quantile,
 )
 from groupwise.analysis.throughput_figure import draw, panels
-from groupwise.errors import UserError, unknown
+from groupwise.errors import unknown
 from groupwise.sweeps.cells import read_sweep
 
 
@@ -120,25 +120,19 @@ def _references(kind: Kind, runs: Measured, folders: Folders) -> References:
     return References(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, folders: Folders | None = None) -> int:
     """The command line; returns the exit code, 2 if a figure could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(FIGURES)}")
     parser.add_argument("--out", type=Path, default=Path("results/figures"))
-    Folders.add_options(parser)
-    given = parser.parse_args(arguments)
-    wanted = FIGURES if "all" in given.names else tuple(dict.fromkeys(given.names))
-    failed = False
-    for name in wanted:
-        try:
-            drawn = make(name, Folders.given(given))
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            failed = True
-            continue
+    given, folders = parser.parse_args(arguments), folders or Folders()
+
+    def write(name: str) -> str:
+        drawn = make(name, folders)
         written = write_figure(drawn.figure, drawn.title, given.out, name)
-        print(f"{name} (scale={drawn.scale}):", *written)
-    return 2 if failed else 0
+        return f"{name} (scale={drawn.scale}): {' '.join(map(str, written))}"
+
+    return make_each(FIGURES if "all" in given.names else dict.fromkeys(given.names), write)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ note
 """
 
 import math
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,17 @@ class Folders:
         """The folders of the checkout that this package is installed from, for programs that run in another folder."""
         return cls(*(CHECKOUT / own.default for own in fields(cls)))  # type: ignore[operator]
 
-    @classmethod
-    def add_options(cls, parser: ArgumentParser) -> None:
-        """Add --paper, --measured and --sweeps to a command's options."""
-        for own in fields(cls):
-            parser.add_argument(f"--{own.name}", type=Path, default=own.default)
 
-    @classmethod
-    def given(cls, options: Namespace) -> "Folders":
-        """The folders in parsed options."""
-        return cls(**{own.name: getattr(options, own.name) for own in fields(cls)})
+def make_each(names: Iterable[str], make: Callable[[str], str]) -> int:
+    """Print what `make` returns for each name, or its `UserError`; returns the exit code, 2 if there was one."""
+    code = 0
+    for name in names:
+        try:
+            print(make(name))
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+    return code
 
 
 def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
@@ -80,13 +81,7 @@ def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
 
 
 def settings_of(cell: str) -> dict[str, str]:
-    """The settings in a cell's name, such as ``clip=flat privacy.epsilon=3``, as a dictionary.
-
-    Raises:
-        UserError: a word has no "=".
-    """
-    if wrong := [word for word in cell.split() if "=" not in word]:
-        raise UserError(f"{wrong[0]!r} in the cell {cell!r} is not KEY=VALUE: correct it.")
+    """The settings in a cell's name, such as ``clip=flat privacy.epsilon=3``, as a dictionary."""
     return dict(word.split("=", 1) for word in cell.split())
 
 

@@ -21,6 +21,7 @@ from groupwise.analysis.results import (
     Folders,
     Page,
     cost_of,
+    make_each,
     number,
     read_measured,
     read_paper,
@@ -28,7 +29,6 @@ from groupwise.analysis.results import (
 from groupwise.analysis.statistics import UNINFORMATIVE
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
-from groupwise.errors import UserError
 from groupwise.rows import between_markers, markdown
 from groupwise.sweeps.cells import PAPER, read_sweep
 
@@ -284,27 +284,21 @@ def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
     return f"{out / name}.md: {made.line}"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, folders: Folders | None = None) -> int:
     """The command line; returns the exit code, 2 if a table could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"all, or of {', '.join(NAMES)}")
     parser.add_argument("--out", type=Path, default=Path("results/tables"))
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder of the pages with markers")
-    Folders.add_options(parser)
-    given = parser.parse_args(arguments)
-    folders = Folders.given(given)
-    failed = False
+    given, folders = parser.parse_args(arguments), folders or Folders()
     given.out.mkdir(parents=True, exist_ok=True)
-    for name in NAMES if "all" in given.names else dict.fromkeys(given.names):
-        try:
-            if name in PAGES:
-                print(write_page(name, folders, given.out, given.docs))
-            else:
-                print((write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out))
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            failed = True
-    return 2 if failed else 0
+
+    def write(name: str) -> str:
+        if name in PAGES:
+            return write_page(name, folders, given.out, given.docs)
+        return (write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out)
+
+    return make_each(NAMES if "all" in given.names else dict.fromkeys(given.names), write)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ def words(figure) -> str:
 
 
 def run(folders, out, *names: str) -> int:
-    places = ["--measured", str(folders.measured), "--sweeps", str(folders.sweeps), "--out", str(out)]
-    return main([*names, *places])
+    return main([*names, "--out", str(out)], folders)
 
 
 @pytest.fixture(scope="session")

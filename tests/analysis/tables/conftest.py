@@ -87,14 +87,6 @@ class World:
         rows.to_csv(path, index=False)
         return path
 
-    def options(self) -> list[str]:
-        """The folders as options of a command."""
-        return [
-            *("--measured", str(self.folders.measured)),
-            *("--sweeps", str(self.folders.sweeps)),
-            *("--paper", str(self.folders.paper)),
-        ]
-
 
 @pytest.fixture
 def world(tmp_path) -> World:

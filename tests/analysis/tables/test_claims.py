@@ -200,8 +200,8 @@ def test_claim_without_rows_is_undecided(world):
 def test_faulty_rows_leave_the_page_unchanged(world, tmp_path, capsys):
     world.write(world.rows("fixed_per_layer").assign(scale="paper"), "fixed_per_layer")
     (tmp_path / "findings.md").write_text(PAGE)
-    options = ["--docs", str(tmp_path), "--out", str(tmp_path / "tables"), *world.options()]
-    assert main(["findings", *options]) == 2
+    options = ["--docs", str(tmp_path), "--out", str(tmp_path / "tables")]
+    assert main(["findings", *options], world.folders) == 2
     assert "is not a cell and seed of the sweep fixed_per_layer at scale=mini" in capsys.readouterr().err
     assert (tmp_path / "findings.md").read_text() == PAGE and not any((tmp_path / "tables").iterdir())
 

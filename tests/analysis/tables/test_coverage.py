@@ -59,7 +59,7 @@ def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, caps
     restrict(monkeypatch, world)
     world.write(world.rows("adaptivity"), "adaptivity")
     for folder in ("one", "two"):
-        assert main(["coverage", "--out", str(tmp_path / folder), *world.options()]) == 0
+        assert main(["coverage", "--out", str(tmp_path / folder)], world.folders) == 0
     assert "27 cells: 11 not run, 16 reduced only" in capsys.readouterr().out
     text = (tmp_path / "one" / "coverage.md").read_text()
     assert text == (tmp_path / "two" / "coverage.md").read_text()
@@ -69,7 +69,7 @@ def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, caps
 def test_missing_sweep_gives_a_one_sentence_error(world, monkeypatch, tmp_path, capsys):
     restrict(monkeypatch, world)
     (world.folders.sweeps / "gradnorm_cifar.yaml").unlink()
-    assert main(["coverage", "--out", str(tmp_path), *world.options()]) == 2
+    assert main(["coverage", "--out", str(tmp_path)], world.folders) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -102,13 +102,13 @@ def test_search_lists_all_cells_and_marks_the_best(tmp_path, capsys):
     cells = {f"clip=flat optim.learning_rate={rate} task=cifar": value for rate, value in rates.items()}
     lines = [f"search_cifar,{cell},0,mini,{value}" for cell, value in cells.items()]
     (measured / "search_cifar_mini.csv").write_text("\n".join(["sweep,cell,seed,scale,valid/accuracy", *lines, ""]))
-    options = ["searches", "--sweeps", str(sweeps), "--measured", str(measured), "--out", str(out)]
-    assert main(options) == 0
+    options, folders = ["searches", "--out", str(out)], Folders(measured=measured, sweeps=sweeps)
+    assert main(options, folders) == 0
     text = (out / "searches.md").read_text()
     assert "| `clip=flat optim.learning_rate=4 task=cifar` | 43.50 | 1 | best |" in text
     assert text.count("| best |") == 1 and "learning_rate=8 task=cifar` | 42.00 | 1 |  |" in text
     (measured / "search_cifar_mini.csv").write_text("sweep,cell,seed,scale\nsearch_cifar,clip=flat task=cifar,0,mini\n")
-    assert main(options) == 2
+    assert main(options, folders) == 2
     assert "no row of the search has valid/accuracy" in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_files_do_not_depend_on_the_order_of_rows(world, tmp_path):
     for folder, seed in (("one", 0), ("two", 1)):
         for name in names[:3]:
             world.write(world.rows(name).sample(frac=1, random_state=seed), name)
-        assert main([*names, "--out", str(tmp_path / folder), *world.options()]) == 0
+        assert main([*names, "--out", str(tmp_path / folder)], world.folders) == 0
     one, two = (sorted((tmp_path / folder).iterdir()) for folder in ("one", "two"))
     assert [path.name for path in one] == [path.name for path in two] and len(one) == 11
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
@@ -148,7 +148,7 @@ def test_files_do_not_depend_on_the_order_of_rows(world, tmp_path):
 
 def test_markdown_and_latex_have_every_number(world, tmp_path):
     world.write(world.rows("adaptivity"), "adaptivity")
-    main(["adaptivity", "--out", str(tmp_path), *world.options()])
+    main(["adaptivity", "--out", str(tmp_path)], world.folders)
     page, latex = (tmp_path / "adaptivity.md").read_text(), (tmp_path / "adaptivity.tex").read_text()
     assert page.startswith("# The title of adaptivity.\n")
     assert "| CIFAR-10 / Per-layer clipping / adaptive | 63.7 (0.34) / 60.08 (0.30) mini [1] | 73.5 " in page
