@@ -25,7 +25,7 @@ from groupwise.privacy.plan import folded
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_checkpoint, load_newest
-from groupwise.training.earlier_runs import Entry, counted, earlier_runs, sentence
+from groupwise.training.earlier_runs import counted, earlier_runs, sentence
 from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
@@ -109,7 +109,8 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
     engine = make_engine(task.model, config.clip)
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
-    earlier = earlier_runs_of(config)
+    source = None if config.model.fresh else config.model.source
+    earlier = earlier_runs(config.model.weights, None if source is None else find_source(source))
     if plan.noise_multiplier > 0:
         if earlier:
             print(folded(f"  {sentence(counted(earlier))}"))
@@ -268,12 +269,6 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
         record.close()
     print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
-
-
-def earlier_runs_of(config: RunConfig) -> list[Entry]:
-    """The runs behind `model.weights` and `model.source`; raises `UserError` if their record cannot be read."""
-    loads = config.model.source is not None and not config.model.fresh
-    return earlier_runs(config.model.weights, find_source(str(config.model.source)) if loads else None)
 
 
 def start_from(model: nn.Module, given: str) -> None:

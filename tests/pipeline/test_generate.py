@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from groupwise.config.schema import GenerateConfig
 from groupwise.errors import UserError
-from groupwise.pipeline.evaluation import StageLink, generate_on_stages
+from groupwise.pipeline.evaluation import Searcher, StageLink
 from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import import_torchvision
@@ -74,7 +74,7 @@ def on_stages(rank, world):
         for case in CASES:
             if case[0] == family:
                 settings = settings_of(SETTINGS[case[1]])
-                found[case] = generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings)
+                found[case] = generate(Searcher(StageLink(stage, CPU)), tokenizer, prompts, settings, device=CPU)
         found[family, "left"] = (
             all(module.training for module in stage.modules()),
             torch.equal(torch.get_rng_state(), random),
@@ -84,13 +84,15 @@ def on_stages(rank, world):
     pair = dist.new_group([1, 2])
     if rank:
         stage = cut(make_model("gpt2"), ((0, 3), (3, 4)), rank - 1, rematerialize=True)
-        found["pair"] = generate_on_stages(StageLink(stage, CPU, pair), tokenizer, prompts, settings_of(SETTINGS[1]))
+        found["pair"] = generate(
+            Searcher(StageLink(stage, CPU, pair)), tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU
+        )
     return found
 
 
 def failure(stage, tokenizer, prompts):
     try:
-        generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings_of({}))
+        generate(Searcher(StageLink(stage, CPU)), tokenizer, prompts, settings_of({}), device=CPU)
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -136,8 +138,9 @@ def test_one_stage_writes_what_the_whole_model_writes(expected, caplog):
     prompts = tokenizer(PROMPTS).input_ids
     stage = cut(make_model("gpt2"), ((0, 4),), 0)
     assert (
-        generate_on_stages(StageLink(stage, CPU), tokenizer, prompts, settings_of(SETTINGS[1])) == expected["gpt2", 1]
+        generate(Searcher(StageLink(stage, CPU)), tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU)
+        == expected["gpt2", 1]
     )
     with pytest.raises(UserError, match="A prompt has 0 tokens"):
-        generate_on_stages(StageLink(stage, CPU), tokenizer, [[]], settings_of({}))
+        generate(Searcher(StageLink(stage, CPU)), tokenizer, [[]], settings_of({}), device=CPU)
     assert not caplog.records, "transformers logs no warning"

@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from groupwise.errors import UserError
-from groupwise.pipeline.trainer import stage_noise
 from groupwise.privacy import FixedThresholds, NoiseSource
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
@@ -106,10 +105,10 @@ def test_one_group_over_all_stages_has_one_threshold_and_one_noise_scale(drawn):
 
 def test_the_noise_key_of_a_stage_is_as_secret_as_the_runs_and_differs_from_it():
     noise = NoiseSource.fresh()
-    keys = {noise.key, *(stage_noise(noise, stage).key for stage in range(4))}
-    assert len(keys) == 5 and stage_noise(noise, 0).is_secret
-    seeded = stage_noise(NoiseSource.from_seed(1, secure=True), 0)
-    assert seeded.secure and not seeded.is_secret and not stage_noise(noise, 1).secure
+    keys = {noise.key, *(noise.child(f"stage {stage}").key for stage in range(4))}
+    assert len(keys) == 5 and noise.child("stage 0").is_secret
+    seeded = NoiseSource.from_seed(1, secure=True).child("stage 0")
+    assert seeded.secure and not seeded.is_secret and not noise.child("stage 1").secure
 
 
 def test_noise_that_would_need_other_stages_thresholds_is_refused():

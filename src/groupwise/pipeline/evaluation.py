@@ -7,7 +7,7 @@ scores to all.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from groupwise.config.schema import GenerateConfig
 from groupwise.pipeline.stage import Stage
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.text_generation import TextGeneration
@@ -91,7 +90,8 @@ def evaluate_pipeline(
     rows = feed.order(np.arange(min(limit or len(feed), len(feed))))
     parts = (rows[start : start + batch_size] for start in range(0, len(rows), batch_size))
     outcomes = evaluate_outcomes(link, (feed.microbatches(part, len(part))[0] for part in parts))
-    return task.metrics(split, rows, outcomes, partial(generate_on_stages, link) if final else None)
+    write = partial(generate, Searcher(link), device=link.device) if final else None
+    return task.metrics(split, rows, outcomes, write)
 
 
 def evaluate_outcomes(link: StageLink, microbatches: Iterable[Microbatch]) -> Tensor:
@@ -107,13 +107,6 @@ def evaluate_outcomes(link: StageLink, microbatches: Iterable[Microbatch]) -> Te
             if hidden is not None:
                 found.append(stage.losses(hidden, microbatch.kwargs)[: microbatch.examples - microbatch.absent].cpu())
     return link.broadcast(torch.cat(found) if stage.last else None)
-
-
-def generate_on_stages(
-    link: StageLink, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig
-) -> list[str]:
-    """The texts that `tasks.beam_search.generate` would give for the whole model; all processes call this."""
-    return generate(Searcher(link), tokenizer, prompts, settings, device=link.device)
 
 
 class Searcher(PreTrainedModel, GenerationMixin):

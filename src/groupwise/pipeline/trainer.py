@@ -20,7 +20,6 @@ from groupwise.errors import UserError
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.evaluation import StageLink, evaluate_pipeline
 from groupwise.pipeline.runner import StageRunner
-from groupwise.privacy import NoiseSource
 from groupwise.tasks.text_generation import TextGeneration
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.provenance import peak_memory_bytes
@@ -63,7 +62,8 @@ class PipelineTrainer(Trainer):
         sums: Any = self.private.sums
         self.runner: StageRunner = sums.runner
         self.one_group: bool = sums.one_group
-        self.private.gradient_noise = stage_noise(self.private.noise, self.runner.stage.index)
+        # Independent of the noise of other stages, and the same in every replica.
+        self.private.gradient_noise = self.private.noise.child(f"stage {self.runner.stage.index}")
         if not self.one_group:
             self.private.count_noise = self.private.gradient_noise
 
@@ -139,8 +139,3 @@ class PipelineTrainer(Trainer):
     def machine(self) -> dict[str, Any]:
         """The peak memory of each process, in bytes."""
         return {"peak_memory_bytes_by_process": self.private.ranks.gather(peak_memory_bytes(self.private.device))}
-
-
-def stage_noise(noise: NoiseSource, stage: int) -> NoiseSource:
-    """A stage's own noise source. It is independent of those of other stages, and the same in every replica."""
-    return noise.child(f"stage {stage}")

@@ -31,15 +31,15 @@ def pad(rows: Sequence[np.ndarray], value: int, length: int = 0) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+def predictions(rows: Sequence[np.ndarray], starts: Sequence[int] | np.ndarray, most: int) -> tuple[Tensor, Tensor]:
     """The positions at which a causal model predicts the tokens of row i from `starts[i]` >= 1 on, and these tokens.
 
-    Both are (B, P). Token t is predicted at position t - 1. P is the largest number of targets in a row; shorter rows
-    are padded with position 0 and the label `IGNORED`.
+    Both are (B, P). Token t is predicted at position t - 1. P is `most`, which no row exceeds; shorter rows are padded
+    with position 0 and the label `IGNORED`.
     """
     positions = [np.arange(start - 1, len(row) - 1) for row, start in zip(rows, starts, strict=True)]
     labels = [row[start:] for row, start in zip(rows, starts, strict=True)]
-    return pad(positions, 0), pad(labels, IGNORED)
+    return pad(positions, 0, most), pad(labels, IGNORED, most)
 
 
 class ModelInputs:

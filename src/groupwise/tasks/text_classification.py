@@ -19,7 +19,7 @@ from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK
 from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
-from groupwise.training.task import Split, to_device
+from groupwise.training.task import Split, eval_mode, to_device
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TextClassification(TextTask):
 
     def _evaluate(self, part: Examples, batch_size: int, limit: int | None) -> tuple[float, float]:
         correct, total, count = 0, 0.0, min(limit or len(part), len(part))
-        with self.evaluating():
+        with eval_mode(self.model), torch.no_grad():
             for rows in batches_by_length(part.lengths[:count], batch_size):
                 losses, logits = self._losses(self.model, self._read(part, rows))
                 correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())

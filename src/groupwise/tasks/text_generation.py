@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
@@ -45,7 +44,7 @@ from groupwise.tasks.text_task import (
     per_example,
     token_losses,
 )
-from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_weights, to_device
+from groupwise.training.task import Feed, Microbatch, Split, eval_mode, fill, rounded, row_weights, to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others are scored as in the E2E challenge."""
@@ -102,7 +101,7 @@ class TextGeneration(TextTask):
         samples = self._samples[split]
         batches = list(batches_by_length(samples.lengths[: limit or None], batch_size))
         found = []
-        with self.evaluating():
+        with eval_mode(self.model), torch.no_grad():
             for rows in batches:
                 read = self._read(samples, rows)
                 found.append(
@@ -224,26 +223,20 @@ class TextFeed:
 
     def _microbatch(self, rows: np.ndarray, absent: int, length: int, most: int) -> Microbatch:
         tokens = [self._samples.tokens[i] for i in rows]
-        places, labels = predictions(tokens, self._samples.starts[rows])
+        places, labels = predictions(tokens, self._samples.starts[rows], most)
         columns = torch.arange(length).expand(len(rows), length)
         made = {
             "attention_mask": (columns < torch.tensor([[len(row)] for row in tokens])).long(),
             "position_ids": columns.clone(),
-            "places": _widen(places, 0, most),
-            "labels": _widen(labels, IGNORED, most),
+            "places": places,
+            "labels": labels,
             "weights": row_weights(len(rows), absent),
         }
-        first = _widen(pad(tokens, self._pad_token), self._pad_token, length)
         return Microbatch(
-            to_device(first, self._device),
+            to_device(pad(tokens, self._pad_token, length), self._device),
             {name: to_device(value, self._device) for name, value in made.items()},
             absent,
         )
-
-
-def _widen(rows: Tensor, value: int, width: int) -> Tensor:
-    """Pad the rows with `value` up to `width` columns."""
-    return F.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
 def make_text_generation(

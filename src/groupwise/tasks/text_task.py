@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from groupwise.models.published import provenance_of
 from groupwise.tasks.samples import IGNORED, ModelInputs
 from groupwise.training.from_config import autocast
 from groupwise.training.model_card import write_model_card
-from groupwise.training.task import Task, eval_mode, rounded
+from groupwise.training.task import Task, rounded
 
 ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.from_pretrained on top of the base model."
 
@@ -79,12 +78,6 @@ class TextTask(Task):
         with self.precision():
             logits = network(**inputs).logits
         return at_least_float32(logits)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Eval mode without gradients; afterwards the previous mode is restored."""
-        with eval_mode(self.model), torch.no_grad():
-            yield
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
