@@ -124,36 +124,28 @@ def judge(claim: Claim, folders: Folders) -> list[Verdict]:
     return found or [Verdict(claim, "", "", printed, summarise([]), 0, why="no pairs of runs")]
 
 
-def measured_pairs(contrast: Contrast, sweep: Sweep, scale: str, folders: Folders) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The contrast's measured pairs at that scale, and those that its sweep lists there.
-
-    Raises:
-        UserError: invalid rows.
-    """
+def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folders: Folders) -> list[Verdict]:
+    contrast = claim.contrast
     planned = [(cell.name, cell.seed) for cell in sweep.cells(scale) if contrast.uses(cell.name)]
     used = sorted({name for name, _ in planned})
     rows = read_measured(sweep, scale, folders.measured, {cell: [contrast.metric] for cell in used}).rows
     rows = rows[rows["cell"].isin(used)]
     values = dict(zip(zip(rows["cell"], rows["seed"], strict=True), rows.get(contrast.metric, ()), strict=True))
-    return differences(contrast, values), differences(contrast, dict.fromkeys(planned, 0.0))
-
-
-def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folders: Folders) -> list[Verdict]:
-    pairs, wanted = measured_pairs(claim.contrast, sweep, scale, folders)
+    pairs, wanted = differences(contrast, values), differences(contrast, dict.fromkeys(planned, 0.0))
     if pairs.empty:
         return []
-    weak = _weak(claim.contrast, pairs, folders)
+    weak = _weak(contrast, pairs, folders)
     several = len({settings_of(place).get("task") for place in places_of(wanted)}) > 1
     why = "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
-    why = why or _obstacle(claim.contrast, sweep, scale, pairs, wanted, folders)
+    why = why or _obstacle(contrast, sweep, scale, pairs, wanted, folders)
     everywhere = places_of(pairs)
-    places = [place for place in everywhere if _task(claim.contrast, place) not in weak] or everywhere
+    places = [place for place in everywhere if _task(contrast, place) not in weak] or everywhere
     by_budget: dict[str, list[str]] = {}
     for place in everywhere:
         by_budget.setdefault(settings_of(place).get(BUDGET, ""), []).append(place)
     parts = by_budget if len(pairs) == len(wanted) and not weak and _depends(pairs, by_budget) else {"": places}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
-    instead = [_instead(claim.contrast, sweep, scale)]
+    instead = [_instead(contrast, sweep, scale)]
     if len(places) < len(everywhere):
         instead += [f"without task={task}" for task in weak]
     return [replace(verdict, instead=", ".join(filter(None, instead))) for verdict in found]

@@ -26,8 +26,8 @@ from groupwise.analysis.figure_style import (
     seeds_in_words,
     summary,
     whisker,
+    with_settings,
 )
-from groupwise.analysis.results import settings_of
 
 ACCURACY = "valid/accuracy"
 SPREAD = 0.22
@@ -46,7 +46,8 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
     budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
     words = seeds_in_words(table["n"], "standard deviation")
     scale, floor = rows["scale"].iloc[0], references.floors.get(("cifar", ACCURACY))
-    printed = _printed(references.paper)
+    printed = with_settings(references.paper)
+    printed = printed.assign(budget=_budgets(printed))
     methods = [name for name in CLIP if name in set(table["clip"])]
     figure = Figure(figsize=(PAGE, 2.4))
     here, paper = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
@@ -71,14 +72,6 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
     legend(figure)
     note(figure, scale, f"{words}; dots: single seeds. Stars: the paper's values; it has none without noise.")
     return figure
-
-
-def _printed(paper: pd.DataFrame) -> pd.DataFrame:
-    """The paper's values by ``clip`` and ``budget``."""
-    settings = [settings_of(cell) for cell in paper["cell"]]
-    return paper.assign(
-        clip=[found["clip"] for found in settings], budget=[f"ε = {found['privacy.epsilon']}" for found in settings]
-    )
 
 
 def _budgets(rows: pd.DataFrame) -> pd.Series:
@@ -253,7 +246,7 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, references: References) -> Any:
     layers = chosen_layers(norms)
     figure = Figure(figsize=(PAGE, 1.05 * len(layers) + 0.4))
     grid = figure.subplots(len(layers), len(epochs), squeeze=False, sharex="row")
-    for line, (_, name) in zip(grid, layers, strict=True):
+    for line, name in zip(grid, layers, strict=True):
         own = norms[norms["name"] == name]
         positive = own["norm"][own["norm"] > 0]
         edges = np.geomspace(float(positive.quantile(TAILS)), float(positive.quantile(1 - TAILS)), BINS + 1)
@@ -277,16 +270,13 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, references: References) -> Any:
     return figure
 
 
-def chosen_layers(norms: pd.DataFrame) -> list[tuple[int, str]]:
+def chosen_layers(norms: pd.DataFrame) -> list[str]:
     """The paper's four layers: embedding, value matrices of the middle and the last block, classifier.
 
     All layers, if there are at most four or none has "value" in its name.
     """
-    layers = [
-        (int(place), str(name))
-        for place, name in norms[["layer", "name"]].drop_duplicates().sort_values("layer").itertuples(index=False)
-    ]
-    values = [layer for layer in layers if "value" in layer[1]]
+    layers = norms.sort_values("layer")["name"].unique().tolist()
+    values = [layer for layer in layers if "value" in layer]
     if len(layers) <= 4 or not values:
         return layers
     chosen = [layers[0], values[(len(values) - 1) // 2], values[-1], layers[-1]]

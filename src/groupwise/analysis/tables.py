@@ -129,7 +129,7 @@ def anchor(heading: str) -> str:
 ADJACENCY = {"add_remove": "adding or removing one training example"}
 SAMPLING = {"poisson": "Poisson sampling", "shuffle": "shuffled batches, so ε is not a guarantee"}
 COMMON = ("Counts are centred", "Poisson or shuffled", "The number of steps")
-ERRATA = {
+ERRATA = {  # headings in docs/errata.md, the common ones and those that concern a table
     "fixed_per_layer": ("Table 1 and the ablation table disagree", "Hyperparameters were tuned on the test set"),
     "cifar": ("Hyperparameters were tuned on the test set", "The network's block order"),
     "glue": ("What the language experiments leave open",),
@@ -139,11 +139,6 @@ ERRATA = {
     "noise_allocation": ("What the language experiments leave open",),
     "adaptivity": ("Table 1 and the ablation table disagree", "Hyperparameters were tuned on the test set"),
 }
-
-
-def errata_of(name: str) -> list[str]:
-    """The headings in docs/errata.md that concern a table."""
-    return [*COMMON, *ERRATA.get(name, ())]
 
 
 def notes(name: str, folders: Folders, lines: pd.DataFrame) -> list[str]:
@@ -225,7 +220,7 @@ def table_page(name: str, folders: Folders) -> str:
 def _content(name: str, folders: Folders) -> tuple[str, str, pd.DataFrame, list[str], list[str]]:
     lines = table_lines(name, folders)
     title = read_sweep(folders.sweeps / f"{name}.yaml").title
-    return title, name, lines, notes(name, folders, lines), errata_of(name)
+    return title, name, lines, notes(name, folders, lines), [*COMMON, *ERRATA[name]]
 
 
 def write_table(name: str, folders: Folders, out: Path) -> str:

@@ -213,5 +213,5 @@ def test_task_without_rows_is_an_empty_panel(folders):
 def test_layers_of_the_paper_are_chosen():
     names = ["embeddings", *(f"layer.{place}.{part}" for place in range(12) for part in ("query", "value")), "out_proj"]
     norms = pd.DataFrame({"layer": range(len(names)), "name": names})
-    assert [name for _, name in chosen_layers(norms)] == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]
+    assert chosen_layers(norms) == ["embeddings", "layer.5.value", "layer.11.value", "out_proj"]
     assert len(chosen_layers(norms.head(4))) == 4
