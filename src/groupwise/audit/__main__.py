@@ -16,7 +16,7 @@ import numpy as np
 
 from groupwise.atomic import write_text
 from groupwise.audit.attacker import log_ratio, power_if_clipped
-from groupwise.audit.bounds import one_run_epsilon
+from groupwise.audit.bounds import CONFIDENCE, one_run_epsilon
 from groupwise.audit.one_run import audit_one_run, audit_pipeline, choose_guesses, count_right, present_canaries
 from groupwise.audit.options import DESIGNS, PLAYS, Setting, make_setting
 from groupwise.audit.two_worlds import audit_two_worlds
@@ -32,7 +32,7 @@ class Finding:
 
     Args:
         guesses, correct: guesses and right guesses in the one-run game. For two worlds, the number of plays and None.
-        bound: the lower bound on ε, with confidence ``Setting.confidence``.
+        bound: the lower bound on ε, with confidence `CONFIDENCE`.
     """
 
     setting: Setting
@@ -45,14 +45,9 @@ class Finding:
     """For two worlds: the norm of the example's mean gradient divided by the sensitivity."""
 
     @property
-    def claimed(self) -> float:
-        """The plan's ε."""
-        return self.plan.epsilon
-
-    @property
     def kept(self) -> bool:
         """Whether the bound is at most the claim."""
-        return self.bound <= self.claimed
+        return self.bound <= self.plan.epsilon
 
 
 def audit_mode(setting: Setting) -> Finding:
@@ -71,12 +66,14 @@ def audit_mode(setting: Setting) -> Finding:
         plan, evidence = audit_one_run(setting)
     scores = np.sum([log_ratio(of_step, plan.sample_rate) for of_step in evidence], axis=0)
     power = power_if_clipped(plan, codes=setting.model == "codes")
-    inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta, setting.confidence)
+    inside, out = choose_guesses(power, plan.sample_rate, plan.steps, setting.canaries, plan.delta)
     guesses, correct = inside + out, count_right(scores, present_canaries(setting), inside, out)
-    bound = one_run_epsilon(correct, guesses, setting.canaries, plan.delta, setting.confidence)
+    bound = one_run_epsilon(correct, guesses, setting.canaries, plan.delta)
     return Finding(setting, plan, guesses, correct, bound, time.monotonic() - began)
 
 
+TABLE = Path("results/trust/audit.csv")
+"""The file that `--all` writes."""
 EXAMPLES = """examples:
   python -m groupwise.audit clip=adaptive_layer privacy.epsilon=3
   python -m groupwise.audit clip=flat privacy.epsilon=1 noise=weighted --design poisson
@@ -107,11 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--canaries", type=int, help="number of canaries (default: depends on the design)")
     parser.add_argument("--plays", type=int, default=PLAYS, help="runs in each of the two worlds, for a real task")
     parser.add_argument("--seed", type=int, default=0, help="seed of canaries and noise, to repeat an audit")
-    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of the lower bound")
-    parser.add_argument(
-        "--all", action="store_true", help="audit every mode, budget and design, and write results/trust/audit.csv"
-    )
-    parser.add_argument("--out", type=Path, default=Path("results/trust/audit.csv"), help="where --all writes")
+    parser.add_argument("--all", action="store_true", help=f"audit every mode, budget and design, and write {TABLE}")
     parser.error = _refuse  # type: ignore[method-assign]
     given = parser.parse_intermixed_args(arguments)
     try:
@@ -119,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore")
             if given.all:
                 return audit_all(given)
-            names = ("design", "canaries", "seed", "confidence", "plays")
+            names = ("design", "canaries", "seed", "plays")
             finding = audit_mode(make_setting(given.overrides, **{name: getattr(given, name) for name in names}))
     except ProcessFailed as error:
         report(error)
@@ -170,28 +163,21 @@ def everything() -> list[tuple[int, Cell]]:
 
 
 def audit_all(given: argparse.Namespace) -> int:
-    """Audit `everything`, each with its own seed, write a table to ``--out``, and return the exit code."""
+    """Audit `everything`, each with its own seed, write `TABLE`, and return the exit code."""
     if given.overrides:
-        raise UserError("--all chooses modes, models and designs: give only --seed, --confidence and --out with it.")
+        raise UserError("--all chooses modes, models and designs: give only --seed with it.")
     rows: list[dict[str, str]] = []
     broken = 0
     todo = everything()
     for number, (epsilon, (design, overrides)) in enumerate(todo, 1):
-        setting = make_setting(
-            [*overrides, f"privacy.epsilon={epsilon}"],
-            design=design,
-            plays=ALL_PLAYS,
-            seed=given.seed + number,
-            confidence=given.confidence,
-        )
-        finding = audit_mode(setting)
+        overrides = [*overrides, f"privacy.epsilon={epsilon}"]
+        finding = audit_mode(make_setting(overrides, design=design, plays=ALL_PLAYS, seed=given.seed + number))
         broken += not finding.kept
         rows.append(row_of(finding))
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
     rows.sort(key=lambda row: [_number(text) for text in row.values()])
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.out, csv_text(COLUMNS, (row.values() for row in rows)))
-    print(f"{len(rows)} audits; {broken} bounds above their claim. {given.out}")
+    write_text(TABLE, csv_text(COLUMNS, (row.values() for row in rows)))
+    print(f"{len(rows)} audits; {broken} bounds above their claim. {TABLE}")
     return 1 if broken else 0
 
 
@@ -214,9 +200,9 @@ def row_of(finding: Finding) -> dict[str, str]:
         "canaries": str(setting.canaries),
         "guesses": str(finding.guesses),
         "correct": "" if finding.correct is None else str(finding.correct),
-        "confidence": f"{setting.confidence:g}",
+        "confidence": f"{CONFIDENCE:g}",
         "seed": str(setting.seed),
-        "epsilon_claimed": f"{finding.claimed:.4g}",
+        "epsilon_claimed": f"{plan.epsilon:.4g}",
         "epsilon_lower": f"{finding.bound:.3f}",
     }
 

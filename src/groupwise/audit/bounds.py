@@ -16,11 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 from scipy.stats import beta, binom
 
+CONFIDENCE = 0.95
+"""Of a bound, unless another is given."""
 _LARGEST_EPSILON = 60.0
 _MOST_THRESHOLDS = 4096
 
 
-def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
+def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float = CONFIDENCE) -> float:
     """Return the largest ε that ``correct`` right guesses refute, or 0 (Steinke et al. 2023, Theorem 5.2).
 
     Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
@@ -37,7 +39,9 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, con
     return _largest(refuted, _LARGEST_EPSILON)
 
 
-def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = 0.95) -> float:
+def two_worlds_epsilon(
+    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = CONFIDENCE
+) -> float:
     """Return a lower bound on ε from scores of runs without (``scores_out``) and with (``scores_in``) one example.
 
     "In" is guessed above a threshold. The even-numbered runs choose the threshold, and the odd-numbered runs bound both

@@ -33,9 +33,7 @@ _FRACTIONS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 
 
 @lru_cache
-def choose_guesses(
-    power: float, sample_rate: float, steps: int, canaries: int, delta: float, confidence: float
-) -> tuple[int, int]:
+def choose_guesses(power: float, sample_rate: float, steps: int, canaries: int, delta: float) -> tuple[int, int]:
     """Return the numbers of guesses (in, out) with the largest expected bound, by simulation with the claimed noise.
 
     Args:
@@ -57,7 +55,7 @@ def choose_guesses(
             guesses = max(4, round(fraction * canaries))
             out = round(share_out * guesses)
             right = [count_right(scores, present, guesses - out, out) for scores, present in rehearsed]
-            promised = one_run_epsilon(int(np.mean(right)), guesses, canaries, delta, confidence)
+            promised = one_run_epsilon(int(np.mean(right)), guesses, canaries, delta)
             best = max(best, (promised, (guesses - out, out)))
     return best[1]
 

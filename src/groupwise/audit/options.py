@@ -37,7 +37,6 @@ class Setting:
     design: str
     canaries: int
     seed: int = 0
-    confidence: float = 0.95
     plays: int = PLAYS
 
 
@@ -74,7 +73,6 @@ def make_setting(
     design: str = "full",
     canaries: int | None = None,
     seed: int = 0,
-    confidence: float = 0.95,
     plays: int = PLAYS,
 ) -> Setting:
     """Return the setting of an audit from overrides such as ``clip=... privacy.epsilon=...``; ``task=`` is a real task.
@@ -82,8 +80,6 @@ def make_setting(
     Raises:
         UserError: a setting that this kind of audit cannot test.
     """
-    if not 0.5 <= confidence < 1.0:
-        raise UserError(f"--confidence {confidence:g} must lie in [0.5, 1).")
     if seed < 0:
         raise UserError(f"--seed {seed} must be zero or more.")
     if plays < 2:
@@ -103,9 +99,9 @@ def make_setting(
     _check(config, design)
     if chosen.real:
         name = f"{config.task} {config.model.name}".strip()
-        return Setting(config, name, design, m, seed, confidence, plays)
+        return Setting(config, name, design, m, seed, plays)
     set_rate(config, max(1, round(chosen.sample_rate * m)))
-    return Setting(config, "codes" if design == "counts" else "layers", design, m, seed, confidence)
+    return Setting(config, "codes" if design == "counts" else "layers", design, m, seed)
 
 
 def _of_a_real_task(given: Sequence[str]) -> list[str]:

@@ -133,7 +133,7 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
         TrainerWorld([made], 1, lambda seen: float(seen[0].update @ direction)) for made in (trainer, other)
     )
     plan = trainer.private.plan
-    found = distinguish(without, having, setting.plays, plan.delta, setting.confidence)
+    found = distinguish(without, having, setting.plays, plan.delta)
     share = float((own / stds).norm()) * plan.gradient_noise_multiplier
     return plan, found, share
 
