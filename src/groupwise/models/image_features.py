@@ -8,7 +8,6 @@ trained small networks on it. EfficientNet-Lite0's weights were trained on Image
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from io import BufferedRandom
 
 import numpy as np
 import torch
@@ -107,13 +106,9 @@ def _features(
     except (OSError, ValueError, TypeError):
         pass  # missing or broken: computed again
     features = _computed(images, name, shape, make())
-
-    def write(file: BufferedRandom) -> None:
-        np.save(file, features.numpy())
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, write)
+        write_atomically(path, lambda file: np.save(file, features.numpy()))
     except OSError:
         pass  # without a cache the next run computes them again
     return features

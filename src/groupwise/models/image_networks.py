@@ -128,19 +128,14 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.final_norm = nn.GroupNorm(group_count(channels, norm_groups), channels)
         self.classifier = nn.Linear(channels, num_classes)
-        _init_classifier(self.classifier)
+        std = channels**-0.5 / 0.8796  # truncation multiplies the standard deviation by 0.8796
+        nn.init.trunc_normal_(self.classifier.weight, std=std, a=-2 * std, b=2 * std)  # variance 1/channels
+        nn.init.zeros_(self.classifier.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Classify images (B, in_channels, H, W): logits (B, num_classes)."""
         hidden = self.final_norm(F.relu(self.blocks(self.stem(images))))
         return self.classifier(torch.mean(hidden, dim=(2, 3)))
-
-
-def _init_classifier(classifier: nn.Linear) -> None:
-    """Draw weights of variance 1/fan_in from a normal truncated at two standard deviations, as De et al. do."""
-    std = classifier.in_features**-0.5 / 0.8796  # truncation multiplies the standard deviation by 0.8796
-    nn.init.trunc_normal_(classifier.weight, std=std, a=-2 * std, b=2 * std)
-    nn.init.zeros_(classifier.bias)
 
 
 HIDDEN = 64

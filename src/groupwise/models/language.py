@@ -47,12 +47,17 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
 
 def position_limit(model: nn.Module) -> int:
     """The most tokens that an example may have: 1024 for GPT-2, 512 for RoBERTa (514 positions, two of them unused)."""
-    config: Any = model.config
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = int(getattr(model.config, "max_position_embeddings", None) or UNLIMITED)
+    padding = padding_position(model)
+    return limit if padding is None else limit - padding - 1
+
+
+def padding_position(model: nn.Module) -> int | None:
+    """The padding row of the position table, if it has one."""
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            return module.num_embeddings - module.padding_idx - 1
-    return UNLIMITED if limit is None else int(limit)
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return module.padding_idx
+    return None
 
 
 def is_head(model: nn.Module, name: str) -> bool:

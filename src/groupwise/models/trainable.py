@@ -89,7 +89,6 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
     head = [name for name, _ in model.named_parameters() if is_head(model, name)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects it layer by layer
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft's call
         warnings.filterwarnings("ignore", category=FutureWarning)  # what peft still asks of transformers
         try:
             config = peft.LoraConfig(

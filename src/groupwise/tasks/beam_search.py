@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.config.schema import GenerateConfig
-from groupwise.errors import UserError
 from groupwise.models.language import position_limit
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.task import eval_mode
@@ -34,23 +33,14 @@ def generate(
     Args:
         model: a causal language model of transformers, with or without peft's adapters.
         tokenizer: the model's; if it has no padding token, the end token is used.
-        prompts: token ids, at least one each.
+        prompts: token ids, at least one each, and fewer than the model has positions.
         settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
             `limit` is not used.
         device: of the model.
         single_line: whether a line break ends a text. It ends beams too, so that later tokens do not affect the choice.
-
-    Raises:
-        UserError: a prompt is empty or too long, or the model is not a causal language model.
     """
     generator = _generator(model)
     positions = position_limit(generator)
-    for prompt in prompts:
-        if not 1 <= len(prompt) < positions:
-            raise UserError(
-                f"A prompt has {len(prompt)} tokens, and the model has {positions} positions: give 1 to "
-                f"{positions - 1} tokens."
-            )
     lengths = [len(prompt) for prompt in prompts]
     breaks = _line_breaks(generator, tokenizer).to(device) if single_line else None
 
@@ -116,10 +106,7 @@ def _generator(model: nn.Module) -> Any:
     """The transformers model inside peft's wrappers; the adapters are in its layers."""
     from transformers import GenerationMixin
 
-    found = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
-    if found is None:
-        raise UserError(f"{type(model).__name__} cannot generate text: give a causal language model of transformers.")
-    return found
+    return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import UserError
+from groupwise.models.language import padding_position
 from groupwise.training.task import to_device
 
 LINE = "\n"
@@ -59,7 +60,7 @@ class ModelInputs:
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self._pad_token = pad_token
         self._types = int(getattr(inner.config, "type_vocab_size", 0) or 0)
-        self._padding_position = _padding_position(inner)
+        self._padding_position = padding_position(inner)
 
     def __call__(
         self,
@@ -91,14 +92,6 @@ class ModelInputs:
 
 def _without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _padding_position(model: nn.Module) -> int | None:
-    """The padding row of the position table, if it has one."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return module.padding_idx
-    return None
 
 
 CHUNK = 4096

@@ -180,7 +180,7 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
 
     Args:
         model: a transformers model; of a model with adapters, only the adapters are written.
-        tokenizer: the model's.
+        tokenizer: the model's, a fast one.
         folder: created if it is missing.
         provenance: where the weights come from.
 
@@ -190,7 +190,9 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
     try:
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)  # type: ignore[operator]
-        _forget_last_call(tokenizer)
+        # Otherwise tokenizer.json would reveal whether an example was too long.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         tokenizer.save_pretrained(folder)
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
         note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
@@ -199,17 +201,6 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
             write_model_card(folder, provenance)
     except OSError as error:
         raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
-
-
-def _forget_last_call(tokenizer: Any) -> None:
-    """Reset truncation and padding, which a fast tokeniser would save in tokenizer.json.
-
-    They would reveal whether an example was too long.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.no_truncation()
-        backend.no_padding()
 
 
 def _base(model: Any) -> str:
