@@ -82,7 +82,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices": 5}, "devices=5 is more than the 4 blocks"),
+        ({"devices": 5}, "pipeline.stages=5 cannot share 4 blocks"),
         ({"length": 65}, "length=65 is more than the 64 positions"),
     ],
 )

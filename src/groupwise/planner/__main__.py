@@ -60,9 +60,6 @@ def make_plan(estimate: Estimate) -> Plan:
         UserError: the model does not fit.
     """
     options = estimate.options
-    if options.devices > estimate.blocks:
-        blocks = f"the {estimate.blocks} blocks of {options.model}"
-        raise UserError(f"devices={options.devices} is more than {blocks}; give at most {estimate.blocks}.")
     if not estimate.fits(estimate.work):
         raise UserError(_why_not(estimate))
     most = largest_microbatch(estimate)

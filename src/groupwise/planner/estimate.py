@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from groupwise.clipping.norm_methods import RATES
 from groupwise.errors import UserError
-from groupwise.pipeline.model_parts import find_parts
 from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
@@ -148,7 +147,6 @@ class Estimate:
             rates=RATES[options.device.kind],
         )
         self.model = build(config, options.rank, options.weights_dtype)
-        self.blocks = len(find_parts(self.model).blocks)
         self.imagined = lru_cache(None)(footprint)
 
     def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:

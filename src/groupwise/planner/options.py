@@ -35,9 +35,6 @@ class PlanOptions:
             if (getattr(self, key) or 0) > getattr(self, most):
                 raise UserError(f"{key}={getattr(self, key)} is more than {most}={getattr(self, most)}; give less.")
         device = self.device
-        if self.room <= 0:
-            own = f"{device.reserved / 1e9:g} GB that a {device.name} reserves"
-            raise UserError(f"memory={self.memory:g} is at most the {own}; give more.")
         if self.weights_dtype not in device.peak:
             raise UserError(
                 f"dtype={self.weights_dtype} has no known speed on a {device.name}; give {' or '.join(device.peak)}."
