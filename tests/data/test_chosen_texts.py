@@ -87,7 +87,7 @@ def test_share_that_leaves_a_side_empty_is_refused(labelled, paired, share):
 
 def test_single_source_cannot_be_split():
     data = PairedText([("s", "a"), ("s", "b")], [], [], "", {})
-    with pytest.raises(UserError, match=r"data.holdout=0.5 of 1 sources leaves one set empty"):
+    with pytest.raises(UserError, match=r"data.holdout=0.5 of 2 training examples leaves one set empty"):
         hold_out(data, 0.5)
 
 

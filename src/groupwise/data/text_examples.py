@@ -94,29 +94,20 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
         UserError: a share that leaves one of the two sets empty.
     """
     count = len(data.train)
-    wanted = round(share * count)
-    if not 0 < wanted < count:
-        raise UserError(
-            f"data.holdout={share} of {count} training examples leaves one set empty; give a share such as 0.2."
-        )
+    empty = UserError(f"data.holdout={share} of {count} training examples leaves one set empty; give another share.")
     source = f"{data.source}; {share:g} of the training set held out to validate on (seed {seed})"
     if isinstance(data, LabelledText):
-        held = set(_order(count, seed)[:wanted])
-        rest = [i for i in range(count) if i not in held]
-        return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, sorted(held))}, source=source)
-    requests = by_source(data.train)
-    sources = {request.source for request in requests if keyed_fraction(request.source, seed) < share}
-    if not 0 < len(sources) < len(requests):
-        raise UserError(
-            f"data.holdout={share} of {len(requests)} sources leaves one set empty: give another share, or leave it "
-            "out."
-        )
-    return replace(
-        data,
-        train=[pair for pair in data.train if pair[0] not in sources],
-        valid=[request for request in requests if request.source in sources],
-        source=source,
-    )
+        held = sorted(_order(count, seed)[: max(0, round(share * count))])
+        rest = sorted(set(range(count)).difference(held))
+        if not held or not rest:
+            raise empty
+        return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, held)}, source=source)
+    apart = {source for source, _ in data.train if keyed_fraction(source, seed) < share}
+    train = [pair for pair in data.train if pair[0] not in apart]
+    if not apart or not train:
+        raise empty
+    valid = [request for request in by_source(data.train) if request.source in apart]
+    return replace(data, train=train, valid=valid, source=source)
 
 
 def keep(data: Data, limit: int, seed: int = 0) -> Data:

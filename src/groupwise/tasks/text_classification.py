@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,11 @@ class TextClassification(TextTask):
 def make_text_classification(config: RunConfig, device: torch.device) -> TextClassification:
     """`task=sst2|qnli|qqp|mnli` on files, on the hub's copy, or on synthetic sentences (`data.name=synthetic`)."""
     tokenizer = find_tokenizer(config)
-    data = _load(config)
+    data = choose_data(
+        config,
+        lambda root: load_glue(config.task, root, hub=config.data.hub, train_file=config.data.train_file),
+        synthetic_labelled,
+    )
     model = choose_trainable(load_classifier(config.model, data.classes, tokenizer), config.model).to(device)
     pairs = data.train.texts[0][1] is not None
     specials = tokenizer.num_special_tokens_to_add(pair=pairs)
@@ -109,13 +112,6 @@ def make_text_classification(config: RunConfig, device: torch.device) -> TextCla
     train = encode(data.train, tokenizer, config.data.max_length)
     valid = {name: encode(part, tokenizer, config.data.max_length) for name, part in data.valid.items()}
     return TextClassification(config, model, tokenizer, train, valid, _describe(config, data, train, valid))
-
-
-def _load(config: RunConfig) -> LabelledText:
-    def read(root: Path) -> LabelledText:
-        return load_glue(config.task, root, hub=config.data.hub, train_file=config.data.train_file)
-
-    return choose_data(config, read, synthetic_labelled)
 
 
 def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:

@@ -162,7 +162,10 @@ class TextGeneration(TextTask):
             {"source": request.source, "output": text, "references": list(request.references)}
             for request, text in zip(requests, texts, strict=True)
         ]
-        return _scores(self._task, texts, [request.references for request in requests])
+        references = [request.references for request in requests]
+        if self._task in SUMMARIES:
+            return rouge(texts, references)
+        return {"bleu": corpus_bleu(texts, references), "rougeL": e2e_rouge_l(texts, references)}
 
     def _read(self, samples: Samples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
         tokens = [samples.tokens[i] for i in rows]
@@ -250,7 +253,7 @@ def make_text_generation(
     tokenizer = find_tokenizer(config)
     delimiter = DELIMITER if config.task in SUMMARIES else ""
     encoder = PairEncoder(tokenizer, delimiter, config.data.max_length)
-    data = _load(config)
+    data = choose_data(config, lambda root: PAIRED[config.task](root, config.data.train_file), synthetic_paired)
     public_text(config, _private(data))  # raises before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
@@ -265,13 +268,6 @@ def make_text_generation(
     return TextGeneration(config, model, tokenizer, data, encoder)
 
 
-def _load(config: RunConfig) -> PairedText:
-    def read(root: Path) -> PairedText:
-        return PAIRED[config.task](root, config.data.train_file)
-
-    return choose_data(config, read, synthetic_paired)
-
-
 def _private(data: PairedText) -> list[str]:
     """The SHA-256 of the training file, which is the first of the files."""
     return list(data.sha256.values())[:1]
@@ -279,12 +275,6 @@ def _private(data: PairedText) -> list[str]:
 
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:
     return [(request.source, reference) for request in requests for reference in request.references]
-
-
-def _scores(task: str, texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    if task in SUMMARIES:
-        return rouge(texts, references)
-    return {"bleu": corpus_bleu(texts, references), "rougeL": e2e_rouge_l(texts, references)}
 
 
 def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]) -> dict[str, Any]:
