@@ -137,11 +137,7 @@ def _passed_on(processes: Sequence[Any]) -> Iterator[list[int]]:
         for process in processes:
             process.kill() if again else process.terminate()
 
-    try:
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # only the main thread can handle signals
-        yield asked
-        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:
