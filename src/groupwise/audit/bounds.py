@@ -28,7 +28,11 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, con
     Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
     P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
     """
-    _check_guesses(correct, guesses, canaries, confidence)
+    if not 0 <= correct <= guesses <= canaries or not guesses or not 0.0 < confidence < 1.0:
+        raise ValueError(
+            f"correct is {correct}, guesses {guesses}, canaries {canaries} and confidence {confidence}; give "
+            "0 <= correct <= guesses <= canaries, at least one guess, and a probability between 0 and 1."
+        )
 
     def refuted(epsilon: float) -> bool:
         right = float(expit(epsilon))
@@ -90,11 +94,3 @@ def _largest(refuted: Callable[[float], bool], top: float) -> float:
         middle = 0.5 * (low + high)
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low
-
-
-def _check_guesses(correct: int, guesses: int, canaries: int, confidence: float) -> None:
-    if not 0 <= correct <= guesses <= canaries or not guesses or not 0.0 < confidence < 1.0:
-        raise ValueError(
-            f"correct is {correct}, guesses {guesses}, canaries {canaries} and confidence {confidence}; give "
-            "0 <= correct <= guesses <= canaries, at least one guess, and a probability between 0 and 1."
-        )

@@ -165,14 +165,10 @@ def own_gradients(
 
     Canaries have no entries in common, so each one's gradient is a slice of the gradient of all losses together.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for who in torch.arange(canaries).split(at_once):
         losses_of(model, who).sum().backward()
-    found = {}
-    for name, parameter in named.items():
-        assert parameter.grad is not None
-        found[name] = by_canary(parameter.grad, canaries)
-        parameter.grad = None
+    found = {name: by_canary(p.grad, canaries) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
     return found
 
 

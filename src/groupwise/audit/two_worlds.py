@@ -1,6 +1,5 @@
 """Distinguishes two neighbouring datasets by the releases of many runs of the real trainer."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -99,20 +98,16 @@ class TrainerWorld:
                 trainer.private.thresholds.load_state_dict(self._thresholds)
 
 
-def distinguish(without: World, having: World, plays: int, delta: float, confidence: float = 0.95) -> float:
+def distinguish(without: World, having: World, plays: int, delta: float) -> float:
     """Play both worlds `plays` times and bound ε at `delta` from below.
 
     Formal guarantee: let the releases of one play be (ε, `delta`)-DP for adding or removing the example in which the
-    worlds differ, and let plays be independent. Then the result is above ε with probability at most 1 - `confidence`,
+    worlds differ, and let plays be independent. Then the result is above ε with probability at most 1 - `CONFIDENCE`,
     for any mechanism. Scores that are not finite count as 0.
     """
-    out, inside = (_scores(world, plays) for world in (without, having))
-    return two_worlds_epsilon(out, inside, delta, confidence)
-
-
-def _scores(world: World, plays: int) -> np.ndarray:
-    played = [world.play() for _ in range(plays)]
-    return np.array([score if math.isfinite(score) else 0.0 for score in played])
+    played = np.array([[world.play() for _ in range(plays)] for world in (without, having)])
+    out, inside = np.nan_to_num(played, posinf=0.0, neginf=0.0)
+    return two_worlds_epsilon(out, inside, delta)
 
 
 def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
