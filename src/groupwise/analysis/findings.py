@@ -86,11 +86,6 @@ class Verdict:
     instead: str = ""
 
     @property
-    def said(self) -> str:
-        """The word, with the reason in brackets."""
-        return self.word + (f" ({self.why})" if self.why else "")
-
-    @property
     def where(self) -> str:
         """The scale, and which networks its cells train."""
         if not self.scale:
@@ -282,7 +277,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 f"{measured.n} × {verdict.places}" if measured.n else "–",
                 p_in_words(verdict.alone),
                 p_in_words(verdict.p),
-                verdict.said,
+                verdict.word + (f" ({verdict.why})" if verdict.why else ""),
             ]
         )
     return markdown(list(HEAD), rows)

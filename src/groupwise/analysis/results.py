@@ -214,9 +214,11 @@ def read_measured(
 
 
 def refuse(path: Path, frame: pd.DataFrame, wrong: Any, words: str) -> None:
-    """Raise a `UserError` about the first row that is wrong."""
-    for cell, seed in frame.loc[wrong, ["cell", "seed"]].itertuples(index=False):
-        raise UserError(f"{path}: the row of {cell} seed={seed} {words}; nothing of the file is used.")
+    """Raise a `UserError` that names the first row that is wrong, if there is one."""
+    if len(odd := frame[wrong]):
+        first = odd.iloc[0]
+        place = f"the row of {first['cell']} seed={first['seed']}"
+        raise UserError(f"{path}: {place} {words}; nothing of the file is used.")
 
 
 def seeds_of(sweep: Sweep, scale: str) -> dict[str, tuple[int, ...]]:
