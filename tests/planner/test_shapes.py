@@ -50,7 +50,7 @@ def test_a_folder_is_read(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt3", "no/such/folder"])
 def test_an_unknown_model_is_refused(name):
-    with pytest.raises(UserError, match=rf"model={name} is neither a known shape"):
+    with pytest.raises(UserError, match=rf"no shape or folder with a config.json named {name}"):
         configuration(name)
 
 

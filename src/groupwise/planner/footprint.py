@@ -258,31 +258,23 @@ def footprint(work: Work, kind: Kind, name: str) -> Footprint:
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # as for every microbatch but the first
         meter.ignore(x, *kwargs.values(), *(p.grad for p in trained if p.grad is not None))
-        measured = _measured(meter, passes, x, kwargs)
+        begin = meter.restart()
+        out = passes.forward(x, kwargs)
+        forward, forward_operations, stored = meter.peak - begin, meter.operations, meter.held - begin
+        gradient = None if kind.last else torch.empty_like(out)
+        if gradient is not None:
+            meter.ignore(gradient)
+        middle = meter.restart()
+        passes.backward(out, gradient)
     return Footprint(
         frozen=sum(p.nbytes for p in parameters if not p.requires_grad),
         trained=sum(p.nbytes for p in trained),
         largest=max(p.nbytes for p in trained),
         received=0 if kind.first else x.nbytes,
-        **measured,
+        sent=0 if kind.last else out.nbytes,
+        stored=stored,
+        forward=forward,
+        backward=meter.peak - middle,
+        forward_operations=forward_operations,
+        backward_operations=meter.operations,
     )
-
-
-def _measured(meter: Meter, passes: Passes, x: Tensor, kwargs: dict[str, Tensor]) -> dict[str, int]:
-    begin = meter.restart()
-    out = passes.forward(x, kwargs)
-    forward, forward_operations, stored = meter.peak - begin, meter.operations, meter.held - begin
-    gradient = None if passes.stage.last else torch.empty_like(out)
-    if gradient is not None:
-        meter.ignore(gradient)
-    middle = meter.restart()
-    passes.backward(out, gradient)
-    x.grad = None
-    return {
-        "sent": 0 if gradient is None else out.nbytes,
-        "stored": stored,
-        "forward": forward,
-        "backward": meter.peak - middle,
-        "forward_operations": forward_operations,
-        "backward_operations": meter.operations,
-    }

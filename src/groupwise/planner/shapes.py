@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.errors import UserError, did_you_mean
+from groupwise.errors import UserError, unknown
 from groupwise.models.language import untie
 from groupwise.models.trainable import add_adapters
 from groupwise.torchvision_import import import_torchvision_first
@@ -54,11 +54,7 @@ def configuration(name: str) -> Any:
             first = str(error).strip().splitlines()[0].rstrip(".")
             raise UserError(f"transformers cannot read the config.json of model={name} ({first}).") from error
     else:
-        known = ", ".join(SHAPES)
-        raise UserError(
-            f"model={name} is neither a known shape{did_you_mean(name, SHAPES)} nor a folder with a config.json: "
-            f"give {known}, or a folder."
-        )
+        raise unknown("shape or folder with a config.json named", name, SHAPES)
     for key in NO_DROPOUT:
         if getattr(config, key, 0):
             setattr(config, key, 0.0)
@@ -84,7 +80,7 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
         device: "meta" allocates no memory.
 
     Raises:
-        UserError: the architecture has no causal language model.
+        UserError: the architecture has no causal language model, or none with this attention.
     """
     import_torchvision_first()
     from transformers import AutoModelForCausalLM
