@@ -27,6 +27,7 @@ DART_FILES = (
 )
 
 _SLOT = re.compile(r"\s*([^\[\],]+)\[([^\]]*)\]\s*(?:,|$)")
+_SLOTS = re.compile(rf"(?:{_SLOT.pattern})+")
 _SLOT_NAMES = {"eatType": "Type", "priceRange": "price", "familyFriendly": "family friendly"}
 
 
@@ -85,15 +86,9 @@ def linearise_mr(mr: str) -> str:
     Raises:
         ValueError: the MR is not a list of slot[value].
     """
-    slots, at = [], 0
-    while at < len(mr):
-        match = _SLOT.match(mr, at)
-        if match is None:
-            raise ValueError(mr)
-        slots.append((match[1].strip(), match[2].strip()))
-        at = match.end()
-    if not slots:
+    if not _SLOTS.fullmatch(mr):
         raise ValueError(mr)
+    slots = [(name.strip(), value.strip()) for name, value in _SLOT.findall(mr)]
     return " | ".join(f"{_SLOT_NAMES.get(name, name)} : {value}" for name, value in slots)
 
 
