@@ -95,7 +95,7 @@ def buffers(ranks: Ranks) -> tuple:
 def losses(ranks: Ranks) -> tuple:
     """Losses of a step, and of one without examples."""
     trainer = make_trainer(Case(), ranks)
-    microbatches = drawn(trainer, MICROBATCH, trainer.runner.least)
+    microbatches = drawn(trainer, MICROBATCH, trainer.runner.stage.count)
     return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named, refuse_unreachable
 from groupwise.torchvision_import import import_torchvision_first
 
-Kind = Literal["SequenceClassification", "CausalLM"]
 UNLIMITED = sys.maxsize
 
 
@@ -71,7 +70,7 @@ def is_head(model: nn.Module, name: str) -> bool:
     return not name.startswith(f"{network.base_model_prefix}.") or ".pooler." in name
 
 
-def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: Kind) -> nn.Module:
+def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: str) -> nn.Module:
     import transformers
 
     if kind == "CausalLM":

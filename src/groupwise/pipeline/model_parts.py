@@ -98,13 +98,11 @@ def find_parts(model: nn.Module) -> ModelParts:
     check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
     family = FAMILIES[network.config.model_type]
     head = network.get_output_embeddings()
-    if head is None:
-        raise UserError(f"{type(network).__name__} does not predict the next token: give a causal language model.")
     body: Any = reduce(getattr, family.body.split("."), network)
     entry = (getattr(body, name, None) for name in (family.tokens, family.positions, family.project_in))
     exit_ = (getattr(body, name, None) for name in (family.norm, family.project_out))
     blocks = tuple(getattr(body, family.blocks))
-    return ModelParts(_present(*entry), blocks, _present(*exit_, head), network, body, family)
+    return ModelParts(tuple(filter(None, entry)), blocks, (*filter(None, exit_), head), network, body, family)
 
 
 def check_known(model_type: str) -> None:
@@ -118,7 +116,3 @@ def check_known(model_type: str) -> None:
             f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}, or "
             "pipeline.stages=1."
         )
-
-
-def _present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
-    return tuple(module for module in modules if module is not None)

@@ -134,8 +134,6 @@ class StageRunner:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.stage, self.engine, self.device, self.group = stage, engine, device, group
-        self.least = stage.count
-        """The minimal number of microbatches in a step of 1F1B; an argument of `Feed.microbatches`."""
         if engine is not None:
             self._prove(engine)
 

@@ -47,7 +47,8 @@ class StageSums:
         private.clear()
         run = self.runner.run_flat if self.one_group and private.engine is not None else self.runner.run
         share = private.ranks.share(self.feed.order(drawn))
-        losses = run(self.feed.microbatches(share, self.size, self.runner.least), partial(private.microbatch, step))
+        microbatches = self.feed.microbatches(share, self.size, least=self.runner.stage.count)  # as 1F1B needs
+        losses = run(microbatches, partial(private.microbatch, step))
         return torch.zeros(()) if losses is None else losses.sum()
 
 
