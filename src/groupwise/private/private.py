@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from groupwise.errors import UserError, reason, warn
+from groupwise.errors import UserError, reason
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.private.arguments import (
     PRIVATE_OPTIMIZERS,
-    STEPPED,
     TRAINED,
     check_count,
     check_parameters,
     trainings_of,
+    were_trained,
 )
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
@@ -280,14 +280,8 @@ class Private:
                 "difference: leave it out, or give each training its own NoiseSource.fresh()."
             )
         USED.add(used)
-        layers = [group_layer.rule.module for group in self.engine.groups for group_layer in group.members]
-        self._earlier = not self._resumed and any(layer in STEPPED for layer in layers)
-        if self._earlier:
-            warn(
-                "The model was trained privately before, and epsilon counts this training alone: if the weights were "
-                "not reset and the data are the same, add up the budgets (groupwise.privacy.composed_epsilon)."
-            )
-        STEPPED.update(layers)
+        layers = [member.rule.module for group in self.engine.groups for member in group.members]
+        self._earlier = were_trained(layers, self._resumed)
         self._agreed = True
 
     def _check_open(self) -> None:
