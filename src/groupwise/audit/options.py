@@ -80,6 +80,8 @@ def make_setting(
     Raises:
         UserError: a setting that this kind of audit cannot test.
     """
+    if seed < 0:
+        raise UserError(f"--seed {seed} must be zero or more.")
     if plays < 2:
         raise UserError(f"--plays {plays} must be two or more.")
     if design == "full" and any(_is_of(item, REAL) for item in overrides):
