@@ -4,7 +4,6 @@ A network is a random sequence of `OPERATIONS`, some with the layer of an earlie
 microbatches are random too. Exit code 1 if a norm or a clipped sum is off by a relative 1e-8 (see `trust.models`).
 """
 
-import argparse
 import random
 import sys
 import warnings
@@ -96,11 +95,8 @@ def errors_of(seed: int) -> list[float]:
     return errors
 
 
-def main() -> int:
+def main(count: int) -> int:
     """Check networks 0 to count - 1; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trust.random_networks", description=__doc__.split("\n")[0])
-    parser.add_argument("count", nargs="?", type=int, default=300, help="how many networks; 300 by default")
-    count = parser.parse_args().count
     warnings.simplefilter("ignore")
     errors = {seed: max(errors_of(seed)) for seed in range(count)}
     wrong = [seed for seed, error in errors.items() if not error < TOLERANCE]
@@ -109,4 +105,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 300))

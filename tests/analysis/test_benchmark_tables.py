@@ -99,21 +99,20 @@ def test_page_is_filled_between_its_markers(tmp_path, throughput, opacus_compari
     prose, measured = blank(tmp_path / "benchmarks.md"), tmp_path / "benchmarks"
     tables = tmp_path / "tables" / "benchmarks.md"
     measured.mkdir()
-    places = {"docs": tmp_path, "out": tables.parent, "measured": tmp_path}
-    command = ["benchmarks", *(part for name, path in places.items() for part in (f"--{name}", str(path)))]
-    assert main(command) == 0
+    command, folders = ["benchmarks", "--docs", str(tmp_path), "--out", str(tables.parent)], Folders(measured=tmp_path)
+    assert main(command, folders) == 0
     text = prose.read_text()
     assert text.count("Not measured yet.") == text.count("kept") == len(NAMES) and "old" not in text
     assert tables.read_text().count("Not measured yet.") == 1
     parts = {"throughput": throughput, "opacus_side_by_side": opacus_comparison}
     for name, rows in (parts | {"small_models": small}).items():
         rows.to_csv(measured / f"{name}.csv", index=False)
-    assert main(command) == 0
+    assert main(command, folders) == 0
     text = prose.read_text()
     assert "Not measured yet." not in text + tables.read_text()
     assert throughput_summary(pd.read_csv(measured / "throughput.csv")) in text
     assert throughput_tables(pd.read_csv(measured / "throughput.csv")) in tables.read_text()
-    assert main(command) == 0 and prose.read_text() == text
+    assert main(command, folders) == 0 and prose.read_text() == text
 
 
 def test_page_without_markers_gives_a_one_sentence_error(tmp_path, capsys):

@@ -332,7 +332,7 @@ MISUSES: dict[str, tuple[Callable[[ClippingEngine, Run], Any], str]] = {
     "another microbatch's output": (another_microbatch, "forward in another microbatch"),
     "plain backward": (
         lambda engine, run: run_backward(run, run_forward(engine, run, 0), 0),
-        r"loss\.backward\(\) inside of them",
+        r"compute gradients themselves \(backward",
     ),
     "no output": (lambda engine, run: (run_forward(engine, run, 0), back(engine, run, 0)), "reach no layer of group"),
     "other groups' norms": (lambda engine, _: engine.count_norms(torch.ones(99, 4)), "one row per group"),

@@ -62,13 +62,7 @@ def test_modules_are_commands_and_know_their_options(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "-m groupwise.analysis.run_plot",
-        "-m groupwise.models.published",
-        "-m trust.random_networks",
-        "scripts/notebook.py",
-    ],
+    "command", ["-m groupwise.analysis.run_plot", "-m groupwise.models.published", "scripts/notebook.py"]
 )
 def test_help_is_no_argument(command: str) -> None:
     code, out, _ = Command(*command.split(), "--help", cwd=ROOT).finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,8 +13,8 @@ from groupwise.errors import UserError
 
 
 def register_resolvers() -> None:
-    """Register the resolvers below with OmegaConf. May be called again."""
-    for resolver in (by, by_mode, by_epsilon, joint, from_env):
+    """Register ``by``, ``by_mode``, ``by_epsilon`` and ``joint`` with OmegaConf. May be called again."""
+    for resolver in (by, by_mode, by_epsilon, joint):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
@@ -44,11 +43,6 @@ def by_epsilon(table: Mapping[float, Any], *, _root_: DictConfig) -> Any:
 def joint(threshold: float, groups: int) -> float:
     """``${joint:1e-5,${pipeline.stages}}``: C for this number of groups that each clip to this threshold."""
     return threshold * math.sqrt(groups) if groups > 0 else threshold
-
-
-def from_env(name: str, default: str) -> str:
-    """``${from_env:GROUPWISE_DATA,data}``: a variable of the environment, or the default if it is unset or empty."""
-    return os.environ.get(name) or default
 
 
 def at_epsilon(table: Mapping[float, Any], epsilon: float | None) -> Any:
