@@ -252,8 +252,8 @@ def footprint(work: Work, kind: Kind, name: str) -> Footprint:
     parameters = list(stage.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     meter.ignore(*parameters, *stage.buffers())
-    passes = Passes(stage, work, name)  # before the modes, as it checks the clip rule with real numbers
     with fake, meter:
+        passes = Passes(stage, work, name)
         x, kwargs = inputs(stage, work)
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # as for every microbatch but the first

@@ -180,8 +180,8 @@ class Private:
         spent = f"epsilon = {self.epsilon:.4g} at delta = {self.plan.delta:g}"
         early = "" if self.executed in (0, self.plan.steps) else EARLY
         earlier = "\n  Not included: an earlier private training of the same model." if self._earlier else ""
-        spent = f"{spent} in {self.executed} of {self.plan.steps} steps."
-        return f"{secret}{self.plan.statement()}\nSpent: {spent}{early}{earlier}"
+        steps = f"{self.executed} of {self.plan.steps} steps"
+        return f"{secret}{self.plan.statement()}\nSpent: {spent} in {steps}.{early}{earlier}"
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
