@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 sys.dont_write_bytecode = False  # often True in containers, where every worker would then compile all modules
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads, and without a network the hub is tried for 23 s
 
 
 gc.disable()

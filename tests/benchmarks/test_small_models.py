@@ -9,7 +9,9 @@ ONCE = SmallModelOptions(rounds=1, steps=1)
 HERE = [method for method in METHODS if method != "fastdp_flat" and not method.endswith("_graph")]
 
 
-@pytest.mark.parametrize("name", ["logistic", "lstm", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["logistic", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lstm", "transformer"))]
+)
 def test_each_method_trains_and_plain_ratio_is_one(name):
     rows = {row["method"]: row for row in measure(name, HERE, ONCE)}
     assert list(rows) == HERE and {row["status"] for row in rows.values()} == {"ok"}

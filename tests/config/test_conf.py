@@ -32,6 +32,7 @@ def values_of(file: Path) -> set[tuple[str, str]]:
     return set(leaves(values if "@package _global_" in text or file.parent == CONF else {group: values}))
 
 
+@pytest.mark.slow
 def test_every_value_of_a_file_appears_in_some_configuration() -> None:
     register()
     cells = [[f"{key}={value}" for key, value in zip(("task", "clip", "scale"), cell, strict=True)]

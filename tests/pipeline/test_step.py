@@ -166,6 +166,7 @@ def test_three_steps_on_two_processes_equal_the_loop_over_single_examples():
         _check(case, ranks)
 
 
+@pytest.mark.slow
 def test_three_steps_on_four_processes_equal_the_loop_over_single_examples():
     cases = [case for case in CASES if case.stages == 4]
     found = run_ranks(run_cases, 4, {4: cases, 2: REPLICATED})

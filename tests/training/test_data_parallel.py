@@ -161,6 +161,7 @@ def test_two_processes_match_one(two, case):
         same(process["outcomes"][case], outcome(case, Ranks()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_four_processes_match_one_though_some_shards_are_empty(four, kind):
     for process in four:
