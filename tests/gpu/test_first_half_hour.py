@@ -32,6 +32,14 @@ def test_fourth_step_without_a_run_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "has no run to resume: give step 3 first" in done.stderr
 
 
+def test_failed_tests_fail_the_repeated_step_too(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) exit 1 ;; esac\n')
+    python.chmod(0o755)
+    assert [command("1", tmp_path / "out", PYTHON=str(python)).returncode for _ in range(2)] == [1, 1]
+    assert command("2", tmp_path / "out", PYTHON=str(python), LIMIT="20").returncode == 4
+
+
 @pytest.mark.slow
 def test_first_step_writes_test_results_rows_and_a_profile(tmp_path: Path) -> None:
     settings = {"TESTS": "-k linear_2d", "STEPS": "microbatch=2 precision=float32,tf32 repeats=1"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from submitit.core.utils import CommandFunction, FailedJobError
 
 from groupwise.errors import UserError
 from groupwise.sweeps import slurm
@@ -91,10 +92,16 @@ def test_jobs_missing_from_the_queue_twice_are_over(tmp_path, monkeypatch):
         if answer is not None:
             queue.write_text(answer)
 
-    slurm.wait_for_the_others(RuntimeError("7_0 has not produced any output"), tmp_path, pause)
+    slurm.wait_for_the_others(RuntimeError("Job (task=0) failed during processing with trace"), tmp_path, pause)
     assert next(answers, "all used") == "all used"
+
+
+def test_jobs_that_sbatch_refuses_are_a_users_mistake(tmp_path):
     with pytest.raises(UserError, match=r"^SLURM refused the jobs \(Invalid account\)"):
-        slurm.wait_for_the_others(RuntimeError("it failed\nsbatch: error: Invalid account"), tmp_path, pause)
+        try:
+            CommandFunction([sys.executable, "-c", "import sys; sys.exit('sbatch: error: Invalid account')"], False)()
+        except FailedJobError as error:
+            slurm.wait_for_the_others(error, tmp_path)
 
 
 def test_processes_that_cannot_be_split_evenly_are_refused():

@@ -162,6 +162,24 @@ def test_sweep_may_set_keys_that_some_modes_ignore(tmp_path):
     assert (cell.config.clip.policy, cell.config.clip.target_quantile) == ("fixed", 0.3)
 
 
+def test_several_values_of_a_key_replace_that_of_the_scale(tmp_path):
+    scale = "{train.microbatch: 128, task: {cifar: {train.threads: 1}}}"
+    conf = conf_with(tmp_path, f"grids: [{{clip: flat, task: cifar}}]\nscales: {{smoke: {scale}}}\n")
+    given = ["+sweep=table", "scale=smoke", "train.microbatch=32,64", "train.threads=2,3"]
+    cells = plan_sweep(given, conf).cells
+    settings = [(cell.config.train.microbatch, cell.config.train.threads) for cell in cells]
+    assert settings == [(32, 2), (32, 3), (64, 2), (64, 3)]
+    assert cells[1].name == "clip=flat task=cifar train.microbatch=32 train.threads=3 seed=0"
+
+
+def test_cells_cannot_export_to_one_folder():
+    register()
+    given = ["task=e2e", "scale=smoke", "seed=0,1"]
+    with pytest.raises(UserError, match=r"export=m names one folder for several cells"):
+        plan_sweep([*given, "export=m"], CONF)
+    assert len(plan_sweep([*given, "export=m/${seed}"], CONF).cells) == 2
+
+
 def test_cells_with_given_weights_compose():
     register()
     given = plan_sweep(["+sweep=samsum", "model=opt_175b", "model.source=weights"], CONF).cells

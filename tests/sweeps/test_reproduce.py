@@ -55,6 +55,15 @@ def test_public_rows_are_reproduced_bit_for_bit(world, capsys):
     assert "NOT reproduced" in capsys.readouterr().out
 
 
+def test_rows_of_several_processes_are_reproduced_in_as_many(world, monkeypatch):
+    make, folders = world
+    (row,) = make("data.public: true, parallel.ranks: 2")
+    asked = []
+    monkeypatch.setattr("groupwise.processes.start.spawn", lambda config: asked.append(config) or row)
+    main([row["hash"], *folders])
+    assert [config.parallel.ranks for config in asked] == [2]
+
+
 def test_row_with_a_deleted_key_is_refused(world, capsys):
     make, folders = world
     (row,) = make("")
@@ -73,6 +82,8 @@ def test_one_point_is_allowed_on_another_machine():
     near = {"valid/accuracy": 50.9, "valid/loss": 1.54, "system.device": "b", "git.sha": "1"}
     good, lines = compare(row, near)
     assert good and "because of another system.device" in lines[-1]
+    same_bits = near | {"valid/accuracy": 50.0, "valid/loss": 1.5}
+    assert compare(row, same_bits)[1][-1] == "reproduced, bit for bit"
     assert not compare(row, near | {"valid/loss": 1.56})[0]
     assert not compare(row, near | {"system.device": "a"})[0]
     older = compare(row | {"git.sha": "0123456789"}, near | {"valid/loss": 1.56})[1][-1]

@@ -69,12 +69,12 @@ def coverage(folders: Folders) -> pd.DataFrame:
 
 def _compared(name: str, folders: Folders) -> dict[str, tuple[str, str]]:
     """The status of each cell of a table: the least favourable status of its numbers."""
-    order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED)
+    order = (NOT_RUN, DIFFERS, INCOMPLETE, UNINFORMATIVE, REDUCED, REPRODUCED, RUN)
     found: dict[str, tuple[str, str]] = {}
     lines = table_lines(name, folders).drop_duplicates(["row", "column"])  # the largest scale comes first
     for line in lines.to_dict("records"):
         if line["cell"] and MINUS not in line["cell"]:
-            status = REPRODUCED if line["status"] not in order else line["status"]
+            status = RUN if line["status"] == UNPRINTED else line["status"]
             kept = found.get(line["cell"])
             if kept is None or order.index(status) < order.index(kept[0]):
                 found[line["cell"]] = (status, line["why"])

@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.sweeps.collect", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=mini unless scale=paper"
+        "sweeps", nargs="+", metavar="SWEEP", help="cifar or path/NAME.yaml; scale=paper unless scale=mini"
     )
     parser.add_argument("--runs", type=Path, default=Path("results/runs"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("results/measured"), help="folder of the tables")

@@ -134,9 +134,10 @@ def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)
     cells = _cells(folder)
-    began = len(lost) < len(cells) or any(folder.glob("logs/*"))
-    if crash is not None and not failed and (isinstance(crash, UserError) or not began):
-        return 0  # the launcher did not start any cell
+    waiting = sum(not cell["done_before"] for cell in cells.values())
+    began = len(lost) < waiting or any(path.is_dir() or path.suffix == ".log" for path in folder.glob("logs/*"))
+    if crash is not None and not failed and not began:
+        return 0
     if failed or lost:
         print(f"{len(failed) + len(lost)} of {len(cells) or 'the'} cells failed:", file=sys.stderr)
     for failure in failed:

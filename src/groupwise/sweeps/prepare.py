@@ -80,6 +80,9 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         places = [word for word in shared if word.startswith("hydra.searchpath")]
         cells = _cells(Compositions(places), whole, given, shared)
+    exports = [cell.config.export for cell in cells or () if cell.config.export is not None]
+    if len(set(exports)) < len(exports):
+        raise UserError(f"export={exports[0]} names one folder for several cells: give export=FOLDER/${{seed}}, say.")
     return PlannedSweep(name, str(whole.scale), folder, cells)
 
 
@@ -135,7 +138,7 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
     scales: dict[str, Any] = OmegaConf.to_container(sweep.scales, resolve=True)  # type: ignore[assignment]
     keys = {key for grid in grids for key in grid} | {"seed"}
     chosen: dict[str, list[str]] = {}
-    rest: dict[str, str] = {}
+    rest: dict[str, list[str]] = {}
     for item in given:
         key, values = item.key_or_group, _values(item)
         if item.is_hydra_override() or key in ("scale", "sweep") or key.startswith("sweep."):
@@ -143,14 +146,18 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
         if key in keys:
             chosen[key] = values
         elif len(values) > 1:
-            grids = [{**grid, key: values} for grid in grids]
+            rest[key] = [f"{item.get_key_element()}={value}" for value in values]
         else:
-            rest[key] = str(item.input_line)
+            rest[key] = [str(item.input_line)]
+    several = [key for key, words in rest.items() if len(words) > 1]
     scales_wanted = next((_values(item) for item in given if item.key_or_group == "scale"), [scale])
     for each in scales_wanted:
         for cell in expand(grids, scales, each, chosen):
             kept = [part for part in cell.overrides if part.split("=", 1)[0] not in rest]
-            yield _full_name(cell), [*kept, *rest.values()]
+            for words in product(*rest.values()):
+                named = [word for key, word in zip(rest, words, strict=True) if key in several]
+                name = " ".join(sorted([*cell.name.split(), *named], key=lambda word: word.partition("=")[0]))
+                yield f"{name} seed={cell.seed}", [*kept, *words]
 
 
 def _of_command_line(

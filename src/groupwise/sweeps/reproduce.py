@@ -19,8 +19,9 @@ from groupwise.errors import UserError, command
 from groupwise.rows import METRICS, Row, read_table
 from groupwise.sweeps.cells import read_sweep
 
-DECIDES = ("system.device", "system.threads", "versions.torch", "versions.numpy", "git.sha")
-"""Columns of machine, packages and code. Rows with equal values in all of these must be bit-identical."""
+DECIDES = ("system.device", "system.processor", "system.threads", "versions.torch", "versions.numpy", "git.sha")
+"""Columns of machine, packages and code. Rows with equal values in all of these must be bit-identical. Rows of earlier
+versions lack the processor."""
 POINTS, LOSS = 1.0, 0.05
 """Otherwise, the tolerances of percentages and of losses."""
 
@@ -78,13 +79,16 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
     losses within `LOSS`.
     """
     other = [key for key in DECIDES if str(again.get(key, "")) != row.get(key, "")]
-    lines, good = [], True
+    lines, good, equal = [], True, True
     for key in sorted(key for key in row if key.startswith(METRICS) and row[key]):
         then, now = float(row[key]), again.get(key)
         allowed = (LOSS if key.endswith(("loss", "nll")) else POINTS) if other else 0.0
-        good &= isinstance(now, int | float) and (abs(now - then) <= allowed or (math.isnan(then) and math.isnan(now)))
+        same = now == then or (math.isnan(then) and isinstance(now, float) and math.isnan(now))
+        good &= same or (isinstance(now, int | float) and abs(now - then) <= allowed)
+        equal &= same
         lines.append(f"{key}: {then!r} then, {now!r} now")
-    how = f"within {POINTS:g} point, because of another {', '.join(other)}" if other else "bit for bit"
+    within = other and not equal
+    how = f"within {POINTS:g} point, because of another {', '.join(other)}" if within else "bit for bit"
     if not good and "git.sha" in other:
         how += f": the row is from commit {row['git.sha'][:7]}, and this code gives other bits: run the cell again"
     return good, [*lines, f"{'reproduced' if good else 'NOT reproduced'}, {how}"]
@@ -104,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     good = True
     rows = [find_row(digest, given.measured) for digest in given.hashes]
     configs = [config_of(row, given.conf, given.sweeps) for row in rows]
-    from groupwise.run import run  # imports torch
+    from groupwise.processes.start import start
 
     for row, config in zip(rows, configs, strict=True):
         if microbatch := row.get("system.microbatch"):  # so that sums are in the same order
@@ -112,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{row['sweep']}: {row['cell']} seed={row['seed']} scale={row['scale']}")
         with tempfile.TemporaryDirectory() as folder:
             paths = replace(config.paths, results=folder, data=given.data or config.paths.data)
-            again = run(replace(config, paths=paths, overwrite=False))
+            again = start(replace(config, paths=paths, overwrite=False))
         same, lines = compare(row, again)
         print(*lines, sep="\n")
         good = good and same

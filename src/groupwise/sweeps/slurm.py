@@ -45,12 +45,12 @@ def wait_for_the_others(error: Exception, folder: Path, pause: Callable[[float],
     queue for a moment, so it counts as ended only after it was missing twice in a row.
 
     Raises:
-        UserError: SLURM accepted no jobs.
+        UserError: sbatch refused the jobs.
     """
-    if "has not produced any output" not in str(error):
+    if isinstance(error.__cause__, subprocess.CalledProcessError):
         last = str(error).strip().splitlines()[-1].removeprefix("sbatch: error: ")
         raise UserError(f"SLURM refused the jobs ({last}): correct the hydra.launcher.* settings.") from error
-    waiting, missing = {path.name for path in (folder / "logs").iterdir() if path.is_dir()}, set[str]()
+    waiting, missing = {path.name for path in folder.glob("logs/*") if path.is_dir()}, set[str]()
     while waiting:
         pause(10.0)
         queue = ["squeue", "--me", "--noheader", "--array", "--format=%i"]

@@ -129,7 +129,7 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
 def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, Any]:
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
-    elif config.scale in ("midi", "lite"):
+    elif config.scale in ("mini", "midi", "lite"):
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
     else:
         settings = "the test set, as in the paper (appendix A.1)"

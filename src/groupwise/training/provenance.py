@@ -57,9 +57,19 @@ def resources(device: torch.device, seconds: float) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "device_type": device.type,
+        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "wall_seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(device),
     }
+
+
+def _processor() -> str:
+    """The model of the CPU."""
+    listed = Path("/proc/cpuinfo")
+    names = (
+        [line for line in listed.read_text().splitlines() if line.startswith("model name")] if listed.exists() else []
+    )
+    return names[0].partition(": ")[2] if names else platform.processor() or platform.machine()
 
 
 RECORDED = "git-state.json"

@@ -46,6 +46,14 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     assert status["gradnorm_cifar"].tolist() == ["reduced only"]
 
 
+def test_cells_that_the_paper_never_measured_are_not_called_reproduced(world, monkeypatch):
+    restrict(monkeypatch, world)
+    world.write(world.rows("adaptivity", "paper"), "adaptivity", "paper")
+    status = coverage(world.folders).set_index(["sweep", "cell"])["status"]["adaptivity"]
+    run_in_full = [cell for cell in status.index if status[cell] == "run in full"]
+    assert run_in_full == [f"clip=adaptive_flat privacy.epsilon={epsilon} task=cifar" for epsilon in (3, 8)]
+
+
 def test_figure_cell_that_hardly_learned_is_uninformative(world, monkeypatch):
     restrict(monkeypatch, world)
     for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
