@@ -29,7 +29,7 @@ from groupwise.training.earlier_runs import counted, earlier_runs, sentence
 from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
-from groupwise.training.provenance import resources
+from groupwise.training.provenance import reset_peak_memory, resources
 from groupwise.training.ranks import Ranks
 from groupwise.training.record import RunRecord, neighbours_of, provenance_of
 from groupwise.training.reports import result_lines
@@ -54,7 +54,7 @@ def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """
     ranks = ranks or Ranks()
     record = RunRecord.open(config)
-    finished, resumable = ranks.broadcast((record.finished, record.resumable))
+    finished, resumable = ranks.broadcast((record.finished, record.resumable and not config.explain))
     if finished and not config.explain:
         if ranks.main:
             record.mark_done()
@@ -70,6 +70,7 @@ def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
         recorder_of(device)
     if device.type == "cpu":
         keep_freed_blocks()
+    reset_peak_memory(device)
     with full_float32(), _deterministic(device) if config.train.deterministic else nullcontext():
         return _run(config, record, device, ranks, resumable)
 
@@ -135,7 +136,6 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         trainer.load_state_dict(state)
         state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer has these now
         print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
-    ranks.barrier()  # every process has loaded its state
     if ranks.main:
         record.begin(file)
     ranks.barrier()  # no process writes to the folder before the main process has made and cleared it

@@ -82,6 +82,13 @@ def waits(config: RunConfig, place: Place) -> dict:
     return {}
 
 
+def cannot_save(config: RunConfig, place: Place) -> dict:
+    try:
+        return waits(config, place)
+    except KeyboardInterrupt:
+        raise UserError("The checkpoint cannot be written: free space.") from None
+
+
 def all_ended(folder: Path) -> bool:
     """Whether all processes that ran `greets` have ended."""
     ids = [int(file.read_text().split()[3]) for file in folder.iterdir()]
@@ -126,8 +133,11 @@ def test_when_one_is_killed_all_end_even_those_that_ignore_sigterm(tmp_path, cap
     assert all_ended(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_stop_is_passed_on_to_all_processes(tmp_path, number, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "work", "error"),
+    [(signal.SIGINT, waits, KeyboardInterrupt), (signal.SIGTERM, cannot_save, UserError)],
+)
+def test_a_signal_to_stop_is_passed_on_to_all_processes(tmp_path, number, work, error, monkeypatch):
     monkeypatch.setattr(processes, "GRACE", PATIENCE)  # until they have written that they were asked
 
     def ask() -> None:
@@ -136,8 +146,8 @@ def test_a_signal_to_stop_is_passed_on_to_all_processes(tmp_path, number, monkey
         os.kill(os.getpid(), number)
 
     threading.Thread(target=ask, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        spawn(config_of(2, folder=tmp_path), waits)
+    with pytest.raises(error):
+        spawn(config_of(2, folder=tmp_path), work)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["asked", "asked"]
 
 

@@ -10,6 +10,7 @@ from groupwise.audit.reaccount import verify
 from groupwise.config.compose import compose_run
 from groupwise.errors import UserError
 from groupwise.run import run
+from groupwise.training.earlier_runs import earlier_runs
 from tests.checked import checked_once
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,14 @@ def test_budgets_on_the_same_data_add_up(private, tmp_path, capsys):
     for changed in ({"total": {**privacy["total"], "epsilon": row["plan.epsilon"]}}, {"private": False}):
         (folder / "privacy.json").write_text(json.dumps(privacy | changed))
         assert any(found.startswith("private or not") for found in failures(folder))
+
+
+def test_a_source_whose_weights_are_replaced_adds_nothing(private, tmp_path):
+    _, folder = private
+    record = {"privacy": {"private": True, "epsilon": 1.0, "delta": 1e-5}, "hash": "of the source"}
+    (tmp_path / "provenance.json").write_text(json.dumps(record))
+    assert [run["run"] for run in earlier_runs(None, str(tmp_path))] == ["of the sourc"]
+    assert [run["run"] for run in earlier_runs(str(folder), str(tmp_path))] == [folder.name]
 
 
 def test_weights_without_a_record_are_of_unknown_data(private, tmp_path, capsys):

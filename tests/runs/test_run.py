@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,11 +70,17 @@ def test_every_mode_trains_and_leaves_its_record(tmp_path, mode, capsys):
     assert again[1:] == lines[-2:]  # the spent epsilon, and the final metrics
 
 
-def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys):
+def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys, monkeypatch):
     assert run(smoke(tmp_path, "explain=true", "clip.formula=materialize", RDP)) == {}
     printed = capsys.readouterr().out
     assert "stem" in printed and "WSConv2d" in printed and "materialize" in printed and "µs an example" in printed
     assert not (tmp_path / "runs").exists()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("groupwise.training.train.evaluate", Mock(side_effect=KeyboardInterrupt))
+        run(smoke(tmp_path, "clip.formula=materialize", RDP))
+    capsys.readouterr()
+    run(smoke(tmp_path, "explain=true", "clip.formula=materialize", RDP))
+    assert capsys.readouterr().out == printed, "the same for an interrupted run"
 
 
 def test_a_shuffled_run_is_not_private(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import platform
 import resource
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from groupwise.errors import UserError
 from groupwise.training import memory
 from groupwise.training.memory import choose_microbatch, is_oom, oom_as_user_error
+from groupwise.training.provenance import peak_memory_bytes, reset_peak_memory
 from tests.forks import Command
 from tests.tiny_training import ADAPTIVE_BLOCK, ADAPTIVE_LAYER, FLAT, GHOST, NONE
 from tests.training.test_step import STEPS, make_trainer
@@ -270,3 +272,13 @@ def test_return_freed_memory_returns_gaps_between_blocks(tmp_path: Path):
     assert code == 0, errors
     grown, left = map(int, printed.split())
     assert grown > 4 * max(left, 1)
+
+
+def test_peak_memory_is_that_of_the_run_and_not_of_the_process():
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not reset the peak")
+    held = torch.ones(1 << 27)
+    before = peak_memory_bytes(torch.device("cpu"))
+    del held
+    reset_peak_memory(torch.device("cpu"))
+    assert peak_memory_bytes(torch.device("cpu")) < before - (1 << 28)

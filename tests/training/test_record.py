@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from groupwise.config.identity import config_hash, load_config
 from groupwise.config.schema import ClipConfig, PathsConfig, RunConfig
 from groupwise.errors import UserError, environment_errors
-from groupwise.training.checkpoint import previous, save_checkpoint
+from groupwise.training.checkpoint import forget_checkpoints, previous, save_checkpoint
 from groupwise.training.provenance import git_state
 from groupwise.training.record import RunRecord
 
@@ -195,6 +197,25 @@ def test_a_run_that_was_killed_just_before_done_is_finished(config: RunConfig) -
     assert record.finished
     record.mark_done()
     assert (folder / "DONE").read_text() == when
+
+
+def test_a_run_that_is_half_removed_is_not_finished(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(config)
+    monkeypatch.setattr("groupwise.training.record.remove", lambda entry: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        RunRecord.open(replace(config, overwrite=True)).begin()
+    assert not RunRecord.open(config).finished
+
+
+def test_a_checkpoint_is_removed_before_the_folders_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint.pt").touch()
+    removed: list[str] = []
+    monkeypatch.setattr("groupwise.training.checkpoint.remove", lambda entry: removed.append(entry.name))
+    forget_checkpoints(tmp_path)
+    assert removed == ["checkpoint.pt", "checkpoint-4"]
 
 
 def test_a_run_with_a_result_and_a_checkpoint_is_not_finished(config: RunConfig) -> None:

@@ -101,6 +101,8 @@ def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):
     assert processes[0][3]["plan.steps"] == len(BATCHES)
     steps = [json.loads(line)["step"] for line in (folders["stopped"] / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 4]
+    logged = [json.loads(line) for line in (folders["whole"] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["nonprivate/clipped"] for row in logged[:4] if not row["nonprivate/batch_size"]] == [0.0]
     whole, resumed = (torch.load(folders[name] / "model.pt") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -117,6 +119,8 @@ def _out_of_memory(self, *_, **__):
 @pytest.mark.parametrize(("evaluate", "error"), [(_interrupt, None), (_out_of_memory, torch.OutOfMemoryError)])
 def test_a_run_resumes_with_an_interrupted_last_evaluation_alone(evaluate, error, tmp_path, monkeypatch):
     whole = session(tmp_path / "whole", Ranks())
+    speed = whole["system.wall_seconds"] * whole["system.examples_per_second"]
+    assert speed == pytest.approx(8 * len(BATCHES)), "of expected batches, as drawn sizes are private"
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(PointsTask, "evaluate", evaluate)
@@ -178,3 +182,31 @@ def test_kept_weights_are_not_replaced_when_steps_are_replayed(tmp_path, monkeyp
     session(tmp_path, Ranks(), resumes=True)
     assert (folder / "weights-3.pt").read_bytes() == b"of the first time"
     assert (folder / "weights-1.pt").exists() and (folder / "weights-4.pt").exists()
+
+
+def test_kept_weights_are_those_of_a_checkpoint(tmp_path, monkeypatch):
+    def killed(self, path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("groupwise.training.train.kept_steps", lambda *_: {3})
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save_model", killed)
+        assert session(tmp_path, Ranks()) == "stopped"
+    (folder,) = (tmp_path / "runs").iterdir()
+    state = load_checkpoint(folder / "checkpoint.pt")
+    assert state["step"] == 3
+    session(tmp_path, Ranks(), resumes=True)
+    kept = torch.load(folder / "weights-3.pt")
+    assert all(torch.equal(kept[name], value) for name, value in state["model"].items())
+
+
+def test_a_signal_during_the_last_checkpoint_stops_the_run(tmp_path, monkeypatch):
+    save = Trainer.save
+
+    def interrupted(self, *given):
+        save(self, *given)
+        if self.private.executed == len(BATCHES):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "save", interrupted)
+    assert session(tmp_path, Ranks()) == "stopped"

@@ -107,7 +107,8 @@ def load_newest(
 
 def forget_checkpoints(folder: Path) -> None:
     """Remove all files from a run's folder that hold the noise key: checkpoints, and partial files of killed runs."""
-    for entry in (*folder.glob("checkpoint*"), *folder.glob(".*.partial")):
+    held = (*folder.glob("checkpoint*"), *folder.glob(".*.partial"))
+    for entry in sorted(held, key=Path.is_dir):  # first the files, which name the folders of a pipeline's checkpoint
         remove(entry)
 
 

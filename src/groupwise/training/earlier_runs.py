@@ -29,12 +29,11 @@ def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
     Raises:
         UserError: a record beside the weights cannot be read.
     """
-    found: list[Entry] = []
-    if weights is not None:
-        path = Path(weights).expanduser()
-        unknown = {"run": path.name, "public": False, "epsilon": "inf", "delta": 0.0}
-        found = _entries(path if path.is_dir() else path.parent) or [unknown]
-    return found if source is None else [*found, *_entries(Path(source))]
+    if weights is None:
+        return [] if source is None else _entries(Path(source))
+    path = Path(weights).expanduser()  # they replace all weights of `source`
+    unknown = {"run": path.name, "public": False, "epsilon": "inf", "delta": 0.0}
+    return _entries(path if path.is_dir() else path.parent) or [unknown]
 
 
 def counted(earlier: Sequence[Entry]) -> list[Entry]:

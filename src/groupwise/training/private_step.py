@@ -277,7 +277,7 @@ class PrivateStep:
             "plan": self.plan.to_dict(),
             **self.noise.state_dict(),
             "thresholds": {} if self.thresholds is None else self.thresholds.state_dict(),
-            "matmul": matmul.used(),
+            "matmul": self.ranks.gather(matmul.used()),
             "clip_plan": {} if self.engine is None else self.engine.plan.state_dict(),
             "microbatches": self.ranks.gather(self.sums.size),
             "cuda_graph": self.sums.keeps_gradients,
@@ -314,7 +314,8 @@ class PrivateStep:
 
             self.reshard()
             state = in_shards(state, self.model, self.trainable)
-        matmul.repeat(state.get("matmul", "torch"))
+        used = state["matmul"]  # a name in version 0.4.0
+        matmul.repeat(used if isinstance(used, str) else used[self.process])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.thresholds is not None:

@@ -8,6 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,16 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new `peak_memory_bytes`, as a process may run several cells, if the system can."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # in Linux: the peak of resident memory
 
 
 def resources(device: torch.device, seconds: float) -> dict[str, Any]:

@@ -221,7 +221,8 @@ class RunRecord:
         return [(path.name, path.stat().st_mtime_ns) for path in (*self._checkpoints(), *ends)]
 
     def _clear(self) -> None:
-        (self.folder / "DONE").unlink(missing_ok=True)  # first, so that a run that is half removed does not look done
+        for name in ("DONE", "result.json"):  # first, so that a run that is half removed does not look done
+            (self.folder / name).unlink(missing_ok=True)
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
                 remove(entry)

@@ -61,7 +61,7 @@ class TensorBoardTracker:
     def __init__(self, record: RunRecord, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(record.folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -37,7 +37,8 @@ class Trainer:
         if released.noise_norm is None:
             return [released.loss]
         self._known["noise_norm"] = released.noise_norm
-        self._known["nonprivate/clipped"] = 1.0 - float(released.counts.mean()) / max(released.drawn, 1)
+        unclipped = float(released.counts.mean()) / released.drawn if released.drawn else 1.0
+        self._known["nonprivate/clipped"] = 1.0 - unclipped
         return [released.loss, float(released.nonfinite)]
 
     def report(self, totals: list[float]) -> dict[str, float]:

@@ -42,7 +42,7 @@ def train(
 
     Args:
         record: the record of the run; `begin` was called in the main process. The other processes use only its path.
-        state: the checkpoint that `trainer` has loaded, with the seconds and examples so far; {} for a new run.
+        state: the checkpoint that `trainer` has loaded, with the seconds so far; {} for a new run.
         earlier: the runs that the starting weights come from.
 
     Returns:
@@ -57,7 +57,7 @@ def train(
     start = trainer.private.executed
     privacy = _begin(record, trainer, start, state, earlier) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
-    elapsed, examples = float(state.get("seconds", 0.0)), int(state.get("examples", 0))
+    elapsed = float(state.get("seconds", 0.0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
     there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
@@ -65,8 +65,7 @@ def train(
 
     def save() -> None:
         seconds = elapsed + time.monotonic() - began
-        times = {"seconds": seconds, "evaluation_seconds": evaluating}
-        trainer.save(record.checkpoint, {**times, "examples": examples})
+        trainer.save(record.checkpoint, {"seconds": seconds, "evaluation_seconds": evaluating})
 
     def measure(final: bool) -> dict[str, float]:
         """The metrics of the current model, and the seconds of training so far."""
@@ -80,12 +79,10 @@ def train(
     with Progress(plan, start, plan.steps, disable=not ranks.main) as bar, _stop_flag() as stop:
         if start == 0:
             save()  # so that the noise key is on disk before the first release
-            if 0 in kept:
-                trainer.save_model(record.folder / kept_name(0))
+        if start in kept:
+            trainer.save_model(record.folder / kept_name(start))
         for step in range(start, plan.steps):
             parts = trainer.step(step)
-            if step + 1 in kept:
-                trainer.save_model(record.folder / kept_name(step + 1))
             found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
             moved: dict[str, float] = {}
             if config.clip.policy == "adaptive" and (step + 1) % max(1, plan.steps // CURVE) == 0:
@@ -93,18 +90,21 @@ def train(
             late = ranks.main and time.monotonic() - saved >= config.train.checkpoint_every
             due, stopping, *totals = ranks.agree(late, len(stop), *parts)
             metrics = trainer.report(totals) | found | moved
-            drawn = int(metrics["nonprivate/batch_size"])
-            examples += drawn
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.step(step + 1, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            if due or stopping or step + 1 == plan.steps:  # at the last step, as the final evaluation may fail
+            keeps, last = step + 1 in kept, step + 1 == plan.steps  # the final evaluation may fail
+            if due or stopping or last or keeps:  # the steps before kept weights, which may be published, never rerun
                 save()
                 saved = time.monotonic()
+            if keeps:
+                trainer.save_model(record.folder / kept_name(step + 1))
             if stopping:
                 raise KeyboardInterrupt
+        if any(ranks.gather(len(stop))):  # a signal during the last checkpoint
+            raise KeyboardInterrupt
     seconds = elapsed + time.monotonic() - began
-    throughput = examples / max(seconds - evaluating, 1e-9)
+    throughput = plan.expected_batch_size * plan.steps / max(seconds - evaluating, 1e-9)  # drawn sizes are private
     with _stop_flag(at_once=True):
         final = measure(final=True)
     for tracker in trackers:
