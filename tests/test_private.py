@@ -1,6 +1,7 @@
 """`make_private` in a user's loop matches the trainer of `run.py` bit for bit, and a loop over single examples."""
 
 import math
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from groupwise import make_private
 from groupwise.build import build_trainer
@@ -143,6 +145,16 @@ class Augmented(Points):
 
 def generators() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_worker_processes_get_the_data_but_neither_model_nor_losses(monkeypatch):
+    def loader(reader: Any, **options: Any) -> DataLoader:
+        pickle.dumps(reader)  # as spawned workers do
+        return DataLoader(reader, **options)
+
+    monkeypatch.setattr("groupwise.private.dataset_sums.DataLoader", loader)
+    task = Augmented()
+    start(task, losses=lambda model, batch: task.losses(model, batch), num_workers=1).step()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

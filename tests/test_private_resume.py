@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from groupwise import make_private
+from groupwise.clipping import by_mapping, per_layer
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
@@ -237,6 +238,19 @@ def test_a_state_of_another_number_of_processes_is_refused():
     state = private.state_dict() | {"processes": "2 processes"}
     with pytest.raises(UserError, match=r"made by 2 processes, but this training has 1 process,"):
         start(Points()).load_state_dict(state)
+
+
+def test_a_state_of_other_groups_is_refused():
+    def begin(first: str) -> Private:
+        task = Points()
+        groups = by_mapping(task.model, {first: "one", "*": "rest"})
+        return start(task, clip=groups)
+
+    names = [group.layers[0] for group in per_layer(Points().model)]
+    state = begin(names[0]).state_dict()
+    begin(names[0]).load_state_dict(state)
+    with pytest.raises(UserError, match=r"The state was made with groups={'one': "):
+        begin(names[-1]).load_state_dict(state)
 
 
 def test_a_step_out_of_memory_restarts_with_half_the_microbatch_and_resumes():

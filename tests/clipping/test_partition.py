@@ -33,6 +33,9 @@ def test_per_layer_and_per_block_groups_are_in_model_order():
     partition = per_block(model)
     assert names(partition) == ["stem", "blocks.0", "blocks.1", "head"]
     assert partition[1].layers == ("blocks.0.0", "blocks.0.1", "blocks.2.0", "blocks.2.1")
+    model = residual_model()
+    model.blocks[2][0].weight = model.blocks[0][0].weight  # their first layers
+    assert per_block(model) == partition
 
 
 def test_layers_that_share_a_parameter_become_one_group():

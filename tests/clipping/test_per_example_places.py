@@ -40,6 +40,28 @@ def test_checkpointed_parameters_are_clipped_exactly(mode):
         assert_exact(model, x, mode, loop, examples)
 
 
+class RelativePositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.value, self.rel = nn.Linear(5, 5), nn.Linear(5, 5), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(h):
+            place = torch.arange(h.shape[1])
+            scores = h @ h.mT + self.rel[place[:, None] - place + 2]
+            return scores.softmax(-1) @ self.value(h)
+
+        return checkpoint(part, self.first(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", FEW)
+def test_as_many_examples_as_positions_are_recomputed_like_any_other_number(mode):
+    model, x = RelativePositions(), torch.randn(3, 3, 5)
+    loop = loop_over(model, x)
+    for examples in ([0, 2], [0, 1, 2]):
+        assert_exact(model, x, mode, loop, examples)
+
+
 @pytest.mark.parametrize("mode", FEW)
 def test_reentrant_checkpointing_is_refused(mode):
     model, x = CheckpointedPart(reentrant=True), torch.randn(4, 3, 5)

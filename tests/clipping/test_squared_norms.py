@@ -183,6 +183,18 @@ def test_a_bias_gradient_sums_positions_before_examples():
     assert float(layer.bias.grad.double().square().sum().sqrt()) == pytest.approx(1.0, rel=ALLOWED)
 
 
+@pytest.mark.parametrize(("trains", "norms", "size"), [("bias", "bookkeeping", 1.0), ("all", "ghost", 0.0)])
+def test_a_bias_gradient_of_a_convolution_does_too(trains, norms, size):
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 16, 3, padding=1), torch.randn(1, 3, 256, 256)
+    layer.weight.requires_grad_(trains == "all")
+    heavy = torch.rand(16, 256, 256)
+    with attach(layer, flat(layer), 1e-3, norms=norms) as engine:
+        clip_batch(engine, lambda x: (layer(x) * heavy).mean((1, 2, 3)), size * x)
+    squares = [float(p.grad.double().square().sum()) for p in layer.parameters() if p.grad is not None]
+    assert sum(squares) ** 0.5 == pytest.approx(1e-3, rel=ALLOWED)
+
+
 def test_norms_of_many_layers_add_up_in_float64():
     """One layer has norm 1; float32 would drop the square of each of the 200 others."""
     model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(201)])

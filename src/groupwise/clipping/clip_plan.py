@@ -135,22 +135,6 @@ class ClipPlan:
             )
         return found
 
-    def find_again(self, label: str, x: Tensor, examples: int) -> Layout:
-        """The layout of a call that is recomputed in the backward pass.
-
-        Raises:
-            UserError: its shape fits no traced call, or calls with different layouts.
-        """
-        sites = self.calls.get(label, ())
-        found = {layout for site in sites if (layout := site.find(tuple(x.shape), examples)) is not None}
-        if len(found) != 1:
-            raise UserError(
-                f"{label} runs inside the backward pass on a tensor of shape {tuple(x.shape)}, which it did not get in "
-                "the forward pass, or got with the batch on several axes: use checkpointing with use_reentrant=False, "
-                "around this layer alone or not at all."
-            )
-        return found.pop()
-
     def joined(self, other: "ClipPlan") -> "ClipPlan":
         """The calls of both plans."""
         calls = dict(self.calls)

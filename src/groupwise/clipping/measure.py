@@ -33,8 +33,8 @@ def gradient_norms(
         examples: the indices to measure, the longest first if lengths differ.
         partition: the groups; None: one per layer. `flat(model)` gives the norm of the whole gradient.
         microbatch: how many examples run at once.
-        formula: "auto" raises norms of cancelling terms a little, in float32 (docs/sharp_edges.md, "Numbers");
-            "materialize" measures them exactly.
+        formula: in float32, "auto" raises norms of cancelling terms a little (docs/sharp_edges.md, "Numbers"), and
+            "materialize" less. In float64 both are exact.
 
     Returns:
         Group name, in the model's order -> norms in the order of `examples`, (N,) float64, on the CPU.

@@ -207,16 +207,20 @@ def _inside(name: str, ancestor: str) -> bool:
 
 def _group_by(layers: tuple[Layer, ...], group_of: Callable[[str], str], merge_shared: bool) -> Partition:
     names: dict[str, str] = {}
+    merged: dict[str, str] = {}
+    """Group -> the group that it has joined."""
     first_user: dict[int, str] = {}
     for layer in layers:
         group = group_of(layer.name)
+        group = merged.get(group, group)
         if merge_shared:
             shared = [first_user[id(p)] for p in layer.trainable.values() if id(p) in first_user]
             targets = [names[user] for user in shared]
             if targets:  # join the first user's group; if the layer ties several groups together, merge them
-                old = {*targets[1:], group}
+                old = {*targets[1:], group} - {targets[0]}
                 group = targets[0]
-                names = {name: group if value in old else value for name, value in names.items()}
+                names, joined = ({k: group if v in old else v for k, v in each.items()} for each in (names, merged))
+                merged = joined | dict.fromkeys(old, group)
         names[layer.name] = group
         for parameter in layer.trainable.values():
             first_user.setdefault(id(parameter), layer.name)

@@ -119,6 +119,8 @@ class Pass:
         """In a backward pass for sums that recomputes layers: the norms of the gradients that it adds up."""
         self._plan, self._note = passes.plan, note
         self._counts: dict[str, int] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], set[Layout]] = {}
+        """The layouts of the forward pass, by label and shape of the input."""
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
         """The layout of the input x of the next call of a layer or parameter.
@@ -139,13 +141,22 @@ class Pass:
             raise UserError(f"{label} got a {kind} tensor, whose examples cannot be distinguished: {remedy}.")
         if self.examples == 1 and not self.traces:  # all rows belong to the one example
             return SHARED if x.dim() == 0 else Layout(0, len(x))
+        known = self._found.setdefault((label, tuple(x.shape)), set())
         if self.ended:
-            return self._plan.find_again(label, x, self.examples)
+            if len(known) != 1:
+                raise UserError(
+                    f"{label} runs inside the backward pass on a tensor of shape {tuple(x.shape)}, which it did not "
+                    "get in the forward pass, or got with the batch on several axes: use checkpointing with "
+                    "use_reentrant=False, around this layer alone or not at all."
+                )
+            return next(iter(known))
         nth = self._counts.get(label, 0)
         self._counts[label] = nth + 1
         if self._note is not None:
             return self._note(label, nth, x, meets)
-        return self._plan.find(label, nth, x, self.examples)
+        layout = self._plan.find(label, nth, x, self.examples)
+        known.add(layout)
+        return layout
 
     def begin_sums(self, factors: Factors) -> None:
         """Go from the backward pass for norms to the one for sums."""

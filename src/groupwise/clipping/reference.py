@@ -49,10 +49,10 @@ def clipped_sums(
     members = [
         sorted({names[id(p)] for name in group.layers for p in layers[name].trainable.values()}) for group in partition
     ]
-    thresholds = torch.as_tensor(thresholds, dtype=next(iter(parameters.values())).dtype)
+    thresholds = torch.as_tensor(thresholds, dtype=next(iter(parameters.values())).dtype, device="cpu")
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     sizes = dict.fromkeys(parameters, 0.0)
-    norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype)
+    norms = torch.zeros(len(partition), len(examples), dtype=thresholds.dtype, device="cpu")
     for column, (example, n) in enumerate(zip(examples, times or [1] * len(examples), strict=True)):
         found = torch.autograd.grad(loss_of(example), list(parameters.values()), materialize_grads=True)
         gradients = dict(zip(parameters, found, strict=True))

@@ -175,7 +175,7 @@ class _Comparison:
                 return loss * (HEAVY if example == heavy else 1.0)
 
             losses = engine.losses(runs.losses, examples)
-            weights = torch.tensor([HEAVY if i == heavy else 1.0 for i in examples])
+            weights = torch.tensor([HEAVY if i == heavy else 1.0 for i in examples], device="cpu")
             engine.backward(losses * weights.to(losses))
             sums = {name: parameter.grad for name, parameter in engine.model.named_parameters()}
             thresholds, rule = engine.thresholds.cpu(), engine.groups[0].clip_rule

@@ -177,10 +177,6 @@ class BatchFirst(ClipPlan):
         """See `ClipPlan`."""
         return FIRST
 
-    def find_again(self, label: str, x: Tensor, examples: int) -> Layout:
-        """See `ClipPlan`."""
-        return FIRST
-
 
 class Passes:
     """Runs one microbatch at a time through a stage.

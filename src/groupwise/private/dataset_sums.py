@@ -105,7 +105,7 @@ class DatasetSums(Microbatches):
     def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:
         if self._at_once is not None:
             return self._pinned(self._at_once(rows))
-        reader = _Reader(self._read, private.noise.child("data"), private.ranks.replica)
+        reader = _Reader(self.data, self.collate_fn, private.noise.child("data"), private.ranks.replica)
         if not self.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
         if self._batches is None or (start == 0 and self._step == step):  # the step starts again
@@ -133,14 +133,16 @@ class DatasetSums(Microbatches):
             for start, rows, _ in self.split(private, self.share(drawn, private.ranks), drawn):
                 yield step, start, rows.tolist()
 
-    def _read(self, rows: Sequence[int]) -> Any:
-        return self.collate_fn(self.items(rows))
-
     def items(self, rows: Sequence[int]) -> list[Any]:
-        """Read examples: together if the dataset has ``__getitems__``, otherwise one after the other."""
-        if hasattr(self.data, "__getitems__"):
-            return list(self.data.__getitems__(list(rows)))
-        return [self.data[row] for row in rows]
+        """Read examples, without collating them."""
+        return _items(self.data, rows)
+
+
+def _items(data: Any, rows: Sequence[int]) -> list[Any]:
+    """Read examples: together if the dataset has ``__getitems__``, otherwise one after the other."""
+    if hasattr(data, "__getitems__"):
+        return list(data.__getitems__(list(rows)))
+    return [data[row] for row in rows]
 
 
 def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
@@ -157,7 +159,8 @@ def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
 class _Reader(Dataset[Any]):
     """Reads microbatches. Inside, the default generators are seeded from the noise key, in worker processes too."""
 
-    read: Callable[[Sequence[int]], Any]
+    data: Any
+    collate_fn: Callable[[list[Any]], Any]
     noise: NoiseSource
     """Another source than that of dropout masks, so that augmentation is independent of them."""
     process: int
@@ -165,7 +168,7 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, place: Place) -> Any:
         step, start, rows = place
         with secret_randomness(self.noise, step, start, process=self.process):
-            return self.read(rows)
+            return self.collate_fn(_items(self.data, rows))
 
 
 def _own(value: Any) -> Any:

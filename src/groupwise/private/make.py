@@ -178,4 +178,5 @@ def make_private(
             sums=sums,
             ranks=ranks,
         )
-        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise})
+        groups = {} if partition is None else {"groups": {group.name: [*group.layers] for group in partition}}
+        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, **groups})

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -349,9 +350,10 @@ class Private:
             there = named.get(part, here)
             if isinstance(there, dict) and there != here:
                 name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
+                before, now = (shorten(str(each.get(name)), 200) for each in (there, here))
                 raise UserError(
-                    f"The state was made with {name}={there.get(name)}, but here it is {here.get(name)}: give the same "
-                    "value, as the same noise on two different gradients would reveal their difference."
+                    f"The state was made with {name}={before}, but here it is {now}: give the same value, as the same "
+                    "noise on two different gradients would reveal their difference."
                 )
         if named.get("processes", self._processes) != self._processes:
             raise UserError(

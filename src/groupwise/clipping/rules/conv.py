@@ -209,14 +209,18 @@ class ConvRule(LayerRule):
 
     def weighted_sum(self, saved: Saved, g: Tensor, factors: Tensor | None, wanted: Wanted) -> Gradients:
         x, weight = saved[:2]
+        bias = None
+        if wanted[1]:  # sum over positions first, as the norms do
+            sums = _over_space(g)
+            bias = sums.sum(0) if factors is None else factors.to(sums.dtype) @ sums
+        if not wanted[0]:
+            return None, bias
         gradients, inputs = scale_rows(upcast(g), factors), upcast(x)
         deep = weight.numel() >= MANY_WEIGHTS and len(g) * g.shape[2:].numel() <= FEW_ROWS
-        if wanted[0] and deep and g.device.type == "cpu" and self.geometry.groups == 1:
+        if deep and g.device.type == "cpu" and self.geometry.groups == 1:
             seen = self.geometry.windows(inputs, g.shape[2:]).transpose(1, 2).flatten(0, 1)
-            weights = matmul.product(gradients.transpose(0, 1).flatten(1), seen).view(weight.shape)
-            return weights, gradients.flatten(2).sum((0, 2)) if wanted[1] else None
-        _, weights, bias = self._backward(gradients, inputs, upcast(weight), [False, *wanted])
-        return weights if wanted[0] else None, bias if wanted[1] else None
+            return matmul.product(gradients.transpose(0, 1).flatten(1), seen).view(weight.shape), bias
+        return self._backward(gradients, inputs, upcast(weight), [False, True, False])[1], bias
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, weight = saved[0], None

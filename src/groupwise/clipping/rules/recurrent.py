@@ -62,7 +62,7 @@ def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None
         raise UserError(f"{type(module).__name__} got sequences of length 0: leave them out, or pad them.")
     alive = None
     if lengths is not None and int(lengths.min()) < x.shape[1]:
-        alive = (torch.arange(x.shape[1]) < lengths.unsqueeze(1)).to(x.device).unsqueeze(2)
+        alive = (torch.arange(x.shape[1], device="cpu") < lengths.unsqueeze(1)).to(x.device).unsqueeze(2)
     for layer in range(module.num_layers):
         outputs = []
         for direction in ("", "_reverse") if module.bidirectional else ("",):
@@ -223,6 +223,6 @@ def _hx(module: nn.RNNBase, states: State) -> Any:
 def _pack_as(x: Tensor, packed: PackedSequence) -> PackedSequence:
     """x (B, T, h), in the order of the batch, packed like `packed`."""
     x = x if packed.sorted_indices is None else x.index_select(0, packed.sorted_indices)
-    lengths = (packed.batch_sizes.unsqueeze(1) > torch.arange(len(x))).sum(0)
+    lengths = (packed.batch_sizes.unsqueeze(1) > torch.arange(len(x), device="cpu")).sum(0)
     data = pack_padded_sequence(x, lengths, batch_first=True).data
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
