@@ -45,7 +45,7 @@ def render(results: Path, out: Path) -> str:
     summary = results.parent / "docs" / "findings.md"
     parts = {"summary": _text(summary, out)} if summary.is_file() else {}
     parts |= {name: _text(pages[name], out) + _samples(results, name) for name in TABLES}
-    parts |= {name: _figure(results, name) for name in FIGURES if (results / "figures" / f"{name}.png").is_file()}
+    parts |= {name: _figure(path) for name in FIGURES if (path := results / "figures" / f"{name}.png").is_file()}
     parts |= {name: _text(pages[name], out) for name in (*OTHER_PAGES, *HYPERPARAMETERS)}
     links = "\n".join(f'<a href="#{name}">{name.replace("_", " ")}</a>' for name in parts)
     sections = "\n".join(f'<section id="{name}">\n{content}</section>' for name, content in parts.items())
@@ -80,9 +80,9 @@ def _samples(results: Path, name: str) -> str:
     return written
 
 
-def _figure(results: Path, name: str) -> str:
-    image = base64.b64encode((results / "figures" / f"{name}.png").read_bytes()).decode()
-    title, caption = html.escape((results / "figures" / f"{name}.txt").read_text(encoding="utf-8")).splitlines()
+def _figure(path: Path) -> str:
+    image = base64.b64encode(path.read_bytes()).decode()
+    title, caption = html.escape(path.with_suffix(".txt").read_text(encoding="utf-8")).splitlines()
     return f'<h2>{title}</h2>\n<img alt="{title}" src="data:image/png;base64,{image}">\n<p>{caption}</p>\n'
 
 

@@ -74,7 +74,8 @@ class CallSite:
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None if the shape fits none, or several."""
-        fits = {layout for layout in self.layouts if _fits(layout, shape, examples)}
+        sizes = dict(enumerate(shape))
+        fits = {known for known in self.layouts if sizes.get(known.axis) == examples * known.rows_per_example}
         fits |= {found for layout in self.layouts if (found := self._of_any_length(layout, shape, examples))}
         if self.shared and self._is_shared(shape, examples):
             fits.add(SHARED)
@@ -103,10 +104,6 @@ class CallSite:
     def _like(self, layout: Layout) -> list[Layout]:
         """The layouts with the same axis and order, with any number of rows per example."""
         return [known for known in self.layouts if (known.axis, known.order) == (layout.axis, layout.order)]
-
-
-def _fits(layout: Layout, shape: tuple[int, ...], examples: int) -> bool:
-    return layout.axis < len(shape) and shape[layout.axis] == examples * layout.rows_per_example
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class ClippingEngine(ThresholdsAndCounts):
     def reset(self) -> None:
         """Begin a logical batch: reset counts and drop pending microbatches. The caller clears .grad."""
         self._passes.forget()
-        self._reset_counts()
+        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
+        self._totals.zero_()
 
     # -- the plan -------------------------------------------------------------------------------------------------
 

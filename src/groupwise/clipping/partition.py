@@ -206,25 +206,17 @@ def _inside(name: str, ancestor: str) -> bool:
 
 
 def _group_by(layers: tuple[Layer, ...], group_of: Callable[[str], str], merge_shared: bool) -> Partition:
-    names: dict[str, str] = {}
-    merged: dict[str, str] = {}
-    """Group -> the group that it has joined."""
+    """A group for each name that `group_of` gives to layers; groups that share a parameter join the first of them."""
+    names = {layer.name: group_of(layer.name) for layer in layers}
+    joined: dict[str, str] = {group: group for group in names.values()}
     first_user: dict[int, str] = {}
-    for layer in layers:
-        group = group_of(layer.name)
-        group = merged.get(group, group)
-        if merge_shared:
-            shared = [first_user[id(p)] for p in layer.trainable.values() if id(p) in first_user]
-            targets = [names[user] for user in shared]
-            if targets:  # join the first user's group; if the layer ties several groups together, merge them
-                old = {*targets[1:], group} - {targets[0]}
-                group = targets[0]
-                names, joined = ({k: group if v in old else v for k, v in each.items()} for each in (names, merged))
-                merged = joined | dict.fromkeys(old, group)
-        names[layer.name] = group
+    for layer in layers if merge_shared else ():
         for parameter in layer.trainable.values():
-            first_user.setdefault(id(parameter), layer.name)
+            user = first_user.setdefault(id(parameter), layer.name)
+            one, two = joined[names[user]], joined[names[layer.name]]
+            if one != two:
+                joined = {group: one if into == two else into for group, into in joined.items()}
     groups: dict[str, list[str]] = {}
     for name, group in names.items():
-        groups.setdefault(group, []).append(name)
+        groups.setdefault(joined[group], []).append(name)
     return tuple(Group(name, tuple(members)) for name, members in groups.items())

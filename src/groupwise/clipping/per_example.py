@@ -55,8 +55,9 @@ class PerExample(torch.Tensor):
         transposed: bool = False,
         part: slice | None = None,
     ) -> "PerExample":
+        differentiable = like.is_floating_point() or like.is_complex()
         self: PerExample = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=_has_gradient(like)
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=differentiable
         )  # so that the graph of a torch.autograd.Function, which is not dispatched, leads to this tensor
         self.make, self.origin, self.like = make, origin, like
         self.source, self.transposed, self.part = source, transposed, part
@@ -220,10 +221,6 @@ def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return f"get {func.__self__.__name__}" if name in ("__get__", "__set__") else name
-
-
-def _has_gradient(like: Tensor) -> bool:
-    return like.is_floating_point() or like.is_complex()
 
 
 def _value(leaf: Any) -> Any:

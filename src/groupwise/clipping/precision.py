@@ -138,11 +138,9 @@ def keeps_half(*tensors: Tensor) -> bool:
 
 def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """AB (B, n, m) of a (B, n, k) and b (B, k, m), added up in at least float32; written to `out`, if given."""
-    if not keeps_half(a, b) or a.device.type == "cpu":
-        return batched(upcast(a), upcast(b), out)
-    if out is None:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+    if keeps_half(a, b) and a.device.type != "cpu":
+        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
+    return batched(upcast(a), upcast(b), out)
 
 
 def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -151,7 +149,9 @@ def product_over_rows(a: Tensor, b: Tensor) -> Tensor:
     One of them is bfloat16. The other is bfloat16 too, or bfloat16 numbers times factors from `cut_factors`: these
     products have 16 bits, so they split into two bfloat16 matrices without loss.
     """
-    products = [_half_product(x.t(), y) for x in _halves(a) for y in _halves(b)]
+    pairs = [(x.t(), y) for x in _halves(a) for y in _halves(b)]
+    on_cpu = a.device.type == "cpu"
+    products = [x.float() @ y.float() if on_cpu else torch.mm(x, y, out_dtype=torch.float32) for x, y in pairs]
     return products[0] if len(products) == 1 else products[0].add_(products[1])
 
 
@@ -160,10 +160,6 @@ def _halves(t: Tensor) -> tuple[Tensor, ...]:
         return (t,)
     high = t.bfloat16()
     return high, (t - high).bfloat16()
-
-
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
-    return a.float() @ b.float() if a.device.type == "cpu" else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def cut_factors(factors: Tensor) -> Tensor:

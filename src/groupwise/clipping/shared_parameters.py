@@ -34,13 +34,13 @@ def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall
     by_layer: dict[int, list[LayerCall]] = {}
     for call in calls:
         by_layer.setdefault(id(call.member) if call.rule.stacks else id(call), []).append(call)
-    every = [same[0] if len(same) == 1 else _stacked(same) for same in by_layer.values()]
+    every = []
+    for first, *others in by_layer.values():
+        if others:
+            saved, g = first.rule.stack([(call.saved, call.g) for call in (first, *others)])
+            first = replace(first, saved=saved, g=g)
+        every.append(first)
     return every, [call for call in every if call.rule.stacks]
-
-
-def _stacked(calls: list[LayerCall]) -> LayerCall:
-    saved, g = calls[0].rule.stack([(call.saved, call.g) for call in calls])
-    return replace(calls[0], saved=saved, g=g)
 
 
 def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:

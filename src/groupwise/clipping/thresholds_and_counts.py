@@ -150,10 +150,6 @@ class ThresholdsAndCounts:
             )
         self._count(dict(enumerate(squared_norms)), squared_norms.shape[1])
 
-    def _reset_counts(self) -> None:
-        self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
-        self._totals.zero_()
-
     def _begin_clipping(self) -> None:
         """Note that a backward pass begins with the current thresholds."""
         self._unmasked |= not self.masks_rows and is_async_device(self._totals)

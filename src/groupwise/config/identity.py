@@ -34,31 +34,12 @@ every machine, and the row has the device that was used."""
 
 LATER = {
     "own_task": "{}",
-    "clip.public_examples": 64,
-    "clip.public_every": 10,
-    "clip.public_power": 0.5,
     "noise.secure": False,
     "data.public": False,
-    "data.flip": False,
-    "data.crop": 0,
-    "data.views": 1,
-    "data.chat": False,
     "model.rematerialize": False,
     "train.deterministic": False,
-    "train.ema": 0.0,
-    "tuning.name": "off",
-    "tuning.law": "negative_binomial",
-    "tuning.eta": 0.0,
-    "tuning.gamma": None,
-    "tuning.runs": None,
-    "tuning.target": "search",
-    "tuning.outside": False,
-    "tuning.keep": False,
 }
-"""Keys added after the first committed rows, with the value in those rows. With that value they are not in the hash.
-
-Some of them are no longer in the schema, but in records of older runs.
-"""
+"""Keys added after the first committed rows, with the value in those rows. With that value they are not in the hash."""
 
 GONE = {
     "data.corpus": None,
@@ -116,13 +97,11 @@ def load_config(path: Path) -> RunConfig:
     """
     try:
         written: Any = OmegaConf.load(path)
-        for key, value in (GONE | LATER).items():
+        for key, value in GONE.items():
             section, _, name = key.rpartition(".")
             inside = OmegaConf.select(written, section) or {}
             if key not in key_types() and name in inside and inside[name] == value:
                 del inside[name]
-                if not inside:
-                    del written[section]
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a run's config ({reason(error)}): restore it, or start a new run.") from error

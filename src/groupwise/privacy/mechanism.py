@@ -60,15 +60,11 @@ def release_gradients(
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sums.append(_local(parameter.grad))
+            grad: Any = parameter.grad
+            sums.append(grad.to_local() if hasattr(grad, "to_local") else grad)  # this process's shard
     each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
     noise.add_gaussians_(sums, each, step, divisor=expected_batch_size)
     return stds
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard of a distributed tensor, sharing its memory; any other tensor unchanged."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 ALLOCATIONS = ("global", "equal_budget", "weighted")

@@ -97,11 +97,7 @@ def first_host(nodes: str) -> str:
 
 def interrupt_on(number: int) -> None:
     """Let a signal act like Ctrl-C."""
-
-    def interrupt(_: int, __: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(number, interrupt)
+    signal.signal(number, signal.default_int_handler)
 
 
 def silence(stream: Any) -> None:

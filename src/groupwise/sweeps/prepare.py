@@ -16,7 +16,7 @@ from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
 from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import Cell, expand, read_sweep, text
+from groupwise.sweeps.cells import expand, read_sweep, text
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,7 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     refuse_taken_name(path, conf / "sweep" / path.name)
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
-        return [_checked(compositions, _full_name(cell), cell.overrides) for cell in sweep.cells(scale)]
-
-
-def _full_name(cell: Cell) -> str:
-    return f"{cell.name} seed={cell.seed}"
+        return [_checked(compositions, f"{cell.name} seed={cell.seed}", cell.overrides) for cell in sweep.cells(scale)]
 
 
 def _cells(

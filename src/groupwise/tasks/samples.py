@@ -56,7 +56,9 @@ class ModelInputs:
     """
 
     def __init__(self, model: nn.Module, pad_token: int) -> None:
-        inner = _without_adapters(model)
+        inner: Any = model
+        if hasattr(model, "get_base_model"):  # below its adapters
+            inner = inner.get_base_model()
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self._pad_token = pad_token
         self._types = int(getattr(inner.config, "type_vocab_size", 0) or 0)
@@ -88,10 +90,6 @@ class ModelInputs:
             name: to_device(value, device) for name, value in made.items() if name in self.accepts
         }
         return inputs | ({"use_cache": False} if "use_cache" in self.accepts else {})
-
-
-def _without_adapters(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 CHUNK = 4096
