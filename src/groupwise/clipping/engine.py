@@ -123,7 +123,7 @@ class ClippingEngine(ThresholdsAndCounts):
         Raises:
             UserError: a layer mixes or reorders the examples, or its number of rows depends on the data.
         """
-        with nullcontext() if self._direct else moved_parameters(self.model):  # changed shards would stay so
+        with nullcontext() if self._direct else moved_parameters(self.model):  # the caller reshards, and moves shards
             return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
     def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:

@@ -22,7 +22,7 @@ def gradient_norms(
     microbatch: int = 64,
     formula: Formula = "auto",
 ) -> dict[str, Tensor]:
-    """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 5 of the paper), computed by the clipping engine.
+    """‖g_k^(i)‖ of each example's loss in each group (Figures 2 and 4 of the paper), computed by the clipping engine.
 
     The norms are not private: each comes from one example, without noise. Nothing is clipped or changed: parameters,
     their .grad, buffers and the default generators are as before, even after an error.

@@ -26,7 +26,7 @@ MOVED = 0.05
 def moved_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, trainable parameters are changed a little, so that a zero (an initially closed gate, an adapter's second
     factor) does not hide what depends on it. Afterwards they are restored bit for bit."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [getattr(p, "_local_tensor", p.detach()) for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trainable]
     generator = torch.Generator().manual_seed(0)
     try:

@@ -48,8 +48,8 @@ class ModelConfig:
     fresh: bool = False
     """Text: random weights for the model that `architecture` and `shape`, or else `source`, describe."""
     weights: str | None = None
-    """The folder of a finished run, or its model.pt, to start from, for any number of stages. If it was trained on the
-    same data, its budget is added, and without privacy this run is not private either (docs/privacy.md)."""
+    """The folder of a finished run, or its model.pt, to start from, for any number of stages. Unless its data are
+    public, its budget is added; if it was not private, this run is not private either (docs/privacy.md)."""
     architecture: str | None = None
     """Text: transformers' model_type, such as roberta or gpt2, for fresh weights."""
     shape: dict[str, Any] = field(default_factory=dict)

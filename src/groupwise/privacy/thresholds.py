@@ -65,7 +65,7 @@ class AdaptiveThresholds(FixedThresholds):
     Args:
         initial: C_k before the first step, (K,), above 0. They must not depend on the data.
         target_quantile: q in [0, 1].
-        learning_rate: η of line 17 (0.3 in the paper).
+        learning_rate: η of line 16 (0.3 in the paper).
         count_noise_multiplier: σ_b of the plan; 0 means noiseless counts and no guarantee.
         expected_batch_size: the configured B, never the drawn size.
         minimum, maximum: public bounds on the raw C_k.
@@ -103,7 +103,7 @@ class AdaptiveThresholds(FixedThresholds):
         return self.rescale_to * self._raw / torch.linalg.vector_norm(self._raw)
 
     def update(self, counts: torch.Tensor, examples: int, noise: NoiseSource, step: int) -> None:
-        """Set C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 17).
+        """Set C_k ← C_k·exp(-η(b̃_k - q)) with b̃_k = (Σ_i(b_k^(i) - ½) + N(0, σ_b²))/B + ½, clamped (line 16).
 
         Call this after adding noise to the gradients of ``step``, since that noise needs the old thresholds.
         ``counts`` (K,) are summed over all microbatches and ranks of the logical batch, and ``examples`` is its drawn

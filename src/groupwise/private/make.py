@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import Partition, verify
+from groupwise.clipping.unchanged import moved_parameters
 from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
@@ -158,13 +159,14 @@ def make_private(
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)
                 sums.size = fill_evenly(min(ranks.gather(fits)), made.expected_batch_size / ranks.replicas)
             if sharded:  # the check by single examples needs unsharded parameters
-                engine.trace(losses_of, rows)
+                reshard(model)
+                with moved_parameters(model):
+                    engine.trace(losses_of, rows)
+                    reshard(model)
             else:
                 check = partial(verify, engine, losses_of, rows[:CHECKED])
                 most = max(sums.size, CHECKED)
                 halve_on_oom(most, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
-        if sharded:
-            reshard(model)  # the trace left the outermost parameters gathered
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
             model=model,

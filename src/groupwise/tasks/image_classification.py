@@ -1,4 +1,4 @@
-"""Image classification: a wide residual network (section 4.1, appendix A.1), or a small network on fixed features."""
+"""Image classification: a wide residual network (section 5.1, appendix A.1), or a small network on fixed features."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -51,7 +51,7 @@ def make_engine(
 def make_thresholds(
     clip: ClipConfig, plan: PrivacyPlan, here: int | None = None
 ) -> FixedThresholds | AdaptiveThresholds:
-    """Fixed thresholds C_k = C/√K (appendix A.1), or adaptive ones that start there (Algorithm 1, lines 15-18).
+    """Fixed thresholds C_k = C/√K (appendix A.1), or adaptive ones that start there (Algorithm 1, lines 15-17).
 
     Args:
         here: the number of groups in this process, if it runs one stage of a pipeline; None for all K.

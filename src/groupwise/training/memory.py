@@ -51,7 +51,7 @@ def choose_microbatch(
     """
     held: dict[int, int] = {}
     most = most or len(examples)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in model.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

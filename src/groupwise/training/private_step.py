@@ -169,7 +169,7 @@ class PrivateStep:
         noise_norm = self._release(step)  # line 13, with the thresholds that clipped
         self.optimizer.step()  # line 14
         if self.thresholds is not None:
-            self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-18
+            self.thresholds.update(counts, len(drawn), self.count_noise, step)  # lines 15-17
         if self.device.type == "cpu" and self.executed % TRIMMED == 0:
             return_freed_memory()
         nonfinite = 0 if self.engine is None else self.engine.nonfinite

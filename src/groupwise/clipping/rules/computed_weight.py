@@ -47,7 +47,7 @@ def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 class WSConv2d(nn.Conv2d):
     """`nn.Conv2d` whose filters are standardised to mean 0 and norm 1 before use (Qiao et al. 2019).
 
-    De et al. (2022) train WRN16-4 with it; the paper follows them (section 4.1).
+    De et al. (2022) train WRN16-4 with it; the paper follows them (section 5.1).
 
     Args:
         gain: learn a factor for each output channel, as De et al. do; all other arguments are those of `nn.Conv2d`.
