@@ -10,9 +10,9 @@ from tests.pipeline.tiny import Case, make_trainer
 BATCH = np.arange(6)
 
 
-def gradients(grouping: str = "device", rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
+def gradients(rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
     """Clipped sums of one step with dropout, for any state of the default generator."""
-    case = Case(stages=1, grouping=grouping, rematerialize=rematerialize, dropout=0.4)
+    case = Case(stages=1, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Ranks(), (tuple(BATCH),))
     trainer.private.engine.set_thresholds(0.01)
     torch.rand(1)
@@ -32,10 +32,4 @@ def test_masks_depend_on_the_step(expected):
 
 def test_a_rematerialised_block_has_the_masks_of_its_forward_pass(expected):
     for found, once in zip(gradients(rematerialize=True), expected, strict=True):
-        torch.testing.assert_close(found, once, rtol=0, atol=1e-13)
-
-
-def test_both_passes_of_flat_clipping_have_the_masks_of_one_pass(expected):
-    """One stage is one group: per-device clipping in one pass is flat clipping in two."""
-    for found, once in zip(gradients("flat"), expected, strict=True):
         torch.testing.assert_close(found, once, rtol=0, atol=1e-13)

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from groupwise.errors import UserError
-from groupwise.privacy import FixedThresholds, NoiseSource
+from groupwise.privacy import FixedThresholds
 from groupwise.training.ranks import Ranks
 from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import EXPECTED, QUANTILE, STEP, Case, make_trainer
@@ -101,14 +101,6 @@ def test_one_group_over_all_stages_has_one_threshold_and_one_noise_scale(drawn):
     scale = SIGMA / math.sqrt(1 - 0.1) / EXPECTED  # σ_new
     for noise, thresholds, _ in found[:2]:
         assert stats.kstest((noise / np.array(thresholds)).flatten(), "norm", args=(0, scale)).pvalue > 1e-3
-
-
-def test_the_noise_key_of_a_stage_is_as_secret_as_the_runs_and_differs_from_it():
-    noise = NoiseSource.fresh()
-    keys = {noise.key, *(noise.child(f"stage {stage}").key for stage in range(4))}
-    assert len(keys) == 5 and noise.child("stage 0").is_secret
-    seeded = NoiseSource.from_seed(1, secure=True).child("stage 0")
-    assert seeded.secure and not seeded.is_secret and not noise.child("stage 1").secure
 
 
 def test_noise_that_would_need_other_stages_thresholds_is_refused():

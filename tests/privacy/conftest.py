@@ -24,6 +24,17 @@ def cold():
 
 
 @pytest.fixture
+def broken_prv(monkeypatch):
+    """A PRV accountant that always fails, as prv_accountant does when its quadrature fails."""
+
+    def fail(*_):
+        raise RuntimeError("Discrete mean differs from continuous mean significantly.")
+
+    accounting._coarse.cache_clear()
+    monkeypatch.setattr(accounting, "_compose", fail)
+
+
+@pytest.fixture
 def follows_normal_only() -> Callable[[np.ndarray, float], None]:
     """(sample, std) -> asserts that the sample passes a test for N(0, std²), and that altered samples fail it."""
 

@@ -16,21 +16,10 @@ from scipy.stats import norm
 from groupwise.errors import UserError
 from groupwise.privacy import accountants, accounting
 from groupwise.privacy.accountants import central_limit_mu, epsilon_pld, epsilon_rdp, gaussian_epsilon
-from groupwise.privacy.accounting import epsilon_bounds, epsilon_prv
+from groupwise.privacy.accounting import ACCOUNTANTS, epsilon_bounds, epsilon_prv
 
 pytestmark = pytest.mark.usefixtures("cold")
 PUBLISHED = (1.5, 0.04, 2250, 1e-5)  # 90 epochs at rate 0.04: the setting of Opacus's own tests
-
-
-@pytest.fixture
-def broken_prv(monkeypatch):
-    """A PRV accountant that always fails, as prv_accountant does when its quadrature fails."""
-
-    def fail(*_):
-        raise RuntimeError("Discrete mean differs from continuous mean significantly.")
-
-    accounting._coarse.cache_clear()
-    monkeypatch.setattr(accounting, "_compose", fail)
 
 
 def test_figures_published_by_opacus():
@@ -99,10 +88,11 @@ def test_bounds_widen_if_the_grid_would_be_too_large(monkeypatch):
     assert tight.upper < wide.upper
 
 
-@pytest.mark.parametrize("sigma", [0.0, math.nan, math.inf])
-def test_zero_and_nonfinite_noise_is_refused(sigma):
-    with pytest.raises(UserError, match="noise_multiplier"):
-        epsilon_bounds(sigma, 0.1, 1, 1e-5)
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("sigma", [0.0, 5e-324, 1e-160, math.nan, math.inf])
+def test_negligible_and_nonfinite_noise_is_refused(accountant, sigma):
+    with pytest.raises(UserError, match=r"^noise_multiplier is .*finite number of at least 1e-12"):
+        epsilon_bounds(sigma, 0.1, 1, 1e-5, accountant)
 
 
 @pytest.mark.parametrize("mu", [0.01, 0.3, 1.0, 20.0, 25.5, 50.0, 300.0])

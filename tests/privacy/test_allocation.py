@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import UserError
 from groupwise.privacy.calibration import split_noise
-from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds, noise_weights
+from groupwise.privacy.mechanism import ALLOCATIONS, noise_stds
 
 groups = st.lists(st.tuples(st.floats(1e-5, 1e3), st.integers(1, 10**7)), min_size=1, max_size=40)
 sigmas = st.floats(0.1, 100.0)
@@ -64,13 +64,6 @@ def test_counts_and_gradients_together_cost_one_release_at_sigma(sigma, groups, 
     count, gradient = split_noise(sigma, groups, share)
     assert 1 / gradient**2 + groups / (4 * count**2) == pytest.approx(1 / sigma**2, rel=1e-9)
     assert groups * sigma**2 / (4 * count**2) == pytest.approx(share, rel=1e-9)
-
-
-def test_weights_are_those_of_the_paper():
-    thresholds, sizes = [2.0, 3.0], [4, 9]
-    assert noise_weights(thresholds, sizes, "global").tolist() == [1.0, 1.0]
-    assert noise_weights(thresholds, sizes, "equal_budget").tolist() == [2.0, 3.0]
-    assert noise_weights(thresholds, sizes, "weighted").tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -92,17 +92,11 @@ class TestSearch:
         assert found.upper == below
         assert 3.0 <= sigma <= 3.0 * (1 + 2e-6)
 
-    def test_a_target_that_no_noise_meets_is_refused_at_the_bounds_of_the_search(self, monkeypatch, search):
-        for curve, low, high in ((lambda s: 2.0, 1e11, 1e12), (lambda s: 0.5, 1e-9, 1e-8)):
+    def test_a_target_that_no_noise_meets_is_refused_at_the_bounds_of_the_search(self, search):
+        for found, low, high in ((2.0, 1e11, 1e12), (0.5, 1e-9, 1e-8)):
             asked = []
-            monkeypatch.setattr(
-                calibration,
-                "epsilon_bounds",
-                lambda sigma, *_, c=curve, a=asked: a.append(sigma) or EpsilonBounds(0.0, c(sigma), c(sigma)),
-            )
-            calibration._search.cache_clear()
             with pytest.raises(UserError, match="no noise multiplier"):
-                calibrate(1.0, 1e-5, 0.02, 300, "rdp")
+                search(lambda sigma, asked=asked, found=found: asked.append(sigma) or found)
             assert all(1e-9 < sigma < 1e12 for sigma in asked)
             assert any(low < sigma < high for sigma in asked)
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -40,10 +39,6 @@ def release(groups, thresholds, **options) -> torch.Tensor:
     return release_gradients(Sums("add_remove", groups, thresholds), **{**defaults, **options})
 
 
-def flat(group) -> np.ndarray:
-    return torch.cat([parameter.grad.flatten() for parameter in group]).numpy()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_sums_get_their_groups_noise_and_are_divided_by_the_configured_batch_size(allocation, dtype):
@@ -57,9 +52,3 @@ def test_sums_get_their_groups_noise_and_are_divided_by_the_configured_batch_siz
     expected = (1.0 + stds.repeat_interleave(torch.tensor(sizes)) * each) / batch
     found = torch.cat([parameter.grad.flatten() for group in groups for parameter in group])
     torch.testing.assert_close(found, expected.to(dtype))
-
-
-def test_without_noise_the_sum_is_only_divided():
-    groups = make_groups([(3,)])
-    assert release(groups, [1.0], noise_multiplier=0.0).tolist() == [0.0]
-    assert flat(groups[0]).tolist() == [0.25] * 3

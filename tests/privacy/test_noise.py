@@ -161,7 +161,7 @@ def test_keys_of_a_seed_and_of_a_purpose_match_known_answers():
 def test_a_child_has_the_same_kind_of_noise_and_another_key():
     child = SOURCE.child("stage 1")
     assert child.key == SOURCE.derive("stage 1") != SOURCE.child("stage 2").key
-    assert not child.is_secret and NoiseSource.fresh().child("x").is_secret
+    assert not child.is_secret and not child.secure and NoiseSource.fresh().child("x").is_secret
     assert NoiseSource.fresh(secure=True).child("x").secure
 
 
