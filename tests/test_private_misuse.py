@@ -122,27 +122,13 @@ def added_and_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": use.model.extra.parameters()})
 
 
-def step_after_detach() -> None:
-    use = Use().train(1)
-    use.private.detach()
-    use.train()
-
-
-def frozen_later() -> None:
-    use = Use().train(1)
-    freeze(use)
-    use.train()
+def replace(use: Use) -> None:
+    use.model[0].weight = nn.Parameter(torch.zeros(8, 5))
 
 
 def added_later() -> None:
     use = Use(losses=lambda model, batch: cross_entropy(model, batch) * getattr(model[0], "extra", 1.0))
     use.train(1).model[0].extra = nn.Parameter(torch.ones(1))
-    use.train()
-
-
-def replaced_later() -> None:
-    use = Use().train(1)
-    use.model[0].weight = nn.Parameter(torch.zeros(8, 5))
     use.train()
 
 
@@ -251,18 +237,6 @@ def scaled(use: Use) -> None:
     scaler.step(use.optimizer)
 
 
-def hooked() -> None:
-    use = Use()
-    use.model[0].weight.register_hook(lambda g: g * 10)
-    use.train()
-
-
-def hooked_after_accumulation() -> None:
-    use = Use()
-    use.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(10))
-    use.train()
-
-
 REFUSED: dict[str, Misuse] = {
     "a dataset that grows during training": (grown_dataset, "have 41 now"),
     "a model that mixes examples": (
@@ -342,18 +316,24 @@ REFUSED: dict[str, Misuse] = {
     "a buffer that the losses change": (buffer_in_the_losses, "losses changed 'seen', a buffer or parameter"),
     "frozen weights that the losses change": (frozen_in_the_losses, "losses changed '2.bias', a buffer or parameter"),
     "`private.step()` in the losses": (a_step_within_a_step, "began inside another one"),
-    "`register_hook` on a parameter": (hooked, "'0.weight' has a hook"),
-    "`register_post_accumulate_grad_hook`": (hooked_after_accumulation, "'0.weight' has a hook"),
+    "`register_hook` on a parameter": (
+        lambda: between_steps(lambda use: use.model[0].weight.register_hook(lambda g: g * 10)),
+        "'0.weight' has a hook",
+    ),
+    "`register_post_accumulate_grad_hook`": (
+        lambda: between_steps(lambda use: use.model[0].weight.register_post_accumulate_grad_hook(lambda p: None)),
+        "'0.weight' has a hook",
+    ),
     "`GradScaler.step`": (lambda: between_steps(scaled), r"private.step\(\) calls optimizer.step"),
     "`optimizer.step()` between steps": (
         lambda: between_steps(lambda use: use.optimizer.step()),
         r"private.step\(\) calls optimizer.step",
     ),
     "more steps than were planned": (lambda: Use().train().private.step(), "All 3 steps"),
-    "a parameter frozen or unfrozen later": (frozen_later, "frozen"),
+    "a parameter frozen or unfrozen later": (lambda: between_steps(freeze), "frozen"),
     "a parameter added later": (added_later, "0.extra. was added, removed, replaced, .* after clipping began"),
-    "a parameter replaced later": (replaced_later, "0.weight. was added, removed, replaced"),
-    "a step after `detach`": (step_after_detach, "detached"),
+    "a parameter replaced later": (lambda: between_steps(replace), "0.weight. was added, removed, replaced"),
+    "a step after `detach`": (lambda: between_steps(lambda use: use.private.detach()), "detached"),
 }
 
 
