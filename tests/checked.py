@@ -31,6 +31,12 @@ def verify_once(engine: ClippingEngine, losses: Callable[..., Any], examples: An
     return error
 
 
+@pytest.fixture(autouse=True)
+def verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tests of a folder whose conftest.py imports this fixture, `verify_once` is the check before training."""
+    monkeypatch.setattr("groupwise.build.verify", verify_once)
+
+
 @contextmanager
 def checked_once(kind: Hashable) -> Iterator[None]:
     """Check only the first trainer of each kind in this process; the others would pass as well."""

@@ -1,11 +1,3 @@
-"""Shared by tests of whole runs."""
+"""The check before training is run once for each model and clipping mode."""
 
-import pytest
-
-from tests.checked import verify_once
-
-
-@pytest.fixture(autouse=True)
-def _checked_once(monkeypatch):
-    """Run the check before training once in this process for each model and clipping mode."""
-    monkeypatch.setattr("groupwise.build.verify", verify_once)
+from tests.checked import verified_once  # noqa: F401

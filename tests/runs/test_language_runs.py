@@ -22,7 +22,6 @@ QUICK = {("sst2", "flat"), ("qnli", "ghost"), ("qqp", "fixed_layer"), ("mnli", "
     ("e2e", "adaptive_layer"),
 }
 """Every task, and every mode that clips; `none` runs in tests below. The others are slow."""
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n\n" * 400
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -83,12 +83,6 @@ def test_explain_prints_each_layers_formula_and_trains_nothing(tmp_path, capsys,
     assert capsys.readouterr().out == printed, "the same for an interrupted run"
 
 
-def test_a_shuffled_run_is_not_private(tmp_path, capsys):
-    row = run(smoke(tmp_path, "privacy=shuffle", PLANNED))
-    assert row["plan.private"] is False
-    assert "not a guarantee" in capsys.readouterr().out
-
-
 def test_metrics_that_are_not_private_are_named_nonprivate(tmp_path):
     run(smoke(tmp_path, PLANNED))
     lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()

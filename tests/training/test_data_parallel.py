@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from groupwise.config.schema import OptimConfig
-from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.ranks import Ranks
@@ -78,7 +77,6 @@ def _on_two(rank, world, folder):
         "planted": _noises(ranks, "ddp", _add_noise_on_every_rank),
         "one stream": _noises(ranks, "fsdp", _share_one_stream),
         "resumed": {case: _resumed(ranks, case, Path(folder)) for case in RESUMED},
-        "refused": {name: _refused(ranks, name) for name in REFUSED},
     }
 
 
@@ -118,19 +116,6 @@ RESUMED = {
     "fsdp": (ADAPTIVE_LAYER, "fsdp", PointsTask),
     "fsdp tied": (NONE, "fsdp", TiedTask),
 }
-REFUSED = {
-    "tied": (TiedTask, ADAPTIVE_LAYER, "untie"),
-    "flat": (PointsTask, FLAT, "use one group a layer, or flat with norms='ghost'"),
-}
-
-
-def _refused(ranks, name):
-    make_task, clip, _ = REFUSED[name]
-    try:
-        build(clip, ranks, "fsdp", task=make_task())
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +195,3 @@ def test_a_checkpoint_resumes_bit_for_bit_and_written_weights_fit_the_plain_mode
     for process in two:
         expected, resumed, written = process["resumed"][case]
         assert torch.equal(expected, resumed) and torch.equal(expected, written)
-
-
-@pytest.mark.parametrize("mistake", REFUSED)
-def test_tied_weights_and_flat_clipping_are_refused_for_shards(two, mistake):
-    for process in two:
-        assert REFUSED[mistake][2] in process["refused"][mistake] and "\n" not in process["refused"][mistake]

@@ -213,6 +213,14 @@ def test_a_gpus_budget_is_a_share_of_its_memory_without_the_models(monkeypatch: 
     assert memory.gpu_budget(model, device) == 0
 
 
+def printed(folder: Path, script: str, *words: str) -> list[str]:
+    """The words that a script prints in a new process."""
+    (folder / "script.py").write_text(script)
+    code, output, errors = Command(str(folder / "script.py"), *words, cwd=folder).finish()
+    assert code == 0, errors
+    return output.split()
+
+
 FAULTS = """
 import resource, sys
 import torch
@@ -230,19 +238,11 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt needs glibc")
 def test_keep_freed_blocks_avoids_page_faults(tmp_path: Path):
-    script = tmp_path / "faults.py"
-    script.write_text(FAULTS)
-
-    def faults(word: str) -> tuple[str, int]:
-        code, output, errors = Command(str(script), word, cwd=tmp_path).finish()
-        assert code == 0, errors
-        kept, count = output.split()
-        return kept, int(count)
-
     pages = 2 * (124 << 20) // resource.getpagesize()
-    assert faults("kept") == ("True", pytest.approx(0, abs=pages // 100))
-    kept, count = faults("as it is")
-    assert kept == "False" and count > pages // 100, "otherwise keep_freed_blocks is useless"
+    kept, count = printed(tmp_path, FAULTS, "kept")
+    assert kept == "True" and int(count) == pytest.approx(0, abs=pages // 100)
+    kept, count = printed(tmp_path, FAULTS, "as it is")
+    assert kept == "False" and int(count) > pages // 100, "otherwise keep_freed_blocks is useless"
 
 
 GROWTH = """
@@ -266,11 +266,7 @@ print(grown, held() - before)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt needs glibc")
 def test_return_freed_memory_returns_gaps_between_blocks(tmp_path: Path):
-    script = tmp_path / "growth.py"
-    script.write_text(GROWTH)
-    code, printed, errors = Command(str(script), cwd=tmp_path).finish()
-    assert code == 0, errors
-    grown, left = map(int, printed.split())
+    grown, left = map(int, printed(tmp_path, GROWTH))
     assert grown > 4 * max(left, 1)
 
 

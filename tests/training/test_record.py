@@ -40,13 +40,6 @@ def finished(config: RunConfig) -> RunRecord:
     return record
 
 
-def test_opening_a_record_writes_nothing(config: RunConfig, tmp_path: Path) -> None:
-    record = RunRecord.open(config)
-    assert (record.finished, record.resumable) == (False, False)
-    assert record.folder == tmp_path / "results" / "runs" / config_hash(config)[:12]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_begin_writes_configuration_and_provenance(config: RunConfig) -> None:
     record = begun(config)
     assert load_config(record.folder / "config.yaml") == config
