@@ -14,16 +14,10 @@ from groupwise.errors import UserError
 from groupwise.integrations.arguments import SUPPORTED, check_arguments
 from groupwise.integrations.resume import key_path
 from groupwise.integrations.transformers import PrivateTrainer
-from tests.integrations.test_transformers import Kill, Killed
+from tests.integrations.test_transformers import Kill, Killed, kill
 from tests.integrations.tiny import Texts, arguments, collate, copy_run, encoder, privacy, trainer, weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-
-
-def kill(folder: Path, **options) -> None:
-    """A run with a checkpoint after step 3 that ends before its sixth step."""
-    with pytest.raises(Killed):
-        trainer(folder, callbacks=[Kill(5)], **options).train()
 
 
 def resume(folder: Path, **options) -> None:

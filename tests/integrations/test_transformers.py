@@ -45,6 +45,12 @@ class Kill(TrainerCallback):
             raise Killed
 
 
+def kill(folder: Path, *model, step: int = 5, **options) -> None:
+    """A run with a checkpoint after every third step that ends after this step."""
+    with pytest.raises(Killed):
+        trainer(folder, *model, callbacks=[Kill(step)], **options).train()
+
+
 def losses(model, inputs):
     logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
     return F.cross_entropy(logits, inputs["labels"], reduction="none")
@@ -78,8 +84,7 @@ def test_the_trainer_matches_a_loop_with_make_private_bit_for_bit(tmp_path):
 def killed(tmp_path_factory):
     """The folder of a run that was killed before its eighth step, with two checkpoints."""
     folder = tmp_path_factory.mktemp("killed")
-    with pytest.raises(Killed):
-        trainer(folder, callbacks=[Kill(7)]).train()
+    kill(folder, step=7)
     return folder
 
 
@@ -264,8 +269,7 @@ def test_adapters_resume_to_the_same_bits(tmp_path):
     data = {"train_dataset": Sentences()}
     finished = trainer(tmp_path / "finished", adapted(), **data)
     finished.train()
-    with pytest.raises(Killed):
-        trainer(tmp_path / "killed", adapted(), callbacks=[Kill(5)], **data).train()
+    kill(tmp_path / "killed", adapted(), **data)
     resumed = trainer(tmp_path / "killed", adapted(), **data)
     resumed.train(True)
     assert torch.equal(weights(resumed.model), weights(finished.model))
@@ -275,8 +279,7 @@ def test_adapters_resume_to_the_same_bits(tmp_path):
 def test_bfloat16_trains_and_resumes_to_the_same_bits(tmp_path, finished):
     half = trainer(tmp_path / "half", bf16=True)
     half.train()
-    with pytest.raises(Killed):
-        trainer(tmp_path / "killed", bf16=True, callbacks=[Kill(5)]).train()
+    kill(tmp_path / "killed", bf16=True)
     resumed = trainer(tmp_path / "killed", bf16=True)
     resumed.train(True)
     assert torch.equal(weights(resumed.model), weights(half.model))
@@ -293,10 +296,8 @@ def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    with pytest.raises(Killed):
-        trainer(tmp_path / "one", callbacks=[Kill(5)]).train()
-    with pytest.raises(Killed):
-        trainer(tmp_path / "two", callbacks=[Kill(5)], noise_source=NoiseSource.from_seed(8)).train()
+    kill(tmp_path / "one")
+    kill(tmp_path / "two", noise_source=NoiseSource.from_seed(8))
     shutil.copytree(tmp_path / "one" / "checkpoint-3", tmp_path / "two" / "checkpoint-9")
     with pytest.raises(UserError, match=r"is the key of another run than .*checkpoint-9"):
         trainer(tmp_path / "two").train(True)
