@@ -77,12 +77,6 @@ def test_error_without_a_network_names_both_options(tmp_path, monkeypatch):
     assert "give this machine access to the hub" in message
 
 
-def test_folder_in_another_layout_is_refused(tmp_path):
-    (tmp_path / "other").mkdir()
-    message = refused(load_glue, "sst2", tmp_path, hub=str(tmp_path / "other"))
-    assert "cannot be read from" in message and "put GLUE's tsv files into" in message
-
-
 @pytest.mark.parametrize(
     ("rows", "classes", "words"),
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.data.text import linearise_mr, linearise_triples, load_dart, load_e2e, read_dart_json, read_e2e_csv
+from groupwise.data.text import linearise_mr, load_dart, load_e2e, read_dart_json, read_e2e_csv
 from groupwise.data.text_examples import Request
 from groupwise.errors import UserError
 from tests.data.refusals import refused
@@ -44,11 +44,6 @@ def test_mr_becomes_names_and_values():
     assert linearise_mr(long) == (
         "name : A | Type : b | food : C | price : less than £20 | customer rating : 5 out of 5 | near : Café D"
     )
-
-
-def test_triples_keep_their_order_and_predicates_become_lower_case():
-    triples = [("Mars Hill", "JOINED", "1973"), ("Mars Hill", "leaderName", "Ann B")]
-    assert linearise_triples(triples) == "Mars Hill : joined : 1973 | Mars Hill : leadername : Ann B"
 
 
 def test_e2e_trains_on_rows_and_evaluates_each_mr_once(tmp_path):

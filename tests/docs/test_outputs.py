@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config.compose import compose_run
-from groupwise.privacy import make_plan
-from groupwise.training.record import RunRecord
 from tests.docs.documents import ROOT, Block, blocks
 
-DEMO = "python run.py task=cifar clip=adaptive_layer scale=demo"
 PRINTED = [block for block in blocks("text") if block.mark.startswith("printed by: ")]
 VARIABLE = re.compile(r"(accuracy) [\d.]+|(  in) \d+ s|(\.(?:py|yaml)):\d+")
 """Output that depends on the noise, the machine, or the line numbers of a file."""
@@ -40,20 +36,3 @@ def test_shown_output_is_printed(block: Block, tmp_path_factory: pytest.TempPath
     output = VARIABLE.sub(r"\1\2\3", printed(block.mark.removeprefix("printed by: "), folder))
     for line in block.text.splitlines():
         assert VARIABLE.sub(r"\1\2\3", line) in output.splitlines(), line
-
-
-def test_readme_shows_the_statement_and_folder_of_the_demo() -> None:
-    """Two of the shown lines are computed without a run."""
-    plan = make_plan(
-        dataset_size=1433,
-        expected_batch_size=256,
-        steps=168,
-        epsilon=8,
-        delta=1e-5,
-        num_groups=21,
-        quantile_budget=0.01,
-    )
-    shown = [block.text for block in PRINTED if block.document == "README.md"]
-    assert plan.statement() in "\n".join(shown)
-    config = compose_run(DEMO.split()[2:], ROOT / "conf")
-    assert f"Record: results/runs/{RunRecord.open(config).folder.name}\n" in "\n".join(shown)

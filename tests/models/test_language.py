@@ -204,13 +204,6 @@ def test_settings_without_a_causal_model_are_refused(tokenizer, changes, message
     assert "\n" not in str(error.value)
 
 
-def test_wrong_kind_of_model_is_refused(folders, tokenizer):
-    with pytest.raises(UserError, match=r"roberta\) does not predict the next token"):
-        load_causal(ModelConfig(source=str(folders["roberta"])), tokenizer)
-    with pytest.raises(UserError, match=r"model\.architecture=vit cannot be built .*Unrecognized configuration class"):
-        load_classifier(ModelConfig(fresh=True, architecture="vit"), CLASSES, tokenizer)
-
-
 def test_tokeniser_with_too_many_tokens_is_refused(folders, tokenizer, tmp_path):
     class Other:
         pad_token_id, bos_token_id, eos_token_id = 1, 0, 2

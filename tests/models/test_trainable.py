@@ -6,7 +6,7 @@ import torch
 from groupwise.config.schema import LoraConfig, ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import load_causal, load_classifier
-from groupwise.models.trainable import add_adapters, choose_trainable
+from groupwise.models.trainable import choose_trainable
 
 CLASSES = ("negative", "positive")
 
@@ -100,19 +100,7 @@ def test_adapter_of_the_head_is_refused(build):
         build("roberta", trains="lora", lora=LoraConfig(targets=["out_proj"]))
 
 
-TARGETS = ["c_attn", "c_proj"]
-
-
-@pytest.fixture
-def gpt2(fresh, tokenizer):
-    return load_causal(fresh("gpt2", dropout=0.0, attention_dropout=0.0), tokenizer)
-
-
-def adapters(model) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if "lora_" in name}
-
-
 @pytest.mark.parametrize("target", ["c_atn", "attn", "ln_1", "proj"])
-def test_unknown_target_is_refused(gpt2, target):
+def test_unknown_target_is_refused(build, target):
     with pytest.raises(UserError, match=rf"targets={target} names no layer|peft refuses model\.lora"):
-        add_adapters(gpt2, LoraConfig(targets=["c_attn", target]))
+        build("gpt2", causal=True, trains="lora", lora=LoraConfig(targets=["c_attn", target]))

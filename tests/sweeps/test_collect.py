@@ -14,7 +14,6 @@ from groupwise.sweeps.collect import collect, main
 from groupwise.sweeps.prepare import PlannedCell, table_cells
 from tests.sweeps.test_prepare import conf_with
 
-ROOT = Path(__file__).parents[2]
 SWEEP = """# A table.
 grids: [{clip: [flat, ghost], seed: [0, 1]}]
 scales: {smoke: {train.steps: 2}}

@@ -13,11 +13,11 @@ FAMILIES = tuple(EXAMPLE["FAMILIES"])
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def folder_of(folders: Path, family: str, **shape) -> Path:
+def folder_of(folders: Path, family: str) -> Path:
     """The folder of a family, written once."""
-    folder = folders / "-".join([family, *(f"{key}{value}" for key, value in shape.items())])
+    folder = folders / family
     if not folder.is_dir():
-        EXAMPLE["write"](str(folder), family, **shape)
+        EXAMPLE["write"](str(folder), family)
     return folder
 
 

@@ -76,13 +76,6 @@ def test_rematerialized_blocks_have_the_same_sums(folders, mode, trains):
     check(folder_of(folders, "llama"), "e2e", trains, mode, rematerialize=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_untied_head_matches_single_rows(folders, mode):
-    folder = folder_of(folders, "llama", tie_word_embeddings=False)
-    check(folder, "e2e", "all", mode)
-
-
 def test_bfloat16_frozen_weights_give_sums_close_to_float32(folders):
     found = []
     for half in (False, True):

@@ -6,6 +6,7 @@ import torch
 
 from groupwise.tasks.samples import ModelInputs
 from groupwise.torchvision_import import import_torchvision
+from tests.models.conftest import SHAPES
 
 CPU = torch.device("cpu")
 ROWS = [np.array(row, dtype=np.int32) for row in ([5, 6, 7, 8], [9, 10], [11, 12, 13])]
@@ -15,20 +16,8 @@ def tiny(name: str, **changes):
     import_torchvision()
     import transformers
 
-    encoder = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 20,
-    }
-    sizes = {
-        "roberta": {**encoder, "type_vocab_size": 1, "pad_token_id": 1},
-        "bert": encoder,
-        "gpt2": {"vocab_size": 40, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 20},
-    }
-    config = transformers.AutoConfig.for_model(name, **sizes[name], **changes)
+    own = {"roberta": {"pad_token_id": 1}, "bert": {"type_vocab_size": 2}}.get(name, {})
+    config = transformers.AutoConfig.for_model(name, vocab_size=40, **SHAPES[name] | own, **changes)
     auto = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
     return auto.from_config(config).double().eval()

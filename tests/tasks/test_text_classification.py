@@ -12,17 +12,11 @@ from groupwise.config.schema import DataConfig, ModelConfig, RunConfig
 from groupwise.data.text_examples import Labelled
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
+from tests.models.conftest import SHAPES
 from tests.tasks.clipped import MODES, check_sums
 
 CPU = torch.device("cpu")
-ROBERTA = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 66,
-    "type_vocab_size": 1,
-}
+ROBERTA = SHAPES["roberta"] | {"max_position_embeddings": 66}
 EXAMPLES = [0, 3, 7, 12, 20]
 
 

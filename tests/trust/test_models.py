@@ -95,20 +95,22 @@ def test_sum_that_is_wrong_only_with_dropout_is_faulty(patch_backward):
     assert (row.status, row.dropout, row.faulty) == (EXACT, WRONG, True)
 
 
-def test_refusal_of_an_exact_model_is_a_false_alarm(monkeypatch):
+@pytest.fixture
+def everything_looks_odd(monkeypatch):
+    """The check before training refuses every model."""
+
     def refuse(*_):
         raise UserError("Layer '0' looks odd.")
 
     monkeypatch.setattr(check, "verify", refuse)
+
+
+def test_refusal_of_an_exact_model_is_a_false_alarm(everything_looks_odd):
     for row in measure(MLP, MODES):
         assert row.status == FALSE_ALARM and row.faulty and row.note.endswith("Layer '0' looks odd.")
 
 
-def test_refusal_of_a_wrong_model_is_no_false_alarm(monkeypatch, patch_backward):
-    def refuse(*_):
-        raise UserError("Layer '0' looks odd.")
-
-    monkeypatch.setattr(check, "verify", refuse)
+def test_refusal_of_a_wrong_model_is_no_false_alarm(everything_looks_odd, patch_backward):
     patch_backward(corrupt_sum)
     row, *_ = measure(MLP, ["flat"])
     assert row.status == WRONG and "odd" not in row.note

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, References, content, with_settings
+from groupwise.analysis.figure_style import CLIP, TIMED, WEAK, References, with_settings
 from groupwise.analysis.figures import FIGURES, KINDS, OURS, SPEED, Drawn, main, make
 from groupwise.analysis.results import Folders
 from groupwise.analysis.run_figures import chosen_layers
@@ -53,12 +53,6 @@ def test_figure_that_is_not_in_the_paper_is_drawn_from_committed_rows(name):
     drawn = make(name, Folders.of_checkout())
     assert {axes.get_title("right") for axes in drawn.figure.axes} == {"reduced"}
     assert "Reduced, no reproduction: scale=midi" in drawn.figure.get_label()
-
-
-@pytest.mark.parametrize("kind", ["pdf", "png"])
-def test_same_rows_give_the_same_bytes(folders, kind):
-    one, two = (content(make("quantile_budget", folders).figure, kind) for _ in range(2))
-    assert one == two
 
 
 @pytest.mark.slow

@@ -74,13 +74,6 @@ def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, caps
     assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
 
 
-def test_missing_sweep_gives_a_one_sentence_error(world, monkeypatch, tmp_path, capsys):
-    restrict(monkeypatch, world)
-    (world.folders.sweeps / "gradnorm_cifar.yaml").unlink()
-    assert main(["coverage", "--out", str(tmp_path)], world.folders) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_committed_coverage_list_is_up_to_date():
     listed = ROOT / "results" / "tables" / "coverage.md"
     assert page(PROJECT).text == listed.read_text(), "run python -m groupwise.analysis.tables coverage"
