@@ -115,8 +115,8 @@ report: tables figures ## results/report.html: every table and figure on one pag
 	$(BIN)/python -m groupwise.analysis.report
 
 test-slurm: $(STAMP) ## a one-node SLURM on this machine (Debian, as root), and sweeps on it that are interrupted: minutes
-	@scripts/slurm/up.sh; . scripts/slurm/cluster.sh; status=0; \
-		$(BIN)/python -m pytest tests/slurm || status=$$?; scripts/slurm/down.sh; exit $$status
+	@. scripts/slurm/cluster.sh; status=0; { scripts/slurm/up.sh && . scripts/slurm/cluster.sh && \
+		$(BIN)/python -m pytest tests/slurm; } || status=$$?; scripts/slurm/down.sh; exit $$status
 
 audit: $(STAMP) ## attack every clipping mode at two budgets, and print lower bounds on epsilon: minutes
 	$(BIN)/python -m groupwise.audit --all

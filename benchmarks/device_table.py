@@ -106,13 +106,15 @@ def measure(options: TableOptions) -> int:
                 print(error, file=sys.stderr)
                 continue
             THROUGHPUT.add(options.out, rows)
-        return measure_largest(options, late) if options.device == "cuda" and options.workload == "all" else 0
+        searches = options.device == "cuda" and options.workload == "all" and not options.tiny
+        return measure_largest(options, late) if searches else 0
 
 
 def measure_largest(options: TableOptions, late: Callable[[], bool]) -> int:
     """The largest batch of GPT-2 that fits, by doubling, for methods that `LARGEST` lacks; returns the exit code."""
     batch, layers, tokens = SIZES["gpt2"]
-    there = set(LARGEST.rows(options.out)["method"])
+    rows = LARGEST.rows(options.out)
+    there = set(rows[rows["hardware"] == hardware(options.device)]["method"])
     for method in [method for method in FIRST if method not in there]:
         job = Job("gpt2", method, batch=batch, layers=layers, tokens=tokens, device=options.device)
         row = refused = lost = None

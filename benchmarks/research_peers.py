@@ -50,13 +50,13 @@ def put_on_path(folder: str) -> None:
 
 
 def version_of(method: str) -> str | None:
-    """The package behind a method and the commit of its checkout; None for other methods."""
+    """The package behind a method and the last commit of its folder; None for other methods."""
     package = package_of(method)
     if package is None:
         return None
     place = Path(str(load(package).__file__)).parent
-    git = subprocess.run(["git", "-C", str(place), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return f"{package} {git.stdout.strip() if git.returncode == 0 else 'installed'}"
+    git = ["git", "-C", str(place), "log", "-1", "--format=%h", "--", "."]  # nothing for a folder in .venv
+    return f"{package} {subprocess.run(git, capture_output=True, text=True).stdout.strip() or 'installed'}"
 
 
 def _budget(workload: Workload, threshold: float, noise_multiplier: float) -> dict[str, Any]:

@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 
 from benchmarks.job import Job
-from benchmarks.meters import Seconds, Step, count_operations, peak_bytes, timed
+from benchmarks.meters import count_operations, free_memory, peak_bytes, timed
 from benchmarks.methods import Method, prepare
 from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
@@ -31,7 +30,7 @@ class Bench:
         peak, step = peak_bytes(lambda: self._get()[1].step, self.job.device)
         workload, method = self._get()
         sums = sum(float(p.grad.double().square().sum()) for p in workload.trainable if p.grad is not None) ** 0.5
-        seconds = self._time(step, 1)
+        seconds = timed(step, 1, self.job.device)
         try:
             operations = count_operations(step)
         except Exception:  # the counter does not know every operation of a peer
@@ -52,12 +51,10 @@ class Bench:
         """Take one warm-up step, time its noise, then time `steps` steps."""
         _, method = self._get()
         method.step()
-        noise = self._time(method.noise, 1)
-        taken = self._time(method.step, steps)
+        noise = timed(method.noise, 1, self.job.device)
+        taken = timed(method.step, steps, self.job.device)
         method.clear()
-        gc.collect()
-        if self.job.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self.job.device)
         return {
             "cpu_seconds": taken.cpu,
             "wall_seconds": taken.wall,
@@ -68,9 +65,6 @@ class Bench:
         if self._built is None:
             self._built = prepare(self.job)
         return self._built
-
-    def _time(self, step: Step, steps: int) -> Seconds:
-        return timed(step, steps, self.job.device)
 
 
 def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +109,7 @@ class Together:
     def ask(self, **request: Any) -> dict[str, Any]:
         """Answer a request; failures are answers too. There is no time limit: only a process can be killed."""
         assert self._bench is not None
-        self._tidy()
+        free_memory(self.job.device)
         found = answer(self._bench, request)
         if self.job.device == "cuda":
             try:
@@ -127,12 +121,7 @@ class Together:
     def close(self) -> None:
         """Free the model."""
         self._bench = None
-        self._tidy()
-
-    def _tidy(self) -> None:
-        gc.collect()
-        if self.job.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self.job.device)
 
     def __enter__(self) -> Together:
         return self

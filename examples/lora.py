@@ -38,12 +38,15 @@ def losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 optimizer = torch.optim.AdamW(trained, lr=5e-3)
 private = groupwise.make_private(model, optimizer, train, losses, epsilon=8, delta=1e-5, epochs=20, batch_size=200)
+model.eval()  # without dropout
 with torch.no_grad():
     before = losses(model, held_out).mean()
+model.train()
 
 for _ in private.steps():
     pass
 
+model.eval()  # without dropout
 with torch.no_grad():
     after = losses(model, held_out).mean()
 print(private.statement())

@@ -37,7 +37,7 @@ N, x.min().item(), x.max().item()
 # %% [markdown]
 # ## The noise, before any training
 # The noise for an (ε, δ) depends only on N, the batch size and the number of steps, so looking at it costs no privacy.
-# `python -m groupwise.privacy epsilon=8 n=469 batch=128 epochs=40` prints the same.
+# `python -m groupwise.privacy epsilon=8 delta=1e-4 n=469 batch=128 epochs=40` prints the same.
 
 # %%
 from groupwise.privacy import make_plan

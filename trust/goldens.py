@@ -312,7 +312,7 @@ def compare(part: str, frozen: Mapping[str, Value], now: Values) -> tuple[str, l
     for name, then in frozen.items():
         new = now.get(name)
         if isinstance(then, float) and isinstance(new, float) and then != new:
-            worst = max(worst, abs(new - then) / (1.0 if part in MAY_MOVE else abs(then)))
+            worst = max(worst, abs(new - then) / (1.0 if part in MAY_MOVE else abs(then) or 1.0))
         if (verdict := judge(part, name, then, new)) != SAME:
             found.append((verdict, f"{name}: {then} frozen, {'missing' if new is None else new} now"))
     added = len(now.keys() - frozen.keys())

@@ -106,7 +106,7 @@ case $step in
     ;;
 esac
 case $code in
-124 | 130) say "time limit reached: repeat the command to continue"; code=4 ;;
+124 | 130 | 137) say "time limit reached (or killed): repeat the command to continue"; code=4 ;;
 3) say "a kernel broke the GPU: repeat the command to continue"; code=4 ;;
 4) say "not finished: repeat the command to continue" ;;
 0) say "step $step is done in $((SECONDS - began)) s" ;;

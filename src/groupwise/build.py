@@ -144,7 +144,7 @@ def _stage_sums(
         verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     if microbatch is None and new:
         two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
-        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples))
+        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples), len(feed))
         keeps_busy = int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
         microbatch = min(*ranks.gather(fits // stage.count), keeps_busy)
     ranks.copy_([*stage.parameters(), *stage.buffers()])

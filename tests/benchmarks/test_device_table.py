@@ -94,7 +94,7 @@ def test_failing_synchronize_raises_device_lost(monkeypatch: pytest.MonkeyPatch)
 
     here = Together(Job("mlp", "flat", device="cuda", tiny=True), 60.0)
     monkeypatch.setattr(worker, "answer", lambda bench, request: {"seconds": 1.0})
-    monkeypatch.setattr(worker.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(worker, "free_memory", lambda device: None)
     monkeypatch.setattr(worker.torch.cuda, "synchronize", broken)
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
         here.ask(do="measure")

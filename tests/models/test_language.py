@@ -83,6 +83,14 @@ def test_classifier_on_a_masked_model_has_a_fresh_head_silently(folders, tokeniz
     assert not any(capfd.readouterr())
 
 
+def test_a_head_for_classes_in_another_order_is_refused(folders, tokenizer, tmp_path):
+    load_classifier(ModelConfig(source=str(folders["roberta"])), CLASSES, tokenizer).save_pretrained(tmp_path)
+    settings = ModelConfig(source=str(tmp_path))
+    assert load_classifier(settings, CLASSES, tokenizer).config.id2label == {0: "negative", 1: "positive"}
+    with pytest.raises(UserError, match="has a head for negative, positive, not positive, negative"):
+        load_classifier(settings, CLASSES[::-1], tokenizer)
+
+
 def _stored(weights, end):
     return next(value for name, value in weights.items() if name.endswith(end)).float()
 

@@ -61,6 +61,7 @@ def fail():
         (unfinished, "partial"),
         (refusing(lambda: open(f"/tmp/groupwise-outside-{os.getpid()}", "x").close()), "outside"),
         (refusing(lambda: os.system("true")), "outside"),
+        (refusing(lambda: Path("UNPICKLED").touch()), "outside"),
     ],
 )
 def test_each_defect_has_its_verdict(plant, expected, monkeypatch, tmp_path):

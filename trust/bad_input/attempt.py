@@ -169,8 +169,8 @@ def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
     """The verdict on an attempt that ended with `code` (None: killed at the time limit), and its output."""
     errors = (folder / "stderr").read_text(errors="replace")
     outside = (folder / "outside").read_text(errors="replace")
-    if outside:
-        return "outside", outside
+    if outside or any(folder.rglob("UNPICKLED")):
+        return "outside", outside or "the code of a file was run"
     if "Traceback (most recent call last)" in errors or code not in (0, 2, None):
         return "traceback", f"exit code {code}\n{errors}"
     left = _changes(folder)

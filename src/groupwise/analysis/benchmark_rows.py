@@ -59,7 +59,7 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     rows = rows.sort_values("round", kind="stable")
     for name in numbers:  # a column without any number is read as text
         rows[name] = pd.to_numeric(rows[name], errors="coerce")
-    seconds = rows["batch"] / rows["examples_per_second"]
+    seconds = rows["wall_seconds"].where(rows["device"] == "cuda", rows["cpu_seconds"])  # as in `ratio`, and the noise
     rows["whole"] = rows["ratio"] * seconds / (seconds + rows["noise_seconds"])
     groups = rows.groupby(list(CELL), dropna=False, sort=False)
     table = groups[[*numbers, "whole"]].median()

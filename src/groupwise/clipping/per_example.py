@@ -95,7 +95,9 @@ class PerExample(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation by a rule, or with every example's own copy."""
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            name = f"get {func.__self__.__name__}"
         if name in _DESCRIBES or (name.startswith("get ") and name not in _COMPUTED):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -216,11 +218,6 @@ def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
     if place.order is Order.TILED:
         return torch.cat([rows] * place.rows_per_example, axis)
     return rows if place.rows_per_example == 1 else rows.repeat_interleave(place.rows_per_example, axis)
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    return f"get {func.__self__.__name__}" if name in ("__get__", "__set__") else name
 
 
 def _value(leaf: Any) -> Any:

@@ -52,7 +52,10 @@ def _sentence(error: BaseException, groups: tuple[str, ...]) -> str:
     if isinstance(error, MissingConfigException):
         return _missing_config(error)
     if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override))
+        return (
+            f"'{error.override}' cannot be parsed as key=value: write it as in clip=flat, a list as [1,2], a mapping "
+            """as {a:1}, and put a value with special characters in quotes, 'key="a=b"'."""
+        )
     if str(error).startswith(AMBIGUOUS):
         return f"{_first_line(error).removeprefix(AMBIGUOUS)[1:-1]} has several values, which are a sweep: add -m."
     plus = str(error).partition(NO_DEFAULT)[2]
@@ -76,13 +79,6 @@ def _missing_config(error: MissingConfigException) -> str:
     if not error.options:
         return str(error).partition("\n\n")[0]  # the search path follows
     return f"{group}={option} is not one of {', '.join(error.options)}{did_you_mean(option, error.options)}."
-
-
-def _unreadable(override: str) -> str:
-    return (
-        f"'{override}' cannot be parsed as key=value: write it as in clip=flat, a list as [1,2], a mapping as {{a:1}}, "
-        """and put a value with special characters in quotes, 'key="a=b"'."""
-    )
 
 
 def _first_line(error: BaseException) -> str:

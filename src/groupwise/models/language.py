@@ -23,10 +23,17 @@ def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: 
     So is BERT's pooler if only a language model was pretrained. Causal models classify by their last token.
 
     Raises:
-        UserError: as `make_config`; weights that cannot be read, are not safetensors, or lack more than the head.
+        UserError: as `make_config`; weights that cannot be read, are not safetensors, or lack more than the head; a
+            head for as many other classes, or in another order.
     """
     import_torchvision_first()  # before transformers, whose import would fail
     config = make_config(settings, tokenizer)
+    theirs = tuple(str(name).lower() for _, name in sorted(config.id2label.items()))
+    if not settings.fresh and theirs != classes and len(theirs) == len(classes) and theirs[0] != "label_0":
+        raise UserError(
+            f"{named(settings)} has a head for {', '.join(theirs)}, not {', '.join(classes)}: start from the model as "
+            "it was before its fine-tuning."
+        )
     config.id2label = dict(enumerate(classes))
     config.label2id = {name: label for label, name in enumerate(classes)}
     return _load(settings, config, tokenizer, "SequenceClassification")

@@ -145,13 +145,12 @@ def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[t
             rest[key] = [f"{item.get_key_element()}={value}" for value in values]
         else:
             rest[key] = [str(item.input_line)]
-    several = [key for key, words in rest.items() if len(words) > 1]
     scales_wanted = next((_values(item) for item in given if item.key_or_group == "scale"), [scale])
     for each in scales_wanted:
         for cell in expand(grids, scales, each, chosen):
             kept = [part for part in cell.overrides if part.split("=", 1)[0] not in rest]
             for words in product(*rest.values()):
-                named = [word for key, word in zip(rest, words, strict=True) if key in several]
+                named = [word for word, each in zip(words, rest.values(), strict=True) if len(each) > 1]
                 name = " ".join(sorted([*cell.name.split(), *named], key=lambda word: word.partition("=")[0]))
                 yield f"{name} seed={cell.seed}", [*kept, *words]
 

@@ -87,8 +87,7 @@ def compare(row: Row, again: dict[str, object]) -> tuple[bool, list[str]]:
         good &= same or (isinstance(now, int | float) and abs(now - then) <= allowed)
         equal &= same
         lines.append(f"{key}: {then!r} then, {now!r} now")
-    within = other and not equal
-    how = f"within {POINTS:g} point, because of another {', '.join(other)}" if within else "bit for bit"
+    how = f"within {POINTS:g} point, because of another {', '.join(other)}" if other and not equal else "bit for bit"
     if not good and "git.sha" in other:
         how += f": the row is from commit {row['git.sha'][:7]}, and this code gives other bits: run the cell again"
     return good, [*lines, f"{'reproduced' if good else 'NOT reproduced'}, {how}"]

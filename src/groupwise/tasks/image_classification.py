@@ -129,6 +129,8 @@ def _network(settings: ModelConfig, data: ImageData) -> nn.Module:
 def _describe(config: RunConfig, data: ImageData, train_size: int) -> dict[str, Any]:
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
+    elif config.model.name == "scatter_cnn":
+        settings = "nothing: as in Tramèr and Boneh (2021)"
     elif config.scale in ("mini", "midi", "lite"):
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
     else:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from groupwise.atomic import write_json
-from groupwise.config.checks import IMAGE_MODELS
+from groupwise.config.checks import GENERATION, IMAGE_MODELS
 from groupwise.config.schema import RunConfig
 from groupwise.data.text_examples import Data, hold_out, keep, sha256_of_files
 from groupwise.errors import UserError
@@ -157,8 +157,10 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     """
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
-    elif config.scale == "lite":
+    elif config.scale == "lite" or (config.scale == "mini" and config.task not in GENERATION):
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
+    elif config.scale != "paper":
+        settings = "the learning rate: ours, not searched; the rest: as in the paper"
     else:
         settings = "the paper's, found on a fifth of SST-2's training set (appendix A.2), where nothing else is given"
     made_up = {"generated": "made up by this program from a fixed seed; nobody's data"}
