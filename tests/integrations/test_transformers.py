@@ -105,6 +105,18 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, finished, killed, asked
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
 
+def test_a_run_that_ends_after_its_last_checkpoint_is_ended_without_another_step(tmp_path, finished):
+    class KillAtTheEnd(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer(tmp_path, callbacks=[KillAtTheEnd()]).train()
+    resumed = trainer(tmp_path)
+    resumed.train(True)
+    assert torch.equal(weights(resumed.model), weights(finished.model)) and not key_path(tmp_path).exists()
+
+
 def test_an_incomplete_last_checkpoint_is_refused_and_an_earlier_one_resumes(tmp_path, finished, killed):
     copy_run(killed, tmp_path)
     (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()

@@ -111,7 +111,7 @@ def reference(case: Case) -> tuple[dict[str, Tensor], list[float], list[dict[str
         reports.append(
             {
                 "nonprivate/loss": loss_sum / max(len(batch), 1),
-                "nonprivate/clipped": 1 - sum(within.values()) / len(thresholds) / max(len(batch), 1),
+                "nonprivate/clipped": 1 - sum(within.values()) / len(thresholds) / len(batch) if batch else 0,
             }
         )
         if case.policy == "adaptive":

@@ -40,7 +40,8 @@ def network(shards: bool, **options) -> Network:
 
 def private_of(case: str, ranks, model, sigma: float = 0.0, batches=BATCHES, optimizer=None, losses=None):
     """A private training with microbatches of 3, given batches and seeded noise."""
-    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
+    first, *others = model.parameters()
+    optimizer = optimizer or torch.optim.Adam([{"params": others}, {"params": [first]}], lr=0.01)
     private = groupwise.make_private(
         model, optimizer, data(), losses or cross_entropy, noise_multiplier=sigma, steps=len(batches), batch_size=8,
         delta=1e-5, threshold=0.5, microbatch=3, accountant="rdp", ranks=ranks, noise_source=NoiseSource.from_seed(7),
@@ -112,12 +113,17 @@ def refusals(ranks) -> dict[str, str]:
     settings = {"flat": {"clip": "flat"}}
     found = {}
     for name, model in {**models, "tied": tied, "part": part, "halves": halves}.items():
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            before = model(data().tensors[0])
         given = {"ranks": ranks, "noise_multiplier": 1.0, "steps": 1, "batch_size": 8, **settings.get(name, {})}
         try:
-            groupwise.make_private(model, torch.optim.SGD(model.parameters(), lr=1.0), data(), cross_entropy, **given)
+            groupwise.make_private(model, sgd, data(), cross_entropy, **given)
             found[name] = ""
         except UserError as error:
             found[name] = str(error)
+        with torch.no_grad():
+            assert torch.equal(model(data().tensors[0]), before), "a refusal changed the model"
     return found
 
 

@@ -76,7 +76,8 @@ def launch(conf: Path, train: Train) -> int:
         raise
     except Exception as error:
         code = 0 if folder is None else report_sweep(folder, error)
-        if isinstance(error, ProcessFailed) or (code and isinstance(error, UserError)):
+        listed = folder is not None and (folder / CELLS).is_file()
+        if isinstance(error, ProcessFailed) or (code and listed and isinstance(error, UserError)):
             report(error)
             return code or BUG
         if code:
@@ -148,9 +149,8 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
         return
     settings = compose_shared(_with_folder(given), conf).hydra
     shared = [*settings.overrides.hydra, *settings.overrides.task]  # since their files may set Hydra's keys
-    none = ["hydra.sweeper.params=null", "hydra.sweeper.max_batch_size=null"]  # the cells of a call are known
-    shared = [word for word in shared if not word.startswith(("hydra.sweeper.params", "hydra.sweeper.max_batch_size"))]
-    run_cells(folder, settings, lambda words: multirun([*shared, *none, *words]))
+    shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # the cells are known
+    run_cells(folder, settings, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
 
 
 def _with_folder(given: Namespace) -> list[str]:

@@ -213,7 +213,7 @@ def _group_by(layers: tuple[Layer, ...], group_of: Callable[[str], str], merge_s
     for layer in layers if merge_shared else ():
         for parameter in layer.trainable.values():
             user = first_user.setdefault(id(parameter), layer.name)
-            one, two = joined[names[user]], joined[names[layer.name]]
+            one, two = sorted((joined[names[user]], joined[names[layer.name]]), key=list(joined).index)
             if one != two:
                 joined = {group: one if into == two else into for group, into in joined.items()}
     groups: dict[str, list[str]] = {}

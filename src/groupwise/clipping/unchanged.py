@@ -23,12 +23,12 @@ MOVED = 0.05
 
 
 @contextmanager
-def moved_parameters(model: nn.Module) -> Iterator[None]:
+def moved_parameters(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Inside, trainable parameters are changed a little, so that a zero (an initially closed gate, an adapter's second
-    factor) does not hide what depends on it. Afterwards they are restored bit for bit."""
+    factor) does not hide what depends on it. Afterwards they are restored bit for bit. Shards need different seeds."""
     trainable = [getattr(p, "_local_tensor", p.detach()) for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trainable]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     try:
         with torch.no_grad():
             for p in trainable:

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from groupwise.config.keys import FREE, key_types
+from groupwise.config.keys import FREE
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError, reason
 
@@ -100,7 +100,7 @@ def load_config(path: Path) -> RunConfig:
         for key, value in GONE.items():
             section, _, name = key.rpartition(".")
             inside = OmegaConf.select(written, section) or {}
-            if key not in key_types() and name in inside and inside[name] == value:
+            if name in inside and inside[name] == value:
                 del inside[name]
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), written))
     except (OSError, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:

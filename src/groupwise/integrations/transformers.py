@@ -127,7 +127,7 @@ class PrivateTrainer(Trainer):
         losses = self._given_losses or find_losses(
             model,
             [self._prepare_inputs(self._collate([self._data[row]])) for row in rows],
-            tolerance=0.02 if self.args.bf16 else 1e-5,
+            tolerance=0.02 if self.args.bf16 or any(p.element_size() < 4 for p in model.parameters()) else 1e-5,
             smoothing=self.args.label_smoothing_factor,
         )
         self.private = make_private(
@@ -197,6 +197,11 @@ class PrivateTrainer(Trainer):
         self.accelerator.gradient_state._set_sync_gradients(False)
         return torch.tensor(step.nonprivate["loss"], device=self.args.device)
 
+    def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
+        """As the Trainer does, unless all steps were taken before the run ended."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**given)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """0, because the true number would reveal the lengths of the drawn examples."""
         return 0
@@ -207,8 +212,8 @@ class PrivateTrainer(Trainer):
         Only callbacks get those. They are not kept in `log_history`, which is part of checkpoints.
         """
         for name in ("loss", "train_loss"):
-            if name in logs:
-                logs[f"nonprivate/{name}"] = logs.pop(name)
+            if (value := logs.pop(name, None)) is not None and not self.args.push_to_hub:  # with the trackers' files
+                logs[f"nonprivate/{name}"] = value
         if self.private is not None:
             logs["epsilon"] = self.private.epsilon
         super().log(logs, start_time)

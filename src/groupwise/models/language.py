@@ -19,7 +19,7 @@ UNLIMITED = sys.maxsize
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
     """A model with a head for `classes`, in training mode, float32: logits (B, len(classes)).
 
-    If the weights have no head, or one for other classes, the head is initialised at random from torch's global seed.
+    A head for another number of classes, or none, is initialised at random from torch's global seed.
     So is BERT's pooler if only a language model was pretrained. Causal models classify by their last token.
 
     Raises:

@@ -113,6 +113,9 @@ def make_private(
     if not isinstance(noise_source, NoiseSource | None):
         raise UserError(f"noise_source is {noise_source!r}: give a groupwise.privacy.NoiseSource, or leave it out.")
     check_model(model)
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # FSDP2, after a forward pass
+            module.reshard()  # type: ignore[operator]
     check_parameters(model, optimizer)
     check_fresh(optimizer)
     if noise not in ALLOCATIONS:
@@ -135,6 +138,7 @@ def make_private(
             from groupwise.training.shards import reshard, sum_gradients, use_shards
 
             use_shards(model, ranks)
+            undo.callback(reshard, model)  # also where the trace failed
             undo.callback(sum_gradients, model, average=True)
         partition = None if isinstance(clip, str | ClipConfig) else clip
         engine = make_engine(model, config, sharded, partition=partition)
@@ -145,7 +149,7 @@ def make_private(
         made = resolve_plan(config, dataset_size, len(engine.groups), plan, accountant, budget, length)
         if not made.noise_multiplier:
             warn("noise_multiplier=0 adds no noise, so nothing is private: epsilon is infinite.")
-        source = noise_source or NoiseSource.fresh()
+        source = NoiseSource.from_state(ranks.broadcast((noise_source or NoiseSource.fresh()).state_dict()))
         if cuda_graph and sharded:
             raise UserError("cuda_graph=True does not work with sharded parameters: leave it out.")
         graphs = Graphs(recorder_of(device), model) if cuda_graph else None
@@ -160,7 +164,7 @@ def make_private(
                 sums.size = fill_evenly(min(ranks.gather(fits)), made.expected_batch_size / ranks.replicas)
             if sharded:  # the check by single examples needs unsharded parameters
                 reshard(model)
-                with moved_parameters(model):
+                with moved_parameters(model, ranks.replica):
                     engine.trace(losses_of, rows)
                     reshard(model)
             else:
@@ -173,12 +177,12 @@ def make_private(
             engine=engine,
             thresholds=make_thresholds(config, made),
             plan=made,
-            noise=NoiseSource.from_state(ranks.broadcast(source.state_dict())),
+            noise=source,
             allocation=noise,
             optimizer=optimizer,
             device=device,
             sums=sums,
             ranks=ranks,
         )
-        groups = {} if partition is None else {"groups": {group.name: [*group.layers] for group in partition}}
-        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, **groups})
+        groups = [[group.name, *group.layers] for group in engine.partition]
+        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, "groups": groups})

@@ -330,7 +330,7 @@ class Private:
 
     def load(self, path: str | Path) -> None:
         """Resume from a file that `save` wrote; see `load_state_dict`."""
-        self.load_state_dict(load_checkpoint(Path(path), self.core.device))
+        self.load_state_dict(load_checkpoint(Path(path), "cpu" if self.core.in_shards else self.core.device))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`, bit for bit, before the first step. This also restores the microbatch size.
@@ -348,8 +348,8 @@ class Private:
         named = state if isinstance(state, dict) else {}
         for part, here in (("plan", self.plan.to_dict()), ("clip", self.settings)):
             there = named.get(part, here)
-            if isinstance(there, dict) and there != here:
-                name = next(name for name in {**there, **here} if there.get(name) != here.get(name))
+            if isinstance(there, dict) and here | there != here:  # earlier versions saved fewer settings
+                name = next(name for name in there if there[name] != here.get(name))
                 before, now = (shorten(str(each.get(name)), 200) for each in (there, here))
                 raise UserError(
                     f"The state was made with {name}={before}, but here it is {now}: give the same value, as the same "
@@ -395,6 +395,5 @@ def detach(model: nn.Module) -> None:
 
 def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError if the state is of another type of optimiser, whose settings have other names."""
-    names = [sorted(set(group) - {"params"}) for group in saved["param_groups"]]
-    if names != [sorted(set(group) - {"params"}) for group in optimizer.state_dict()["param_groups"]]:
+    if any(set(optimizer.defaults) - set(group) for group in saved["param_groups"]):  # schedulers add other names
         raise ValueError(f"its optimizer does not have the settings of {type(optimizer).__name__}")

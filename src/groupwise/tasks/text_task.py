@@ -157,8 +157,10 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
     """
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
-    elif config.scale == "lite" or (config.scale == "mini" and config.task not in GENERATION):
+    elif config.scale == "lite":
         settings = "the learning rate: a fifth of the training set that is set aside; the rest: as in the paper"
+    elif config.scale == "mini" and config.task not in GENERATION:
+        settings = "the learning rate and thresholds: a fifth of SST-2's training set; the rest: as in the paper"
     elif config.scale != "paper":
         settings = "the learning rate: ours, not searched; the rest: as in the paper"
     else:

@@ -51,11 +51,15 @@ def choose_microbatch(
     """
     held: dict[int, int] = {}
     most = most or len(examples)
-    weights = {getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in model.parameters()}
+
+    def weights() -> set[int]:
+        return {getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in model.parameters()}
+
+    known, gathers = weights(), any(hasattr(p, "_local_tensor") for p in model.parameters())
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in (weights() if gathers else known):
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -87,7 +91,7 @@ def fill_evenly(size: int, batch_size: float) -> int:
 
 def gpu_budget(model: nn.Module, device: torch.device) -> float:
     """The memory budget of activations in bytes: a share of the GPU's whole memory, whether it is free or not."""
-    held = sum(p.numel() * p.element_size() * (4 if p.requires_grad else 1) for p in model.parameters())
+    held = sum(getattr(p, "_local_tensor", p).nbytes * (4 if p.requires_grad else 1) for p in model.parameters())
     return GPU_SHARE * max(torch.cuda.get_device_properties(device).total_memory - held, 0)
 
 

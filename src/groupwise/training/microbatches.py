@@ -94,7 +94,7 @@ class Microbatches(ABC):
             if not len(rows):
                 yield start, drawn[:1], 1
                 continue
-            fillers = -len(rows) % max(1, round(usual / ROUNDED)) if self.rounds else 0
+            fillers = -len(rows) % max(1, round(usual / ROUNDED)) if self.rounds and len(rows) > 1 else 0
             fillers = min(fillers, self.size - len(rows))
             yield start, np.append(rows, rows[-1:].repeat(fillers)) if fillers else rows, fillers
 

@@ -313,7 +313,8 @@ class PrivateStep:
             from groupwise.training.shards import in_shards
 
             self.reshard()
-            state = in_shards(state, self.model, self.trainable)
+            moved = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            state = in_shards(state, self.model, moved)
         used = state["matmul"]  # a name in version 0.4.0
         matmul.repeat(used if isinstance(used, str) else used[self.process])
         self.model.load_state_dict(state["model"])

@@ -119,7 +119,11 @@ class RunRecord:
         write_text(self.folder / "config.hash", self.hash + "\n")
         with open(self.folder / "command.txt", "a", encoding="utf-8") as file:
             file.write(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\n")
-        self._write_provenance()
+        git = git_state()
+        if diff := git.pop("diff"):
+            write_text(self.folder / "diff.patch", diff)
+        write_json(self.folder / "git.json", git)
+        write_json(self.folder / "environment.json", environment())
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write ``<name>.json`` atomically (privacy, seeds, system, ...)."""
@@ -226,14 +230,6 @@ class RunRecord:
         for entry in self.folder.iterdir():
             if entry.name != ".lock":
                 remove(entry)
-
-    def _write_provenance(self) -> None:
-        git = git_state()
-        diff = git.pop("diff")
-        write_json(self.folder / "git.json", git)
-        if diff:
-            write_text(self.folder / "diff.patch", diff)
-        write_json(self.folder / "environment.json", environment())
 
 
 def neighbours_of(config: RunConfig) -> str:

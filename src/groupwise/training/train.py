@@ -57,6 +57,8 @@ def train(
     start = trainer.private.executed
     privacy = _begin(record, trainer, start, state, earlier) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
+    epoch = plan.dataset_size / plan.expected_batch_size
+    every = None if config.eval.every is None else max(1, round(config.eval.every * epoch))
     elapsed = float(state.get("seconds", 0.0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
@@ -83,7 +85,8 @@ def train(
             trainer.save_model(record.folder / kept_name(start))
         for step in range(start, plan.steps):
             parts = trainer.step(step)
-            found = measure(config.eval.curve) if _evaluates(config, plan, step + 1) else {}
+            evaluates = every is not None and step + 1 < plan.steps and (step + 1) % every == 0
+            found = measure(config.eval.curve) if evaluates else {}
             moved: dict[str, float] = {}
             if config.clip.policy == "adaptive" and (step + 1) % max(1, plan.steps // CURVE) == 0:
                 moved = {f"threshold/{name}": value for name, value in trainer.named_thresholds().items()}
@@ -149,14 +152,6 @@ def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
 def kept_name(step: int) -> str:
     """The name of the file with the weights after `step` steps."""
     return f"weights-{step}.pt"
-
-
-def _evaluates(config: RunConfig, plan: PrivacyPlan, step: int) -> bool:
-    """Whether to evaluate after this step: every `eval.every` epochs, but not after the last step."""
-    if config.eval.every is None or step >= plan.steps:
-        return False
-    between = max(1, round(config.eval.every * plan.dataset_size / plan.expected_batch_size))
-    return step % between == 0
 
 
 def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:

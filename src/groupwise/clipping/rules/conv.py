@@ -166,20 +166,13 @@ class ConvRule(LayerRule):
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
-    def materializes(self, saved: Saved, g: Tensor) -> bool:
-        """Whether norms are computed by forming the weight's gradients."""
-        if self.geometry.groups > 1:
-            return True
-        x = saved[0]
-        kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
-        return self.methods.choose((x.shape, g.shape), kind, self._costs) == "materialize"
-
     def squared_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Terms | Tensor | None:
         if not self.needs_filters(wanted):
             return squared_row_norms(_over_space(g))
-        if self.materializes(saved, g):
-            return None
         x, out = saved[0], g.shape[2:]
+        kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
+        if self.geometry.groups > 1 or self.methods.choose((x.shape, g.shape), kind, self._costs) == "materialize":
+            return None
         held = int(self.geometry.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
         step = max(1, chunk_floats(g) // held)
         parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
