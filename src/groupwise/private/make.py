@@ -184,5 +184,5 @@ def make_private(
             sums=sums,
             ranks=ranks,
         )
-        groups = [[group.name, *group.layers] for group in engine.partition]
-        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, "groups": groups})
+        groups = {} if partition is None else {"groups": [[group.name, *group.layers] for group in partition]}
+        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, **groups})
