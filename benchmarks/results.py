@@ -1,7 +1,6 @@
 """Reads and writes CSV files of measured rows with their provenance, and prints new rows."""
 
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ import torch
 from benchmarks.meters import floor
 from groupwise.analysis.benchmark_rows import MACHINE
 from groupwise.atomic import write_text
-from groupwise.training.provenance import git_state
+from groupwise.training.provenance import git_state, processor
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,14 +107,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 def hardware(device: str) -> str:
     """The name of the GPU, or of the processor: its model on Linux, its architecture elsewhere."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else f"{platform.machine()} ({sys.platform})"
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
 
 
 def _written(value: Any) -> str:

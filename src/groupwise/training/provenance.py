@@ -68,19 +68,19 @@ def resources(device: torch.device, seconds: float) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
         "device_type": device.type,
-        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "wall_seconds": seconds,
         "peak_memory_bytes": peak_memory_bytes(device),
     }
 
 
-def _processor() -> str:
-    """The model of the CPU."""
-    listed = Path("/proc/cpuinfo")
-    names = (
-        [line for line in listed.read_text().splitlines() if line.startswith("model name")] if listed.exists() else []
-    )
-    return names[0].partition(": ")[2] if names else platform.processor() or platform.machine()
+def processor() -> str:
+    """The model of the processor on Linux, its architecture elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return f"{platform.machine()} ({sys.platform})"
 
 
 RECORDED = "git-state.json"
