@@ -143,8 +143,9 @@ def _stage_sums(
         coarse = tolerances(config.train.precision)
         verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     if microbatch is None and new:
-        two = feed.microbatches(examples[:2], min(2, len(feed)))[0]
-        fits = choose_microbatch(losses_of_stage(stage, two, device), stage, device, np.arange(two.examples), len(feed))
+        longest = feed.microbatches(examples[:1], 1)[0]
+        losses = losses_of_stage(stage, longest, device)
+        fits = choose_microbatch(losses, stage, device, np.arange(1), len(feed))
         keeps_busy = int(plan.expected_batch_size) // (MICROBATCHES_PER_STAGE * stage.count * ranks.replicas)
         microbatch = min(*ranks.gather(fits // stage.count), keeps_busy)
     ranks.copy_([*stage.parameters(), *stage.buffers()])

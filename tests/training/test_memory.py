@@ -180,6 +180,21 @@ def test_a_chosen_microbatch_is_a_power_of_two_within_the_limits(monkeypatch):
     assert chosen(16, most=100) == 64
 
 
+def test_copies_of_weights_under_autocast_do_not_count_as_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CPU_BUDGET", 1 << 20)
+    model, x = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 512)), torch.randn(1024, 8)
+
+    def losses(rows: Any) -> torch.Tensor:
+        return model(x[list(rows)]).square().sum(1)
+
+    def autocast(rows: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses(rows).float()
+
+    sizes = [choose_microbatch(each, model, torch.device("cpu"), np.arange(1024)) for each in (losses, autocast)]
+    assert sizes[0] <= sizes[1] <= 2 * sizes[0]
+
+
 @pytest.mark.parametrize(
     ("size", "batch_size"), [(256, 256.0), (256, 1024.0), (64, 61.5), (16, 256.0), (256, 20.0), (1, 3.0)]
 )

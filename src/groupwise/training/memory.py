@@ -20,8 +20,6 @@ from groupwise.clipping.checks import check_losses
 from groupwise.errors import UserError
 
 T = TypeVar("T")
-MEASURED = 2
-"""The number of examples in the forward pass whose activations are measured."""
 OVERHEAD = 3.0
 """Peak memory divided by the memory of saved activations: it includes output gradients and temporaries."""
 GPU_SHARE = 0.6
@@ -39,17 +37,17 @@ def choose_microbatch(
 ) -> int:
     """Choose the microbatch size: the largest power of two whose activations fit the memory budget.
 
-    Activations are measured in a forward pass of two examples. On a CPU the budget is an eighth of the machine's
-    memory, and at most 2 GiB. On a GPU it is three fifths of the memory that the model, its gradients and two optimiser
-    moments leave. It does not depend on the memory that is free now, so the choice is always the same. If other
-    processes use the GPU, the first step may halve the microbatch.
+    Activations are measured in forward passes of the largest example once and twice: their difference leaves out what
+    does not grow with the batch, such as autocast's copies of weights. On a CPU the budget is an eighth of the memory,
+    and at most 2 GiB. On a GPU it is three fifths of the memory that the model, its gradients and two optimiser moments
+    leave. It does not depend on the memory that is free now, so the choice is always the same. If other processes use
+    the GPU, the first step may halve the microbatch.
 
     Args:
         losses_of: a function of the indices of examples that returns their losses, with gradients.
         examples: the indices of all training examples or of a few, the largest examples first.
         most: the number of training examples; None is the length of `examples`.
     """
-    held: dict[int, int] = {}
     most = most or len(examples)
 
     def weights() -> set[int]:
@@ -57,19 +55,21 @@ def choose_microbatch(
 
     known, gathers = weights(), any(hasattr(p, "_local_tensor") for p in model.parameters())
 
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in (weights() if gathers else known):
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def saved_by(copies: int) -> int:
+        held: dict[int, int] = {}
 
-    with (
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        saved_tensors_hooks(note, lambda t: t),
-    ):
-        measured = examples[:MEASURED]
-        check_losses(losses_of(measured), len(measured), traced=True)
-    per_example = max(sum(held.values()) / len(measured), 1.0)
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in (weights() if gathers else known):
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda t: t):
+            check_losses(losses_of(examples[:1].repeat(copies)), copies, traced=True)
+        return sum(held.values())
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        per_example = max(saved_by(2) - saved_by(1), 1)
     if device.type == "cuda":
         budget, limit = gpu_budget(model, device), most
     else:
