@@ -13,7 +13,7 @@ def folder(tmp_path):
         {"step": step, "nonprivate/loss": 1 / step, "epsilon_bound": step, "threshold/a": step, "threshold/b": 2.0}
         for step in (1, 2, 3)
     ] + [{"step": 3, "valid/accuracy": 50.0, "valid/loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "nonpri')
     return tmp_path
 
 

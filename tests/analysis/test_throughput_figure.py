@@ -18,7 +18,7 @@ def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
     assert shown.scale == "reduced" and shown.absent == {}
     figure = draw(shown)
     assert "without noise" in figure.axes[1].get_ylabel()
-    assert "Without noise, which is added once per logical batch and takes 0.012 s." in figure.get_label()
+    assert "Without noise, which is added once per logical batch and takes 0.012 s here." in figure.get_label()
 
 
 def test_resolution_is_the_deviation_of_a_repeated_baseline(throughput):

@@ -105,13 +105,18 @@ def _throughput_table(lines: pd.DataFrame) -> str:
 
 
 def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
-    parts = [f"batch {first['batch']:g}", *_depth(first), f"{lines['rounds'].max()} rounds"]
+    parts = [f"batch {first['batch']:g}", *_depth(first), f"{_span(lines['rounds'])} rounds"]
     versions = [f"{name} {first[name]}" for name in ("torch", "opacus") if isinstance(first[name], str)]
     versions += sorted({name for name in lines["peer"] if isinstance(name, str)})
     commits = sorted({f"`{str(line.commit)[:7]}`{' + changes' if line.dirty else ''}" for line in lines.itertuples()})
     where = in_words(tuple(first[name] for name in MACHINE))
     title = WORKLOADS.get(first["workload"], first["workload"])
     return f"**{title}**: {', '.join(parts)}. {where}; {', '.join(versions)}; commit {', '.join(commits)}."
+
+
+def _span(rounds: pd.Series) -> str:
+    least, most = rounds[rounds > 0].min(), rounds.max()
+    return f"{most}" if least == most else f"{least:g} to {most}"
 
 
 def _depth(first: pd.Series) -> list[str]:

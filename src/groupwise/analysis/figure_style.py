@@ -214,7 +214,7 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
     frame = pd.read_csv(path, dtype={"cell": str, "hash": str})
     refuse(path, frame, ~frame["hash"].isin(measured.rows["hash"]), "is of a run that was not measured")
     for column in numbers:
-        frame[column] = pd.to_numeric(frame[column], errors="coerce")
+        frame[column] = pd.to_numeric(frame.get(column, np.nan), errors="coerce")
         refuse(path, frame, ~np.isfinite(frame[column]), f"has no finite {column}")
     refuse(path, frame, frame.duplicated(["hash", *place]), "is there twice")
     return frame.assign(scale=measured.scale)

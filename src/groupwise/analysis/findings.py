@@ -129,20 +129,17 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folde
     pairs, wanted = differences(contrast, values), differences(contrast, dict.fromkeys(planned, 0.0))
     if pairs.empty:
         return []
-    weak = _weak(contrast, pairs, folders)
-    several = len({settings_of(place).get("task") for place in places_of(wanted)}) > 1
-    why = "; ".join(f"task={task} {why}" if several else why for task, why in weak.items())
-    why = why or _obstacle(contrast, sweep, scale, pairs, wanted, folders)
-    everywhere = places_of(pairs)
-    places = [place for place in everywhere if _task(contrast, place) not in weak] or everywhere
-    by_budget: dict[str, list[str]] = {}
-    for place in everywhere:
-        by_budget.setdefault(settings_of(place).get(BUDGET, ""), []).append(place)
-    parts = by_budget if len(pairs) == len(wanted) and not weak and _depends(pairs, by_budget) else {"": places}
+    everywhere, weak = places_of(pairs), _weak(contrast, pairs, folders)
+    why = "; ".join(dict.fromkeys(why for _, why in weak.values()))
+    why = why or _obstacle(contrast, sweep, scale, pairs, wanted, folders) or _two_devices(rows)
+    places = [place for place in everywhere if place not in weak] or everywhere
+    parts = {"": places}
+    if len(pairs) == len(wanted) and not weak and _depends(pairs):
+        parts = {budget: [at for at in places if settings_of(at)[BUDGET] == budget] for budget in _budgets(places)}
     found = [_verdict(claim, scale, epsilon, paper, pairs, places, why) for epsilon, places in parts.items()]
     instead = [_instead(contrast, sweep, scale)]
     if len(places) < len(everywhere):
-        instead += [f"without task={task}" for task in weak]
+        instead += ["without " + " and ".join(name for name, _ in weak.values())]
     return [replace(verdict, instead=", ".join(filter(None, instead))) for verdict in found]
 
 
@@ -157,11 +154,11 @@ def _obstacle(
     contrast: Contrast, sweep: Sweep, scale: str, pairs: pd.DataFrame, wanted: pd.DataFrame, folders: Folders
 ) -> str:
     """Why these pairs allow no verdict (some are missing, or the baseline is unknown); empty if they allow one."""
-    if missing := len(wanted) - len(pairs):
-        return f"{missing} of {len(wanted)} pairs were not run"
     full = places_of(differences(contrast, {(cell.name, cell.seed): 0.0 for cell in sweep.cells(PAPER)}))
     if left_out := len(set(full) - set(places_of(wanted))):
         return f"scale={scale} leaves out {left_out} of {len(full)} places"
+    if missing := len(wanted) - len(pairs):
+        return f"{missing} of {len(wanted)} pairs were not run"
     tasks = {_task(contrast, place) for place in places_of(wanted)}
     floors = read_floors(folders.measured)
     if scale != PAPER and any(floor_of(task, contrast.metric, floors) is None for task in tasks):
@@ -169,14 +166,21 @@ def _obstacle(
     return ""
 
 
-def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, str]:
-    """Tasks whose pairs are inconclusive, and why. They are left out of the effect, and the claim gets no verdict."""
-    floors, found = read_floors(folders.measured), {}
-    by_place = pairs.drop(columns="effect").groupby("place").mean()
-    for task, means in by_place.groupby(lambda place: _task(contrast, place)):
-        best = float(means.mean().max())  # the better cell of the contrast
-        if why := why_uninformative(str(task), contrast.metric, best, floors):
-            found[str(task)] = why
+def _two_devices(rows: pd.DataFrame) -> str:
+    """Why rows allow no verdict if one seed's come from a GPU and a CPU, which draw other random numbers."""
+    kinds = rows.get("system.device_type", pd.Series("", rows.index)).groupby(rows["seed"]).nunique()
+    return "runs of a seed are from a CPU and from a GPU" if kinds.max() > 1 else ""
+
+
+def _weak(contrast: Contrast, pairs: pd.DataFrame, folders: Folders) -> dict[str, tuple[str, str]]:
+    """Places where no cell learned, each with a short name and the reason. Then the claim gets no verdict, and the
+    effect is that of the other places."""
+    floors, best = read_floors(folders.measured), pairs.drop(columns="effect").groupby("place").mean().max(axis=1)
+    shared = set.intersection(*(set(place.split()) for place in best.index))
+    found = {}
+    for place, value in best.items():
+        if why := why_uninformative(_task(contrast, str(place)), contrast.metric, float(value), floors):
+            found[str(place)] = (" ".join(word for word in str(place).split() if word not in shared), why)
     return found
 
 
@@ -184,10 +188,17 @@ def _task(contrast: Contrast, place: str) -> str:
     return settings_of(place).get("task", contrast.where.get("task", ""))
 
 
-def _depends(pairs: pd.DataFrame, by_budget: dict[str, list[str]]) -> bool:
-    if "" in by_budget:
+def _budgets(places: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(settings_of(place).get(BUDGET, "") for place in places))
+
+
+def _depends(pairs: pd.DataFrame) -> bool:
+    """Whether the effect has a trend over ε, by the seeds that all places have."""
+    if "" in _budgets(places_of(pairs)):
         return False
-    p = p_trend([over_seeds(pairs, places) for places in by_budget.values()], [float(epsilon) for epsilon in by_budget])
+    table = pairs["effect"].unstack("seed").dropna(axis=1)
+    table = table.groupby(lambda place: float(settings_of(place)[BUDGET])).mean()
+    p = p_trend(table.to_numpy().tolist(), table.index.tolist())
     return not math.isnan(p) and p < LEVEL
 
 
@@ -297,14 +308,17 @@ def rules() -> str:
     lines = [
         "- The test uses one number per seed: its mean over the budgets, epochs and tasks (places).",
         "- If the effect has a trend over log ε (F-test at 5 %), each ε is tested separately.",
-        f"- p: two-sided t-test. Holm: p adjusted over all lines together; a verdict needs it below {LEVEL:g}.",
+        "- p: twice the smaller of the p values for and against the claim (t-tests). Holm: p adjusted over all lines "
+        f"together; a verdict needs it below {LEVEL:g}.",
         f"- There is no verdict with fewer than {LEAST} seeds, if a pair of the sweep was not run, or if the scale "
         "leaves out a place. Intervals are not adjusted.",
+        "- Intervals and p are over seeds, which share one test set. They leave out the error of a finite test set: on "
+        "SST-2 (872 sentences) an accuracy has a standard error of 1.4 points.",
         *(f"- `{kind}`: agreement when {words}." for kind, words in KINDS.items()),
     ]
     kinds = "; ".join(f"{verdict}: `{kind}`" for verdict, kind in {c.says: c.kind for c in CLAIMS}.items())
     lines.append(f"- The claims: {kinds}.")
-    lines.append(f"- There is no verdict if no compared cell is {LEARNT:g} points better than a constant prediction.")
+    lines.append(f"- A place counts if a compared cell is {LEARNT:g} points better than a constant prediction there.")
     return "\n".join(lines)
 
 

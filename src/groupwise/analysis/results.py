@@ -122,7 +122,7 @@ class Measured:
     Attributes:
         rows: one per run, with the columns of the file, sorted by cell and seed.
         expected: cell -> the seeds that the sweep has for it at this scale.
-        scale: paper, midi, mini or demo.
+        scale: one of `SHOWN`.
     """
 
     rows: pd.DataFrame

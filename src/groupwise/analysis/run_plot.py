@@ -5,6 +5,7 @@ python -m groupwise.analysis.run_plot results/runs/0123456789ab
 
 import argparse
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def read_metrics(folder: Path) -> pd.DataFrame:
         UserError: there are no metrics yet.
     """
     try:
-        metrics = pd.read_json(folder / "metrics.jsonl", lines=True)
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        metrics = pd.read_json(StringIO(text[: text.rfind("\n") + 1]), lines=True)  # the last line may be incomplete
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} has no readable metrics.jsonl: give the folder of a run, results/runs/…") from error
     if metrics.empty:

@@ -4,12 +4,9 @@ import math
 from pathlib import Path
 
 from groupwise.analysis.claims import OURS, SEARCH
-from groupwise.analysis.results import SHOWN, Folders, Page, cost_of, number, settings_of
+from groupwise.analysis.results import SHOWN, Folders, Page, cost_of, number
 from groupwise.rows import markdown, read_table, table_path
 from groupwise.sweeps.best import HEADLINES, candidates
-
-PUBLISHED = {("scatter_cnn", "flat"): "69.3 (Tramèr and Boneh, 2021)"}
-"""Published results: (sweep, mode) -> result."""
 
 
 def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
@@ -27,9 +24,9 @@ def page(folders: Folders) -> Page:
     """
     parts = [
         "# Searches, and comparisons that are not the paper's",
-        "Made by `python -m groupwise.analysis.tables searches`. Cells with the same task, model, mode and "
-        "budget form a group. A search with `data.holdout` does not use the test set. Its privacy cost is not counted "
-        "([errata](../../docs/errata.md)). Other cells are evaluated on the test set.",
+        "Made by `python -m groupwise.analysis.tables searches`. Cells with the same task, model, trainable part, "
+        "mode and budget form a group. A search with `data.holdout` does not use the test set. Its privacy cost is not "
+        "counted ([errata](../../docs/errata.md)). Other cells are evaluated on the test set.",
     ]
     found = searches(folders.sweeps, folders.measured)
     for (name, scale), path in found.items():
@@ -38,10 +35,8 @@ def page(folders: Folders) -> Page:
         lines = []
         for cell in candidates(rows, metric).itertuples():
             best = "best" * (name.startswith(SEARCH) and cell.best)
-            remark = PUBLISHED.get((name, settings_of(cell.cell).get("clip", "")), best)
             spread = "" if math.isnan(cell.std) else f" ± {cell.std:.2f}"
-            lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), remark])
-        last = "published" if any(name == sweep for sweep, _ in PUBLISHED) else "in its group"
+            lines.append([f"`{cell.cell}`", number(cell.mean) + spread, str(cell.seeds), best])
         cost = f"{len(rows)} runs{cost_of(rows)}."
-        parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", last], lines)]
+        parts += [f"## {name}, scale={scale}", cost, markdown(["cell", metric, "seeds", "in its group"], lines)]
     return Page("\n\n".join(parts) + "\n", f"{len(found)} searches")

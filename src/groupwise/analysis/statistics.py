@@ -164,23 +164,15 @@ def needs(cells: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(f"scale={PAPER} needs {_first(OBSTACLES, cell) or 'a GPU'}" for cell in cells))
 
 
-def why_not_run(sweep: Sweep, cells: Sequence[str], refused: str = "") -> str:
-    """Why cells have no row: the hardware that they need, and their state at smaller scales.
-
-    `refused` says why they are not run at the smaller scale.
-    """
-    if waiting := waiting_at(sweep, cells):
-        return f"{needs(cells)}; scale={waiting} was not run{f': {refused}' if refused else ' yet'}"
+def why_not_run(sweep: Sweep, cells: Sequence[str]) -> str:
+    """Why cells have no row: the hardware that they need, and their state at smaller scales."""
     left_out = [at for at in SHOWN[1:] if at in sweep.scales]
+    for at in left_out:
+        if {cell.name for cell in sweep.cells(at)}.issuperset(cells):
+            return f"{needs(cells)}; scale={at} was not run yet"
     reasons = dict.fromkeys(filter(None, (_first(LEFT_OUT, cell) for cell in cells)))
     where = f"; left out of scale={left_out[0]}" if left_out else ""
     return needs(cells) + where + "".join(f": {why}" for why in reasons)
-
-
-def waiting_at(sweep: Sweep, cells: Sequence[str]) -> str:
-    """The largest scale below the paper's that has the cells, or ""."""
-    names = {at: {cell.name for cell in sweep.cells(at)} for at in SHOWN[1:] if at in sweep.scales}
-    return next((at for at, known in names.items() if known.issuperset(cells)), "")
 
 
 def _first(reasons: Sequence[tuple[dict[str, str], str]], cell: str) -> str:
@@ -220,12 +212,12 @@ def compare(
     """Status and reason for one number of the paper (a line of `read_paper`) and what was measured at `scale`.
 
     `cells` are our cells for it; without any, the number is quoted. Only rows at the paper's scale are compared. `weak`
-    says why the cells hardly learned; for cells that were not run, why other cells of their task did not.
+    says why the cells hardly learned.
     """
     if not cells:
         return QUOTED, number["note"]
     if not measured.n:
-        return NOT_RUN, why_not_run(sweep, cells, weak)
+        return NOT_RUN, why_not_run(sweep, cells)
     if scale != PAPER and weak:
         return UNINFORMATIVE, f"scale={scale}; {weak}"
     if scale != PAPER:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from groupwise.analysis.results import (
@@ -20,7 +19,7 @@ from groupwise.analysis.results import (
     settings_of,
     why_uninformative,
 )
-from groupwise.analysis.statistics import compare, summarise, waiting_at
+from groupwise.analysis.statistics import compare, summarise
 from groupwise.errors import UserError
 from groupwise.sweeps.cells import Sweep, read_sweep
 
@@ -28,8 +27,7 @@ from groupwise.sweeps.cells import Sweep, read_sweep
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     """One row for each number of the paper's table `name`, with what was measured.
 
-    Numbers under the same row heading form a block. They are compared with each other, so they are shown at
-    the scale that has most of them. Larger scales have rows of their own, which come first.
+    Numbers under the same row heading form a block. Each scale has rows of its own in it, the largest first.
 
     Columns: ``mean``, ``n``, ``std`` and the ends of the 95 % t-interval ``low``, ``high`` are over seeds, ``expected``
     is the planned number of seeds; ``scale`` is empty if nothing was measured; ``status`` and ``why`` are from
@@ -47,14 +45,13 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
     lines = []
     for _, block in paper.assign(cells=places).groupby(paper["row"].str.split(" / ").str[0], sort=False):
         numbers = block.to_dict("records")
-        counts = [sum(at.has(number["cells"]) for number in numbers) for at in scales]
-        main = int(np.argmax([*counts, 0]))
-        for at in scales[:main]:
-            lines += [_line(number, at, scales, sweep, floors) for number in numbers if at.has(number["cells"])]
+        there = [at for at in scales if any(at.has(number["cells"]) for number in numbers)]
+        for at in there[:-1]:
+            lines += [_line(number, at, sweep, floors) for number in numbers if at.has(number["cells"])]
         for number in numbers:
-            source = next((at for at in scales[main:] if at.has(number["cells"])), None)
-            if source is not None or not any(at.has(number["cells"]) for at in scales[:main]):
-                lines.append(_line(number, source, scales, sweep, floors))
+            found = [at for at in there if at.has(number["cells"])]
+            if not found or found[-1] is there[-1]:
+                lines.append(_line(number, found[-1] if found else None, sweep, floors))
     return pd.DataFrame(lines)
 
 
@@ -80,9 +77,7 @@ def _wanted(paper: pd.DataFrame, places: Sequence[Sequence[str]]) -> dict[str, l
     return {cell: sorted(set(metrics)) for cell, metrics in wanted.items()}
 
 
-def _line(
-    number: Mapping[Any, Any], source: Measured | None, scales: Sequence[Measured], sweep: Sweep, floors: Floors
-) -> dict[str, Any]:
+def _line(number: Mapping[Any, Any], source: Measured | None, sweep: Sweep, floors: Floors) -> dict[str, Any]:
     cells = number["cells"]
     values, used, flags, expected = pd.Series(dtype=float), pd.DataFrame(), [], None
     if source is not None:
@@ -93,7 +88,7 @@ def _line(
         expected = min(sum(cell.name == name for cell in sweep.cells("paper")) for name in cells)
     summary = summarise(list(values))
     scale = source.scale if source is not None and summary.n else ""
-    weak = _refused(cells, scales, sweep, number["metric"], floors) if source is None and cells else ""
+    weak = ""
     if len(used):
         task = settings_of(cells[0]).get("task", "")
         weak = why_uninformative(
@@ -123,18 +118,6 @@ def _line(
         "run": "; ".join(dict.fromkeys(map(run_in_words, used.to_dict("records")))),
         "flags": "; ".join(flags),
     }
-
-
-def _refused(cells: Sequence[str], scales: Sequence[Measured], sweep: Sweep, metric: str, floors: Floors) -> str:
-    """Why cells are not run at a smaller scale: no other cell of their task learned anything there."""
-    task, waiting = settings_of(cells[0]).get("task", ""), waiting_at(sweep, cells)
-    for at in (each for each in scales if each.scale == waiting and metric in each.rows):
-        others = at.rows[[settings_of(cell).get("task") == task for cell in at.rows["cell"]]]
-        means = pd.to_numeric(others[metric], errors="coerce").groupby(others["cell"]).mean()
-        why = why_uninformative(task, metric, float(means.max()), floors) if len(means) else ""
-        if why:
-            return f"other cells of task={task} {why}"
-    return ""
 
 
 def _values(source: Measured, cells: Sequence[str], metric: str) -> tuple[pd.Series, pd.DataFrame]:

@@ -29,6 +29,7 @@ from groupwise.analysis.results import (
 from groupwise.analysis.statistics import UNINFORMATIVE
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
+from groupwise.errors import unknown
 from groupwise.rows import between_markers, markdown
 from groupwise.sweeps.cells import PAPER, read_sweep
 
@@ -157,7 +158,7 @@ def rows_of(name: str, folders: Folders, lines: pd.DataFrame) -> pd.DataFrame:
     if not parts:
         return pd.DataFrame(columns=["scale", "hash"])
     hashes = {text for listed in lines["hashes"] for text in listed.split()}
-    rows = pd.concat(parts, ignore_index=True)
+    rows = pd.concat(parts, ignore_index=True).astype(object).fillna("")  # scales may have other columns
     return rows[rows["hash"].str[:12].isin(hashes)].reset_index(drop=True)
 
 
@@ -289,6 +290,8 @@ def main(arguments: list[str] | None = None, folders: Folders | None = None) -> 
     given.out.mkdir(parents=True, exist_ok=True)
 
     def write(name: str) -> str:
+        if name not in NAMES:
+            raise unknown("table or page", name, NAMES)
         if name in PAGES:
             return write_page(name, folders, given.out, given.docs)
         return (write_hyperparameters if name in HYPERPARAMETERS else write_table)(name, folders, given.out)

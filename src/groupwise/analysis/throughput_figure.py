@@ -128,7 +128,7 @@ def _words(shown: Panels) -> str:
         f"{shown.caption}.",
         "(a) Plain training stores three gradients of the tied table: the embedding's, the head's, and their sum.",
         "(b) Without noise, which is added once per logical batch and takes "
-        f"{shown.lines['noise_seconds'].max():.2g} s. "
+        f"{shown.lines.set_index('method')['noise_seconds'].drop('opacus_hooks', errors='ignore').max():.2g} s here. "
         f"{what}, each relative to non-private training in the same round, which "
         f"takes {base['batch'] / base['examples_per_second']:.2g} s a step at batch {base['batch']:g}. "
         f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",

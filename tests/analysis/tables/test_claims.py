@@ -114,7 +114,7 @@ def test_task_that_hardly_learned_is_left_out_and_leaves_the_claim_undecided(wor
     both = replace(claim(LESS), contrast=replace(claim(LESS).contrast, where={}))
     (verdict,) = decide(judge(both, world.folders))
     assert (verdict.word, verdict.places) == (UNDECIDED, 2) and verdict.measured.mean == pytest.approx(-3)
-    assert verdict.why == "task=sst2 hardly learned: a constant prediction has 50.9"
+    assert verdict.why == "hardly learned: a constant prediction has 50.9" and verdict.instead.count("task=sst2") == 2
 
 
 def change_scale(world, **scale) -> None:
@@ -138,6 +138,27 @@ def test_settings_that_a_scale_leaves_out_leave_the_claim_undecided(world, scale
     change_scale(world, **scale)
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, why)
+
+
+def test_budget_at_which_nothing_learned_is_left_out(world):
+    def value(cell: dict[str, str], seed: int) -> float:
+        learned = 60.0 - 3.0 * (cell["clip"] == "fixed_layer") + (-0.1, 0.0, 0.1)[seed] * (cell["clip"] == "flat")
+        return learned if cell["privacy.epsilon"] == "8" else 11.0
+
+    world.write(world.rows("adaptivity", value=value), "adaptivity")
+    (verdict,) = decide(judge(claim(LESS), world.folders))
+    assert (verdict.word, verdict.places) == (UNDECIDED, 1) and verdict.measured.mean == pytest.approx(-3)
+    assert verdict.instead == "without privacy.epsilon=3" and "hardly learned" in verdict.why
+
+
+def test_runs_of_a_seed_on_two_kinds_of_device_leave_the_claim_undecided(world):
+    rows = world.rows("adaptivity")
+    rows["system.device_type"] = rows["cell"].str.contains("clip=flat").map({True: "cuda", False: "cpu"})
+    world.write(rows, "adaptivity")
+    found = decide(judge(claim(LESS), world.folders))
+    assert {(verdict.word, verdict.why) for verdict in found} == {
+        (UNDECIDED, "runs of a seed are from a CPU and from a GPU")
+    }
 
 
 def test_unknown_constant_baseline_leaves_the_claim_undecided(world):
@@ -216,6 +237,20 @@ def test_page_keeps_its_prose_and_is_deterministic(world, tmp_path):
     assert between_markers(once, "summary", summary(found), tmp_path) == once
     with pytest.raises(UserError, match="begin summary"):
         between_markers(PAGE.replace("begin summary", "begin nothing"), "summary", "", tmp_path)
+
+
+HOLDS = {
+    LESS: lambda effect: effect < 0,
+    MORE: lambda effect: effect > 0,
+    ALIKE: lambda effect: abs(effect) <= 1,
+    NO_WORSE: lambda effect: effect >= -1,
+}
+
+
+def test_papers_own_numbers_fulfil_its_claims():
+    found = [(each.says, v.paper, each.kind) for each in CLAIMS for v in judge(each, Folders.of_checkout())]
+    printed = [(says, effect, kind) for says, effect, kind in found if not math.isnan(effect)]
+    assert len(printed) > 20 and not [line for line in printed if not HOLDS[line[2]](line[1])]
 
 
 def test_every_claim_selects_cells():

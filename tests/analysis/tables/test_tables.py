@@ -36,17 +36,6 @@ def test_without_rows_every_number_is_not_run(world):
     assert lines["why"].str.contains("on a GPU; scale=mini was not run yet").all()
 
 
-def test_cell_not_run_because_its_task_was_not_learned_has_the_reason(world):
-    rows = world.rows("fixed_per_layer")
-    world.write(rows[~rows["cell"].str.contains("clip=flat.*epsilon=8")], "fixed_per_layer")
-    (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\nsst2,valid/accuracy,58.0\n")
-    lines = table_lines("fixed_per_layer", world.folders)
-    why = lines[lines["status"] == "not run"].set_index("row")["why"]
-    assert "scale=mini was not run yet" in why["CIFAR-10 / WRN16-4 / Fixed flat"]
-    words = "scale=mini was not run: other cells of task=sst2 hardly learned: a constant prediction has 58.0"
-    assert words in why["SST-2 / RoBERTa-base / Fixed flat"]
-
-
 def test_reduced_rows_are_never_a_reproduction(world):
     world.write(world.rows("fixed_per_layer", value=near_paper), "fixed_per_layer")
     lines = table_lines("fixed_per_layer", world.folders)
@@ -66,7 +55,7 @@ def test_rows_at_paper_scale_are_compared_and_come_first(world):
     lines = table_lines("fixed_per_layer", world.folders)
     places, cifar = ["row", "column"], lines["row"].str.startswith("CIFAR-10")
     assert lines[cifar]["scale"].tolist() == ["paper"] * 3 + ["mini"] * 4  # one cell was only run at mini
-    assert set(lines[~cifar]["scale"]) == {"paper"}
+    assert lines[~cifar]["scale"].tolist() == ["paper"] * 4 + ["mini"] * 4
     lines = lines.drop_duplicates(places).set_index(places)
     status = lines["status"]
     assert status["CIFAR-10 / WRN16-4 / Fixed per-layer", "ε=3"] == "incomplete"
