@@ -25,7 +25,7 @@ from groupwise.privacy.plan import folded
 from groupwise.rows import METRICS
 from groupwise.tasks import make_task
 from groupwise.training.checkpoint import load_checkpoint, load_newest
-from groupwise.training.earlier_runs import counted, earlier_runs, sentence
+from groupwise.training.earlier_runs import EXPORT, counted, earlier_runs, sentence
 from groupwise.training.from_config import make_engine, plan_of
 from groupwise.training.graphs import recorder_of
 from groupwise.training.memory import keep_freed_blocks, oom_as_user_error
@@ -60,7 +60,7 @@ def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
             record.mark_done()
         row = record.read("result")
         print(f"Already done: {record.folder} (overwrite=true runs it again)", *result_lines(row), sep="\n")
-        if ranks.main and config.export is not None and not Path(config.export).expanduser().exists():
+        if ranks.main and config.export is not None and not (Path(config.export).expanduser() / EXPORT).is_file():
             _export_finished(config, record, row)
         return row
     if not resumable:
@@ -111,7 +111,8 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
     plan = plan_run(config, task.train_size, _groups(config, engine, ranks))
     print(plan.statement())
     source = None if config.model.fresh else config.model.source
-    earlier = earlier_runs(config.model.weights, None if source is None else find_source(source))
+    files = () if config.data.public else described.get("sha256", {}).values()
+    earlier = earlier_runs(config.model.weights, None if source is None else find_source(source), files)
     if plan.noise_multiplier > 0:
         if earlier:
             print(folded(f"  {sentence(counted(earlier))}"))

@@ -93,12 +93,30 @@ def test_a_record_that_cannot_be_read_is_refused_before_anything_is_written(priv
 
 
 def test_the_budget_of_an_exported_model_is_added(tmp_path, capsys):
-    """Of a private model for any data; a model without noise that was trained on synthetic data adds nothing."""
+    """Of a private model; one that was trained on synthetic data adds nothing."""
     trained(tmp_path, *TEXT, "clip=none", f"export={tmp_path / 'plain'}")
     trained(tmp_path, *TEXT, "seed=1", f"export={tmp_path / 'noised'}")
+    record = tmp_path / "noised" / "provenance.json"
+    record.write_text(record.read_text().replace('"data.name": "synthetic"', '"data.name": "files"'))
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'noised'}", "model.fresh=false")
     assert row["plan.private"] is True and row["plan.total_epsilon"] > row["plan.epsilon"]
     capsys.readouterr()
     row, _ = trained(tmp_path, *TEXT, "model=hub", f"model.source={tmp_path / 'plain'}", "model.fresh=false")
     assert row["plan.private"] is True and "plan.total_epsilon" not in row, "the plain run's data were synthetic"
     assert "add nothing to the budget" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_on_public_data_counts_where_its_data_are_protected(tmp_path, capsys):
+    public = trained(tmp_path, "clip=none", "data.public=true")[1]
+    (sha,) = json.loads((public / "data.json").read_text())["sha256"].values()
+    (same,) = earlier_runs(str(public), None, [sha])
+    (other,) = earlier_runs(str(public), None, ["0" * 64])
+    assert (same["public"], other["public"], other["files"]) == (False, True, [sha])
+    assert trained(tmp_path, f"model.weights={public}")[0]["plan.private"] is False
+    assert "NOT PRIVATE: the weights come from" in capsys.readouterr().out
+    (tmp_path / "result.json").write_text(json.dumps({"hash": "second", "task": "pretrain_on_patients"}))
+    (tmp_path / "config.yaml").write_text("")
+    plan = {"epsilon": 8.0, "delta": 1e-5}
+    (tmp_path / "privacy.json").write_text(json.dumps({"private": True, "plan": plan, "earlier": [other]}))
+    second, first = earlier_runs(str(tmp_path), None, [sha])
+    assert (second["public"], first["public"]) == (False, False), "neither a name nor a run between makes data public"

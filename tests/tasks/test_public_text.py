@@ -46,7 +46,7 @@ def test_public_text_is_named_and_own_training_file_refused(data):
     record.write_text(json.dumps({"sha256": {"public.json": "0" * 64}}))
     assert make_task(config(data), CPU).describe_data()["public_text"] == "vocabulary from public.json"
     record.write_text(json.dumps({"sha256": sha256_of_files([data / "e2e" / "trainset.csv"], data / "e2e")}))
-    with pytest.raises(UserError, match=r"vocabulary of .* were made from trainset\.csv, which this run should"):
+    with pytest.raises(UserError, match=r"vocabulary of .* come from trainset\.csv, which this run should"):
         make_task(config(data), CPU)
     assert make_task(config(data, clip="none"), CPU).train_size == 25, "without privacy it is accepted"
 
@@ -54,7 +54,7 @@ def test_public_text_is_named_and_own_training_file_refused(data):
 def test_weights_from_the_private_file_are_refused(data):
     digests = sha256_of_files([data / "e2e" / "trainset.csv"], data)
     (data / "model" / "provenance.json").write_text(json.dumps({"data": {"sha256": digests}}))
-    with pytest.raises(UserError, match=r"weights of .* were made from e2e/trainset\.csv"):
+    with pytest.raises(UserError, match=r"weights of .* come from e2e/trainset\.csv"):
         make_task(config(data, fresh=False), CPU)
 
 

@@ -302,14 +302,14 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
     Raises:
         UserError: a training file that this run claims to protect is among the public files; a broken record.
     """
-    weights = None if config.model.fresh else config.model.source
+    weights = None if config.model.fresh or config.model.weights is not None else config.model.source
     vocabulary = config.model.tokenizer or config.model.source
     found = {"vocabulary": _digests(vocabulary, RECORD, ()), "weights": _digests(weights, PROVENANCE, ("data",))}
     secret = set(private)
     for part, files in found.items():
         for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
             raise UserError(
-                f"The {part} of model.source={config.model.source} were made from {name}, which this run should "
+                f"The {part} of model.source={config.model.source} come from {name}, which this run should "
                 "protect: start from weights of other public text (model.source), or from random weights "
                 "(model.fresh=true) with another model.tokenizer."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,8 @@ def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dic
         # Otherwise tokenizer.json would reveal whether an example was too long.
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
+        if (vocabulary := Path(tokenizer.name_or_path) / "vocabulary.json").is_file():  # before it gets another path
+            shutil.copy(vocabulary, folder)
         tokenizer.save_pretrained(folder)
         digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
         note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}

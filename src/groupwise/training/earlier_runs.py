@@ -6,34 +6,39 @@ counts as public.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import UserError, reason
 
 Entry = dict[str, Any]
-"""An earlier run: "run" (its hash), "public" (whether its data are public or synthetic), "epsilon" ("inf" if it was not
-private) and "delta"."""
+"""An earlier run: "run" (its hash), "public" (whether its data are public or synthetic), "files" (SHA-256 of its public
+files), "epsilon" ("inf" if it was not private) and "delta"."""
 EXPORT = "provenance.json"
 """The name of the file that `export=FOLDER` writes beside a model."""
 
 
-def earlier_runs(weights: str | None, source: str | None) -> list[Entry]:
+def earlier_runs(weights: str | None, source: str | None, files: Iterable[str] = ()) -> list[Entry]:
     """List all runs that the starting weights come from, directly or through other runs.
+
+    A run on public files does not count as public if this run protects one of these files.
 
     Args:
         weights: `model.weights`: the folder of a run, or a file in it; None if it is not set.
         source: the folder of `model.source`; None if it is not a folder.
+        files: SHA-256 of the files that this run protects.
 
     Raises:
         UserError: a record beside the weights cannot be read.
     """
     if weights is None:
-        return [] if source is None else _entries(Path(source))
-    path = Path(weights).expanduser()  # they replace all weights of `source`
-    unknown = {"run": path.name, "public": False, "epsilon": "inf", "delta": 0.0}
-    return _entries(path if path.is_dir() else path.parent) or [unknown]
+        found = [] if source is None else _entries(Path(source))
+    else:
+        path = Path(weights).expanduser()  # they replace all weights of `source`
+        unknown = {"run": path.name, "public": False, "files": [], "epsilon": "inf", "delta": 0.0}
+        found = _entries(path if path.is_dir() else path.parent) or [unknown]
+    return [run | {"public": run["public"] and not set(files) & set(run["files"])} for run in found]
 
 
 def counted(earlier: Sequence[Entry]) -> list[Entry]:
@@ -58,11 +63,16 @@ def _entries(folder: Path) -> list[Entry]:
                 return []
             run, config, data = (provenance.get(name, {}) for name in ("hash", "config", "data"))
             privacy = plan = provenance["privacy"]
-        public = config.get("data.public") or "generated" in data or str(config.get("task")).startswith("pretrain")
-        entry = {"run": str(run or folder.name)[:12], "public": bool(public), "epsilon": "inf", "delta": 0.0}
+        entry = {
+            "run": str(run or folder.name)[:12],
+            "public": bool(config.get("data.public")) or config.get("data.name") == "synthetic",
+            "files": sorted(data.get("sha256", {}).values()) if config.get("data.public") else [],
+            "epsilon": "inf",
+            "delta": 0.0,
+        }
         if privacy["private"]:
             entry |= {"epsilon": plan["epsilon"], "delta": plan["delta"]}
-        return [entry, *({name: run[name] for name in entry} for run in privacy.get("earlier", []))]
+        return [entry, *({"files": [], **run} for run in privacy.get("earlier", []))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"The record beside the weights in {folder} cannot be read ({reason(error)}), so their privacy budget is "

@@ -249,7 +249,7 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
 
     Args:
         record: the record of the run, with privacy.json written.
-        description: the description of the data. It is included only if no noise was added.
+        description: the description of the data. It is included only if they are public, or no noise was added.
         metrics: the final metrics. If noise was added, only those on held-out examples are included, and with
             `data.holdout`, which holds out a part of the training set, only those on the test set.
     """
@@ -263,7 +263,7 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
             **{name: privacy[name] for name in PROMISED if name in privacy},
         },
     }
-    if privacy["plan"]["noise_multiplier"] == 0.0:
+    if privacy["plan"]["noise_multiplier"] == 0.0 or record.config.data.public:
         return {**provenance, "data": dict(description), "metrics": dict(metrics)}
     elsewhere = HELD_OUT[1:] if record.config.data.holdout else HELD_OUT
     return {**provenance, "metrics": {key: value for key, value in metrics.items() if key.startswith(elsewhere)}}
