@@ -41,24 +41,25 @@ def responses(epsilon: float, runs: int, random: np.random.Generator) -> tuple[n
 def test_bounds_of_randomized_response_have_their_confidence(epsilon):
     guesses = 200
     wins = binom.pmf(np.arange(guesses + 1), guesses, expit(epsilon))
-    found_bounds = np.array([one_run_epsilon(v, guesses, guesses, 0.0, CONFIDENCE) for v in range(guesses + 1)])
+    found_bounds = np.array([one_run_epsilon(v, guesses, guesses, 0.0) for v in range(guesses + 1)])
     assert 0.2 * (1 - CONFIDENCE) < wins[found_bounds > epsilon].sum() <= 1 - CONFIDENCE
     planted = np.append(found_bounds[3:], [found_bounds[-1]] * 3)  # counts three guesses too many as right
     assert wins[planted > epsilon].sum() > 1 - CONFIDENCE
 
 
-def test_delta_is_accounted_as_in_theorem_5_2():
+def test_delta_is_accounted_as_in_theorem_5_2(monkeypatch):
     correct, guesses, canaries, delta, epsilon = 180, 200, 1000, 1e-4, 1.7
     tail = [binom.sf(correct - i - 1, guesses, expit(epsilon)) for i in range(correct + 1)]
     slack = max((tail[i] - tail[0]) / i for i in range(1, correct + 1))
     level = tail[0] + 2 * canaries * delta * slack
-    assert one_run_epsilon(correct, guesses, canaries, delta, 1 - level) == pytest.approx(epsilon, abs=2e-4)
+    monkeypatch.setattr(bounds, "CONFIDENCE", 1 - level)
+    assert one_run_epsilon(correct, guesses, canaries, delta) == pytest.approx(epsilon, abs=2e-4)
 
 
 def test_full_disclosure_with_probability_delta_is_within_delta():
     canaries, delta = 10, 0.1  # (0, 0.1)-DP; all guesses are right more often than 5 %
-    assert one_run_epsilon(canaries, canaries, canaries, delta, CONFIDENCE) == 0.0
-    assert one_run_epsilon(canaries, canaries, canaries, 0.0, CONFIDENCE) > 1.0
+    assert one_run_epsilon(canaries, canaries, canaries, delta) == 0.0
+    assert one_run_epsilon(canaries, canaries, canaries, 0.0) > 1.0
 
 
 @pytest.mark.parametrize(("epsilon", "guesses"), [(1.0, 60), (8.0, 60), (3.0, 300)])
@@ -66,7 +67,7 @@ def test_bounds_of_a_gaussian_release_stay_below_its_epsilon(epsilon, guesses):
     random, mu = np.random.default_rng(0), mu_of(epsilon)
     games, canaries = 300, 600
     right = [played(mu, canaries, guesses, random) for _ in range(games)]
-    plain = {v: one_run_epsilon(v, guesses, canaries, DELTA, CONFIDENCE) for v in set(right)}
+    plain = {v: one_run_epsilon(v, guesses, canaries, DELTA) for v in set(right)}
     assert is_few(sum(plain[v] > epsilon for v in right), games)
     assert np.mean([plain[v] for v in right]) > 0.05 * epsilon
 
@@ -81,7 +82,7 @@ def test_impossible_counts_are_refused(counts):
 def test_bounds_of_two_gaussians_stay_below_their_epsilon(epsilon):
     random, mu, tries = np.random.default_rng(0), mu_of(epsilon), 200
     worlds = [two_gaussians(mu, 400, random) for _ in range(tries)]
-    plain = [two_worlds_epsilon(*scores, DELTA, CONFIDENCE) for scores in worlds]
+    plain = [two_worlds_epsilon(*scores, DELTA) for scores in worlds]
     assert is_few(sum(np.array(plain) > epsilon), tries)
     if epsilon == 4.0:
         assert np.mean(plain) > 0.1 * epsilon
@@ -89,7 +90,7 @@ def test_bounds_of_two_gaussians_stay_below_their_epsilon(epsilon):
 
 def test_two_worlds_bounds_approach_randomized_response():
     random, tries = np.random.default_rng(0), 200
-    found_bounds = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0, CONFIDENCE) for _ in range(tries)]
+    found_bounds = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0) for _ in range(tries)]
     assert is_few(sum(np.array(found_bounds) > 2.0), tries)
     assert np.mean(found_bounds) > 1.5
 
@@ -98,7 +99,7 @@ def test_rates_without_confidence_intervals_are_detected(monkeypatch):
     bounded = bounds._clopper_pearson
     monkeypatch.setattr(bounds, "_clopper_pearson", lambda out, inside, t, _: bounded(out, inside, t, 0.5))
     random, tries = np.random.default_rng(0), 100
-    found_bounds = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0, CONFIDENCE) for _ in range(tries)]
+    found_bounds = [two_worlds_epsilon(*responses(2.0, 2000, random), 0.0) for _ in range(tries)]
     assert not is_few(sum(np.array(found_bounds) > 2.0), tries)
 
 

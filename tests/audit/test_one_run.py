@@ -34,6 +34,11 @@ def test_unclipped_layer_breaks_the_claim(monkeypatch):
     assert not finding.kept
 
 
+def test_adaptive_modes_in_a_pipeline_keep_their_own_starting_threshold():
+    setting = make_setting(["clip=adaptive_layer", "pipeline.stages=2"])
+    assert (setting.config.pipeline.stages, setting.config.clip.initial_threshold) == (2, 0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["per_device", "adaptive_device"])
 def test_pipeline_of_two_processes_is_audited(mode):

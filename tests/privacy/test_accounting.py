@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 
+import prv_accountant
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from prv_accountant import PRVAccountant
@@ -83,9 +84,13 @@ def test_bounds_widen_if_the_grid_would_be_too_large(monkeypatch):
     tight = epsilon_prv(1.0, 0.02, 301, 1e-5)
     monkeypatch.setattr(accounting, "MAX_GRID", 2**12)
     accounting._coarse.cache_clear()
+    make, grids = prv_accountant.PRVAccountant, []
+    monkeypatch.setattr(prv_accountant, "PRVAccountant", lambda *a, **k: grids.append(k) or make(*a, **k))
     wide = epsilon_prv(1.0, 0.02, 301, 1e-5)
     assert wide.lower < tight.lower
     assert tight.upper < wide.upper
+    tail = accounting._tail(1.0, 0.02, 301, 1e-8)
+    assert all(grid["eps_max"] - tail >= grid["eps_error"] for grid in grids), "as Theorem 5.5 of Gopi et al. needs"
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)

@@ -237,6 +237,6 @@ def test_composed_epsilon_is_less_than_the_sum_of_the_budgets():
     halves = [make(epsilon=None, noise_multiplier=1.0, steps=100, accountant="pld")] * 2
     both = make(epsilon=None, noise_multiplier=1.0, steps=200, accountant="pld")
     assert composed_epsilon(halves, 1e-5) == pytest.approx(both.epsilon, rel=1e-3)
-    assert composed_epsilon([first, make(sampling="shuffle")], 1e-5) == math.inf
+    assert composed_epsilon([first, make(sampling="shuffle")], 1e-5) == math.inf and composed_epsilon([], 1e-5) == 0.0
     with pytest.raises(UserError, match="delta is 0"):
         composed_epsilon([first], 0)

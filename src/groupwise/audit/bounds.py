@@ -5,7 +5,7 @@ the output of one run and makes exactly r guesses "in" or "out" about canaries o
 on each of two neighbouring datasets, with one score per run.
 
 Formal guarantee: for a mechanism that is (ε, δ)-DP for adding or removing one example, the bound exceeds ε with
-probability at most 1 - ``confidence``. The number r of guesses must be fixed in advance (one run), and the scores must
+probability at most 1 - `CONFIDENCE`. The number r of guesses must be fixed in advance (one run), and the scores must
 be independent (two worlds).
 """
 
@@ -17,49 +17,42 @@ from scipy.special import expit
 from scipy.stats import beta, binom
 
 CONFIDENCE = 0.95
-"""Of a bound, unless another is given."""
 _LARGEST_EPSILON = 60.0
-_MOST_THRESHOLDS = 4096
 
 
-def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float, confidence: float = CONFIDENCE) -> float:
+def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float) -> float:
     """Return the largest ε that ``correct`` right guesses refute, or 0 (Steinke et al. 2023, Theorem 5.2).
 
     Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
     P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
     """
-    if not 0 <= correct <= guesses <= canaries or not guesses or not 0.0 < confidence < 1.0:
+    if not 0 <= correct <= guesses <= canaries or not guesses:
         raise ValueError(
-            f"correct is {correct}, guesses {guesses}, canaries {canaries} and confidence {confidence}; give "
-            "0 <= correct <= guesses <= canaries, at least one guess, and a probability between 0 and 1."
+            f"correct is {correct}, guesses {guesses}, canaries {canaries}; give 0 <= correct <= guesses <= canaries, "
+            "and at least one guess."
         )
 
     def refuted(epsilon: float) -> bool:
         right = float(expit(epsilon))
         below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, right)) / np.arange(1, correct + 1)
         slack = 2.0 * canaries * delta * float(below.max(initial=0.0))
-        return bool(binom.sf(correct - 1, guesses, right) + slack < 1.0 - confidence)
+        return bool(binom.sf(correct - 1, guesses, right) + slack < 1.0 - CONFIDENCE)
 
     return _largest(refuted, _LARGEST_EPSILON)
 
 
-def two_worlds_epsilon(
-    scores_out: ArrayLike, scores_in: ArrayLike, delta: float, confidence: float = CONFIDENCE
-) -> float:
+def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float) -> float:
     """Return a lower bound on ε from scores of runs without (``scores_out``) and with (``scores_in``) one example.
 
     "In" is guessed above a threshold. The even-numbered runs choose the threshold, and the odd-numbered runs bound both
-    error rates (Clopper-Pearson, each with half of 1 - ``confidence``). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the
+    error rates (Clopper-Pearson, each with half of 1 - `CONFIDENCE`). Under (ε, δ)-DP, FPR·e^ε + FNR ≥ 1 - δ, and the
     same with the two exchanged. Raises ValueError for NaN, or fewer than two scores in a world.
     """
     out, inside = (np.asarray(scores, dtype=np.float64).ravel() for scores in (scores_out, scores_in))
     if min(len(out), len(inside)) < 2 or np.isnan(out).any() or np.isnan(inside).any():
         raise ValueError("give at least two scores for each world, none of them NaN.")
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence is {confidence}; give a probability strictly between 0 and 1.")
-    alpha = (1.0 - confidence) / 2.0
+    alpha = (1.0 - CONFIDENCE) / 2.0
     thresholds = np.unique(np.concatenate([out[::2], inside[::2]]))
-    thresholds = thresholds[:: max(1, len(thresholds) // _MOST_THRESHOLDS)]
     false_in, false_out = _clopper_pearson(out[::2], inside[::2], thresholds, alpha)
     best = thresholds[int(np.argmax(_epsilon_of_errors(false_in, false_out, delta)))]
     false_in, false_out = _clopper_pearson(out[1::2], inside[1::2], np.array([best]), alpha)

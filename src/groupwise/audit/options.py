@@ -87,9 +87,9 @@ def make_setting(
     if design == "full" and any(_is_of(item, REAL) for item in overrides):
         design = "worlds"
     chosen = DESIGNS[design]
-    if chosen.real and canaries:
+    if chosen.real and canaries is not None:
         raise UserError(f"--design {design} audits a real task, which has no canaries: leave out --canaries.")
-    m = canaries or chosen.canaries
+    m = chosen.canaries if canaries is None else canaries
     if not chosen.real and (not 16 <= m <= MOST[design] or (design == "counts" and m & (m - 1))):
         power = ", and a power of two" if design == "counts" else ""
         raise UserError(f"--canaries {m} must be from 16 to {MOST[design]} with this design{power}.")
@@ -120,7 +120,7 @@ def set_rate(config: RunConfig, batch: float) -> None:
 def _beside(given: Sequence[str]) -> list[str]:
     """Return overrides for a task that completes the configuration; the canaries replace it."""
     if any(item in DEVICE or item.startswith("pipeline.") for item in given):
-        threshold = [] if "clip=adaptive_device" in given else ["clip.threshold=1.0"]  # it starts elsewhere
+        threshold = [] if any("adaptive" in item for item in given) else ["clip.threshold=1.0"]  # they start elsewhere
         return ["task=samsum_pipeline", "scale=smoke", "pipeline.stages=2", *threshold]
     return ["task=cifar", "scale=smoke"]
 
@@ -175,5 +175,5 @@ def _check(config: RunConfig, design: str) -> None:
             raise UserError("The audit of a pipeline does not support clip=flat: leave out pipeline.stages.")
         if DESIGNS[design].real:
             raise UserError("The audit of a real task uses one process: leave out pipeline.stages and clip=per_device.")
-    if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer"):
-        raise UserError("--design counts needs the counts of many layers: give clip=adaptive_layer.")
+    if design == "counts" and (clip.policy != "adaptive" or clip.grouping != "layer" or config.pipeline.stages > 1):
+        raise UserError("--design counts needs the counts of many layers: give clip=adaptive_layer on one device.")

@@ -133,9 +133,10 @@ def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: flo
     from prv_accountant import PRVAccountant
 
     delta_error = delta / 1000.0
-    half_width = _tail(noise_multiplier, sample_rate, steps, delta_error) + eps_error
+    tail = _tail(noise_multiplier, sample_rate, steps, delta_error)
     per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))  # the error of a mesh of width 1
-    eps_error = _smooth_grid(half_width, max(eps_error, 2 * half_width * per_mesh / MAX_GRID), per_mesh)
+    half_width = tail + max(eps_error, 2 * (tail + eps_error) * per_mesh / MAX_GRID)
+    eps_error = _smooth_grid(half_width, half_width - tail, per_mesh)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that eps_max must be safe, which half_width is
         accountant = PRVAccountant(

@@ -295,7 +295,7 @@ def make_plan(
 
 
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
-    """Return the joint ε at ``delta`` of several trainings on the same data, one plan each, by PLD.
+    """Return the joint ε at ``delta`` of several trainings on the same data, one plan each: the smaller of PLD and RDP.
 
     Formal guarantee: all releases of the plans together are (ε, δ)-DP, even if a training starts from the weights of an
     earlier one. No plan may depend on the data or on the results of other trainings. ε is infinite if a plan is not
@@ -305,7 +305,8 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
         raise UserError(f"delta is {delta}; give a probability strictly between 0 and 1, below 1/N.")
     if not all(plan.is_private for plan in plans):
         return math.inf
-    return releases_epsilon([(plan.noise_multiplier, plan.sample_rate, plan.steps) for plan in plans], delta)
+    releases = [(plan.noise_multiplier, plan.sample_rate, plan.steps) for plan in plans]
+    return releases_epsilon(releases, delta) if releases else 0.0
 
 
 def _python(number: Any) -> Any:
