@@ -89,17 +89,11 @@ def measure(options: TableOptions) -> int:
             if late():
                 print("time limit reached: repeat the command to measure the rest", file=sys.stderr)
                 return LEFT
-            asked: list[str] = []
-
-            def start(job: Job, limit: float, asked: list[str] = asked) -> Together:
-                asked.append(job.method)
-                return Together(job, limit)
-
             try:
-                rows = with_ratios(run(job, methods, options.rounds, options.steps, options.limit, start, late))
+                rows = with_ratios(run(job, methods, options.rounds, options.steps, options.limit, Together, late))
             except DeviceLost as error:
-                THROUGHPUT.add(options.out, [_refused(replace(job, method=asked[-1]), error)])
-                print(f"error: {asked[-1]} broke the GPU ({error}): repeat the command", file=sys.stderr)
+                THROUGHPUT.add(options.out, [_refused(replace(job, method=error.method), error)])
+                print(f"error: {error.method} broke the GPU ({error}): repeat the command", file=sys.stderr)
                 return AGAIN
             except UserError as error:  # not even plain training runs: report it, and go on
                 THROUGHPUT.add(options.out, [_refused(replace(job, method=name), error) for name in methods])

@@ -60,16 +60,17 @@ def peak_bytes(make: Callable[[], Step], device: str) -> tuple[int, Step]:
     return _cuda(make) if device == "cuda" else _cpu(make)
 
 
-def free_memory(device: str) -> None:
-    """Free what nothing uses: models in cycles of references, and what CUDA graphs have left behind."""
+def free_memory(device: str, workspaces: bool = False) -> None:
+    """Free what nothing uses; `workspaces`: those of cuBLAS too, which no CUDA graph that is still launched may use."""
     gc.collect()
     if device == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # there is one for each stream
+        if workspaces:
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 
 def _cuda(make: Callable[[], Step]) -> tuple[int, Step]:
-    free_memory("cuda")
+    free_memory("cuda", workspaces=True)
     step = make()
     step()
     torch.cuda.synchronize()

@@ -81,7 +81,11 @@ def answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
 
 
 class DeviceLost(Exception):
-    """A kernel failed, and this process cannot use its GPU any more."""
+    """A kernel of `method` failed, and this process cannot use its GPU any more."""
+
+    def __init__(self, method: str, why: str) -> None:
+        super().__init__(why)
+        self.method = method
 
 
 def is_lost(device: str) -> bool:
@@ -115,13 +119,13 @@ class Together:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                raise DeviceLost(found.get("refused") or str(error).splitlines()[0]) from error
+                raise DeviceLost(self.job.method, found.get("refused") or str(error).splitlines()[0]) from error
         return found
 
     def close(self) -> None:
         """Free the model."""
         self._bench = None
-        free_memory(self.job.device)
+        free_memory(self.job.device, workspaces=True)
 
     def __enter__(self) -> Together:
         return self

@@ -31,10 +31,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
         rows = []
         for method in methods:
             done.append((case.workload, case.dtype, method))
-            start(Job(case.workload, method), limit)
             if method == lost.get("method"):
-                del lost["method"]
-                raise DeviceLost("an illegal memory access")
+                raise DeviceLost(lost.pop("method"), "an illegal memory access")
             rows.append(row(method, workload=f"{case.workload} (tiny)", dtype=case.dtype))
         return rows
 
@@ -96,5 +94,20 @@ def test_failing_synchronize_raises_device_lost(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(worker, "answer", lambda bench, request: {"seconds": 1.0})
     monkeypatch.setattr(worker, "free_memory", lambda device: None)
     monkeypatch.setattr(worker.torch.cuda, "synchronize", broken)
-    with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$"):
+    with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access was encountered$") as lost:
         here.ask(do="measure")
+    assert lost.value.method == "flat"
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_cublas_workspaces_are_freed_only_after_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of the same process contains their address."""
+    freed: list[str] = []
+    monkeypatch.setattr(worker, "answer", lambda bench, request: {})
+    monkeypatch.setattr(worker.torch._C, "_cuda_clearCublasWorkspaces", lambda: freed.append("all"), raising=False)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(worker.torch.cuda, name, lambda: None)
+    with Together(Job("mlp", "flat", device="cuda", tiny=True), 60.0) as here:
+        here.ask(do="round", steps=1)
+        assert not freed
+    assert freed == ["all"]
