@@ -172,29 +172,28 @@ class Ours(NonPrivate):
 
 
 class Recorded:
-    """A method whose work is a CUDA graph after its warm-up steps, as with `train.cuda_graph=true`."""
+    """A method whose work is a CUDA graph, recorded here after warm-up steps, as with `train.cuda_graph=true`."""
 
     def __init__(self, method: NonPrivate, workload: Workload) -> None:
-        self._method, self._workload = method, workload
+        self._method, self._workload, launches = method, workload, list[Callable[[], None]]()
         self._recorder: CudaRecorder = recorder_of(workload.trainable[0].device)
-        self._eager = WARM_UP
-        self._launch: Callable[[], None] | None = None
+        for _ in range(WARM_UP):
+            self._run(method.work)
+        self._run(lambda: launches.append(self._recorder.record(method.work)))
+        self._launch = launches[0]
 
     def step(self) -> None:
         """Compute the same sums, in gradients that keep their memory."""
+        self._run(self._launch, repeated=True)
+
+    def _run(self, work: Callable[[], None], repeated: bool = False) -> None:
         with self._recorder.running():
             for parameter in self._workload.trainable:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
             self._method.begin()
-            if launched := self._launch is not None:
-                self._launch()
-            elif self._eager:
-                self._eager -= 1
-                self._method.work()
-            else:
-                self._launch = self._recorder.record(self._method.work)
-            self._method.end(repeated=launched)
+            work()
+            self._method.end(repeated)
 
     def noise(self) -> None:
         """Add noise as without a graph."""

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.job import Job
 from benchmarks.meters import count_operations, free_memory, peak_bytes, timed
-from benchmarks.methods import Method, prepare
+from benchmarks.methods import RECORDED, Method, prepare
 from benchmarks.research_peers import version_of
 from benchmarks.workloads import Workload
 
@@ -37,7 +37,7 @@ class Bench:
             operations = None
         method.clear()
         return {
-            "peak_bytes": peak,
+            "peak_bytes": None if self.job.method in RECORDED else peak,  # without the memory of a graph
             "flops": operations,
             "seconds": seconds.wall if self.job.device == "cuda" else seconds.cpu,
             "sums": sums,
