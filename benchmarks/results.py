@@ -61,10 +61,11 @@ THROUGHPUT = Table(
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ratio, memory_ratio and floor to the rows of one workload, all against its rows of method `none`.
+    """Add plain_seconds, ratio, memory_ratio and floor to the rows of one workload, against its rows of method `none`.
 
-    ratio: seconds of the faster `none` of the same round over a row's own (CPU seconds on a CPU, event time on a GPU).
-    memory_ratio: own peak over the smaller peak of `none`. floor: see `benchmarks.meters`.
+    plain_seconds: of the faster `none` of the same round (CPU seconds on a CPU, event time on a GPU); later rows may
+    replace that of `none`. ratio: plain_seconds over a row's own seconds. memory_ratio: own peak over the smaller peak
+    of `none`. floor: see `benchmarks.meters`.
     """
     plain = [row for row in rows if row["method"] == "none" and row["status"] == "ok"]
     fastest: dict[int, float] = {}
@@ -75,9 +76,8 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         row
         | {
-            "ratio": fastest[row["round"]] / seconds_of(row)
-            if row["status"] == "ok" and row["round"] in fastest
-            else None,
+            "plain_seconds": (first := fastest.get(row["round"]) if row["status"] == "ok" else None),
+            "ratio": first / seconds_of(row) if first else None,
             "memory_ratio": row["peak_bytes"] / smallest if row["peak_bytes"] and smallest else None,
             "floor": floor(counted, row["flops"]),
         }

@@ -20,13 +20,14 @@ def test_ratio_is_to_the_faster_plain_row_of_the_same_round() -> None:
     ]
     found = with_ratios(rows)
     assert [one["ratio"] for one in found] == [0.5, 1.0, 1.0, 0.5, 0.25, 0.5]
+    assert [one["plain_seconds"] for one in found] == [1.0, 1.0, 2.0, 2.0, 1.0, 2.0]
     assert [one["memory_ratio"] for one in found[-2:]] == [1.5, 1.5]  # relative to the smaller peak
     assert [one["floor"] for one in found[-2:]] == [0.5, None]
 
 
 def test_refused_row_has_no_ratio() -> None:
     found = with_ratios([row(), row("opacus_ghost", seconds=None, peak_bytes=None, flops=None)])[1]
-    assert found["ratio"] is found["memory_ratio"] is found["floor"] is None
+    assert found["plain_seconds"] is found["ratio"] is found["memory_ratio"] is found["floor"] is None
 
 
 def test_new_rows_replace_only_those_of_the_same_measurement(tmp_path: Path, monkeypatch) -> None:
