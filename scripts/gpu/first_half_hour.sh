@@ -79,7 +79,11 @@ case $step in
     else
         timed $(($(left) * 2 / 3)) "$python" -m pytest -m cuda tests/device -q -p no:cacheprovider -rfs --junitxml="$out/cuda-tests.xml" ${TESTS:-} ||
             tests=$?
-        case $tests in 0 | 1) echo "$tests" >"$out/cuda-tests-$device.done" ;; esac
+        case $tests in
+        0 | 1) echo "$tests" >"$out/cuda-tests-$device.done" ;;
+        124 | 130 | 137) ;;
+        *) tests=1 ;; # not those of the benchmarks, where 3 and 4 ask for another call
+        esac
     fi
     code=4 # the time limit, where no time is left to begin
     [ "$(left)" -gt 30 ] && code=3

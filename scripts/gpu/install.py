@@ -24,8 +24,9 @@ NEEDED = (
     "omegaconf",
     "prv_accountant",
     "dp_accounting",
+    "pytest",
 )
-"""Modules that every step needs."""
+"""Modules that the steps need."""
 
 
 def install(wheels: Path, target: Path) -> str | None:

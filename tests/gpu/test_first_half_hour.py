@@ -32,9 +32,10 @@ def test_fourth_step_without_a_run_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "has no run to resume: give step 3 first" in done.stderr
 
 
-def test_failed_tests_fail_the_repeated_step_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 3, 4])
+def test_failed_tests_fail_the_repeated_step_too(tmp_path: Path, code: int) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) exit 1 ;; esac\n')
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"-m pytest"*) exit {code} ;; esac\n')
     python.chmod(0o755)
     assert [command("1", tmp_path / "out", PYTHON=str(python)).returncode for _ in range(2)] == [1, 1]
     assert command("2", tmp_path / "out", PYTHON=str(python), LIMIT="20").returncode == 4
