@@ -49,7 +49,7 @@ class SmallModelOptions:
     device: str = device("cpu")
     rounds: int = option(7, "timed rounds of each method")
     steps: int | None = option(None, "steps of a round; default: as many as take half a second")
-    jax: str | None = option(None, "also run jax_privacy: the path of a Python with jax, jax-privacy and optax")
+    jax: str | None = option(None, "on a CPU, also run jax_privacy: a Python with jax, jax-privacy and optax")
     peers: str | None = option(None, "also run fastDP: a folder with a checkout of it")
     out: str = out("small_models.csv")
 
@@ -344,7 +344,7 @@ def run(options: SmallModelOptions) -> None:
     warnings.filterwarnings("ignore", module="opacus|torch")
     for name in models:
         rows = measure(name, methods, options)
-        if options.jax and name != "resnet18":
+        if options.jax and options.device == "cpu" and name != "resnet18":
             rows.append(by_jax(options.jax, rows[0], options.rounds))
         TABLE.add(options.out, rows)
 

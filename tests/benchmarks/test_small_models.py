@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from benchmarks.small_models import METHODS, MODELS, SmallModelOptions, main, measure
+from benchmarks import small_models
+from benchmarks.small_models import METHODS, MODELS, SmallModelOptions, main, measure, run
 
 ONCE = SmallModelOptions(rounds=1, steps=1)
 HERE = [method for method in METHODS if method != "fastdp_flat" and not method.endswith("_graph")]
@@ -33,3 +34,12 @@ def test_rows_are_written_and_wrong_options_refused(tmp_path, capsys):
     assert main(["model=logistik"]) == 2 and main(["method=opakus_hooks"]) == 2
     assert "logistic" in capsys.readouterr().err
     assert main([*command, "jax=/no/python"]) == 2
+
+
+def test_jax_is_not_measured_beside_a_gpu(tmp_path, monkeypatch):
+    """Its process would use the CPU."""
+    row = {"model": "logistic", "method": "none", "batch": 256, "device": "cuda", "threads": 1, "dtype": "float32"}
+    monkeypatch.setattr(small_models, "measure", lambda *_: [row])
+    monkeypatch.setattr("benchmarks.results.hardware", lambda device: "a GPU")
+    run(SmallModelOptions(model="logistic", device="cuda", jax="/no/python", out=str(tmp_path)))
+    assert pd.read_csv(tmp_path / "small_models.csv")["method"].tolist() == ["none"]
