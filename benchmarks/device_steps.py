@@ -25,7 +25,7 @@ from benchmarks.device_table import AGAIN, LEFT, SIZES
 from benchmarks.job import Job
 from benchmarks.meters import peak_bytes, timed
 from benchmarks.methods import METHODS, prepare
-from benchmarks.options import command, device, names, option, out, split
+from benchmarks.options import command, device, names, option, out, sizes, split
 from benchmarks.results import Table, hardware
 from benchmarks.worker import is_lost
 from groupwise.clipping.precision import full_float32
@@ -41,7 +41,7 @@ KERNELS = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel")
 class StepOptions:
     """The options of the command line."""
 
-    workload: str = option("wrn16_4_ws", "wrn16_4_ws, gpt2 or roberta_base")
+    workload: str = option("wrn16_4_ws", "wrn16_4_ws, gpt2 or roberta_base", among=tuple(SIZES))
     device: str = device("cuda")
     microbatch: str = option("256,512,1024", "microbatch sizes, separated by commas")
     precision: str = option("float32,tf32,bfloat16", "precisions, separated by commas; tf32 needs a GPU")
@@ -104,15 +104,15 @@ def measure(options: StepOptions) -> int:
     Returns:
         The exit code: 0, `LEFT` if the time limit was reached, or `AGAIN` if a kernel broke the GPU for this process.
     """
-    names("workload", options.workload, SIZES), names("method", options.method, METHODS)
+    methods, microbatches = names("method", options.method, METHODS), sizes("microbatch", options.microbatch)
     began = time.monotonic()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     done = set(TABLE.rows(options.out)[[*TABLE.key]].itertuples(index=False, name=None))
     _, layers, tokens = (None, None, None) if options.tiny else SIZES[options.workload]
-    cases = product(*(split(each) for each in (options.layout, options.microbatch, options.precision, options.method)))
+    cases = product(split(options.layout), microbatches, split(options.precision), methods)
     for layout, size, precision, method in cases:
-        job = Job(options.workload, method, layout, int(size), layers, tokens, options.device, tiny=options.tiny)
-        if (job.named, size, precision, layout, method, options.device, hardware(options.device)) in done:
+        job = Job(options.workload, method, layout, size, layers, tokens, options.device, tiny=options.tiny)
+        if (job.named, str(size), precision, layout, method, options.device, hardware(options.device)) in done:
             continue
         if time.monotonic() - began > options.limit:
             print(f"time limit reached before microbatch={size} precision={precision} layout={layout}", file=sys.stderr)

@@ -7,7 +7,7 @@ from groupwise import options
 from groupwise.errors import UserError, unknown
 from groupwise.options import option
 
-__all__ = ["OUT", "command", "device", "names", "option", "out", "read", "split"]
+__all__ = ["OUT", "command", "device", "names", "option", "out", "read", "sizes", "split"]
 T = TypeVar("T")
 OUT = "results/measured/benchmarks"
 """The folder of the committed rows."""
@@ -41,6 +41,18 @@ def read(schema: type[T], arguments: Sequence[str]) -> T:
 def split(names: str) -> list[str]:
     """Names separated by commas."""
     return [part.strip() for part in str(names).split(",") if part.strip()]
+
+
+def sizes(key: str, given: str) -> list[int]:
+    """Sizes separated by commas.
+
+    Raises:
+        UserError: one of them is no whole number of at least 1.
+    """
+    parts = split(given)
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(f"{key}={given} was given; use whole numbers of at least 1, separated by commas.")
+    return [int(part) for part in parts]
 
 
 def names(key: str, given: str, known: Iterable[str], first: str | None = None) -> list[str]:

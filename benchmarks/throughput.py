@@ -23,10 +23,9 @@ from benchmarks import research_peers
 from benchmarks.driver import run
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, RECORDED
-from benchmarks.options import command, device, names, option, out, split
+from benchmarks.options import command, device, names, option, out, sizes
 from benchmarks.results import THROUGHPUT, with_ratios
 from benchmarks.workloads import WORKLOADS
-from groupwise.errors import UserError
 
 
 @dataclass
@@ -58,11 +57,7 @@ class Options:
     @property
     def batches(self) -> list[int | None]:
         """The chosen batch sizes; None is the default of a workload."""
-        if self.batch is None:
-            return [None]
-        if not all(part.isdigit() and int(part) > 0 for part in split(self.batch)):
-            raise UserError(f"batch={self.batch} was given; use whole numbers of at least 1, separated by commas.")
-        return [int(part) for part in split(self.batch)]
+        return [None] if self.batch is None else [*sizes("batch", self.batch)]
 
 
 def cases(options: Options) -> list[Job]:

@@ -7,16 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import device_table, worker
-from benchmarks.device_table import (
-    AGAIN,
-    FIRST,
-    LARGEST,
-    LEFT,
-    THEN,
-    TableOptions,
-    measure,
-    measure_largest,
-)
+from benchmarks.device_table import AGAIN, FIRST, LARGEST, LEFT, THEN, TableOptions, measure, measure_largest
 from benchmarks.job import Job
 from benchmarks.worker import DeviceLost, Together
 from tests.benchmarks.stubs import TIMES, answering, row

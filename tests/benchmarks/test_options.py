@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import device_table, pipeline, throughput
+from benchmarks import device_steps, device_table, pipeline, throughput
 from benchmarks.options import read
 from benchmarks.throughput import Options, cases
 from groupwise.errors import UserError
@@ -13,12 +13,8 @@ from groupwise.errors import UserError
 def test_comma_separated_lists_are_read() -> None:
     options = read(Options, ["workload=gpt2,mlp", "method=flat,ghost", "batch=1,2", "layers=12"])
     assert options.methods == ["none", "flat", "ghost"]
-    assert [(case.workload, case.batch, case.layers) for case in cases(options)] == [
-        ("gpt2", 1, 12),
-        ("gpt2", 2, 12),
-        ("mlp", 1, None),
-        ("mlp", 2, None),
-    ]
+    found = [(case.workload, case.batch, case.layers) for case in cases(options)]
+    assert found == [("gpt2", 1, 12), ("gpt2", 2, 12), ("mlp", 1, None), ("mlp", 2, None)]
     assert read(Options, ["batch=16"]).batches == [16]
 
 
@@ -37,6 +33,9 @@ def test_cuda_without_a_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         (throughput, "dtype=float16", "float32"),
         (throughput, "device=tpu", "cpu, cuda"),
         (device_table, "device=cpu workload=gtp2", "did you mean gpt2?"),
+        (device_steps, "device=cpu workload=all", "gpt2"),
+        (device_steps, "device=cpu workload=gpt2,roberta_base", "gpt2"),
+        (device_steps, "device=cpu microbatch=x", "microbatch=x"),
         (pipeline, "shape=weights_3", "did you mean weights_2?"),
     ],
 )
