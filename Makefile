@@ -159,6 +159,7 @@ types: $(STAMP) ## mypy
 gpu-kit: $(STAMP) ## what a GPU machine without a network needs, in results/gpu-kit: make gpu-kit DATA=folder KIT="python=3.12"
 	$(BIN)/python -m scripts.gpu.make_kit data=$(DATA) $(KIT)
 
-clean: ## remove caches and .venv; results stay
-	rm -rf $(VENV) $(VENV)-versions build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
+clean: ## remove caches, and .venv if make has made it; results stay
+	if test -e $(STAMP) || test -e $(VENV)/.made; then rm -rf $(VENV); fi
+	rm -rf $(VENV)-versions build dist .coverage docs/api/_build docs/api/modules .pytest_cache .ruff_cache .mypy_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

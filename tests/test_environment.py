@@ -82,4 +82,8 @@ def test_make_does_not_replace_an_environment_that_it_did_not_make(set_up: Path)
     own.touch()
     done = subprocess.run(["make", "env", f"PYTHON={sys.executable}"], cwd=set_up, capture_output=True, text=True)
     assert done.returncode == 2 and "error: .venv was not made by make" in done.stderr
+    subprocess.run(["make", "clean"], cwd=set_up, capture_output=True, check=True)
     assert own.exists()
+    (own.parent / ".made").touch()
+    subprocess.run(["make", "clean"], cwd=set_up, capture_output=True, check=True)
+    assert not own.parent.exists()
