@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from groupwise.clipping import Group, attach, flat, per_layer
 from groupwise.clipping.partition import find_layers
+from groupwise.errors import UserError, command
 from trust.models.architecture import Batch, Subject
 from trust.models.check import TOLERANCE, choose_thresholds, compare, losses_of
 from trust.models.truth import find_truth, freeze_unreached, parameters_of, trained
@@ -95,14 +96,17 @@ def errors_of(seed: int) -> list[float]:
     return errors
 
 
-def main(count: int) -> int:
+@command
+def main(count: str = "300") -> int:
     """Check networks 0 to count - 1; returns the exit code."""
+    if not count.isdecimal() or int(count) == 0:
+        raise UserError(f"'{count}' was given: give the number of networks, a whole number of at least 1.")
     warnings.simplefilter("ignore")
-    errors = {seed: max(errors_of(seed)) for seed in range(count)}
+    errors = {seed: max(errors_of(seed)) for seed in range(int(count))}
     wrong = [seed for seed, error in errors.items() if not error < TOLERANCE]
     print(f"{count} networks in 4 modes, wrong: {wrong or 'none'}; the largest error is {max(errors.values()):.0e}")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 300))
+    sys.exit(main(*sys.argv[1:2]))

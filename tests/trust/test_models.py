@@ -10,6 +10,7 @@ from torch import nn
 
 from groupwise.clipping import ClippingEngine
 from groupwise.errors import UserError
+from trust import random_networks
 from trust.models import __main__ as command
 from trust.models import check
 from trust.models.__main__ import ARCHITECTURES, main, measure
@@ -174,3 +175,9 @@ def test_committed_rows_are_those_of_the_list():
 @pytest.mark.parametrize("seed", range(5))
 def test_random_networks_are_clipped_exactly(seed):
     assert max(errors_of(seed)) < 1e-8
+
+
+@pytest.mark.parametrize("count", ["0", "x", "-1"])
+def test_wrong_number_of_random_networks_is_refused(count, capsys):
+    assert random_networks.main(count) == 2
+    assert capsys.readouterr().err.startswith(f"error: '{count}' was given")
