@@ -1,7 +1,7 @@
 """Compare current numbers with frozen ones: `python -m trust.goldens`, or some parts: `... hashes plans`.
 
-`python -m trust.goldens freeze` writes results/trust/goldens.json; with names of parts it renews only those. Without
-`freeze` each part is computed again and compared:
+`python -m trust.goldens freeze` writes results/trust/goldens.json; with names of parts it renews only those. It never
+removes a value: do that by hand. Without `freeze` each part is computed again and compared:
 
     hashes         the hash of the configuration of every committed row
     noise          the noise multiplier of every committed row, to 1e-3
@@ -343,8 +343,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             now = PARTS[part]()
             took = f"({time.monotonic() - began:.0f} s)"
             if freeze:
-                file |= {part: now, "machine": machine()}
-                print(f"{part}: {len(now)} frozen {took}", flush=True)
+                failed = part == "runs" and set(RUNS) - {name.partition(":")[0] for name in now}
+                if failed or "other bits" in now.values():
+                    print(f"error: {part}: a run failed or has other bits, so nothing is frozen.", file=sys.stderr)
+                    return 1
+                kept = file.get(part, {}).keys() - now.keys()
+                file |= {part: file.get(part, {}) | now, "machine": machine()}
+                print(f"{part}: {len(now)} frozen, {len(kept)} kept that were not measured now {took}", flush=True)
                 continue
             if part not in file:
                 raise UserError(f"{RESULT} has no {part}: write it by python -m trust.goldens freeze {part}.")

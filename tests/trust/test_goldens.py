@@ -67,9 +67,21 @@ def test_verdicts(part: str, name: str, then: float | str, now: float | str | No
 
 def test_allow_moved_accepts_other_bits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARTS, "runs", lambda: {"flat: weights": "0123", "flat: epsilon": 8.0})
+    monkeypatch.setattr(goldens, "RUNS", {"flat": ()})
     assert main(["freeze", "runs"]) == main(["runs"]) == 0
     change(file, "runs", "flat: weights", "4567")
     assert main(["runs"]) == 1 and main(["runs", "--allow-moved"]) == 0
+
+
+def test_freeze_loses_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file.read_text()
+    monkeypatch.setitem(PARTS, "resumption", lambda: {"killed and resumed": "other bits"})
+    monkeypatch.setitem(PARTS, "runs", lambda: {"flat: weights": "0123"})
+    assert main(["freeze", "plans", "resumption"]) == main(["freeze", "plans", "runs"]) == 1
+    assert file.read_text() == before
+    monkeypatch.setitem(PARTS, "architectures", lambda: {"torch: LSTM, flat": "exact"})
+    assert main(["freeze", "architectures"]) == 0
+    assert set(json.loads(file.read_text())["architectures"]) == {"torch: GRU, flat", "torch: LSTM, flat"}
 
 
 def test_unfrozen_or_unknown_part_is_refused(
