@@ -19,8 +19,6 @@ PAGE, MODELS = Path("docs/trust.md"), Path("docs/models.md")
 RESULTS = Path("results/trust")
 NOTHING = "Not measured yet."
 Rows = list[dict[str, str]]
-
-
 DESIGNS = {
     "full": "one release of the whole data",
     "poisson": "four releases of Poisson samples, each a quarter of the data",
@@ -57,9 +55,8 @@ def audit_summary(rows: Rows) -> str:
         best = max(float(row["epsilon_lower"]) for row in of)
         parts.append(f"ε = {budget}: {best / float(budget):.0%}")
     above = sum(float(row["epsilon_lower"]) > float(row["epsilon_claimed"]) for row in rows)
-    return (
-        f"{len(rows)} audits, {above} above their claim. The largest bound in percent of its claim: {'; '.join(parts)}."
-    )
+    bounds = "; ".join(parts)
+    return f"{len(rows)} audits, {above} above their claim. The largest bound in percent of its claim: {bounds}."
 
 
 def planted_summary(rows: Rows) -> str:
@@ -81,15 +78,15 @@ def planted(rows: Rows) -> str:
 
 
 def faults_summary(rows: Rows) -> str:
-    """The number of trials, and how many were lost."""
+    """The number of kinds that were tried, of trials, and of lost ones."""
     tried, lost = (sum(int(row[name]) for row in rows) for name in ("tried", "lost"))
-    return f"{len(rows)} kinds of fault, tried {tried} times: {lost} lost."
+    return f"{sum(row['tried'] != '0' for row in rows)} kinds of fault, tried {tried} times: {lost} lost."
 
 
 def bad_input_summary(rows: Rows) -> str:
     """The numbers of attempts, of each outcome, and of defects."""
     totals = {name: sum(int(row[name]) for row in rows) for name in rows[0] if name != "kind"}
-    defects = {name: totals[name] for name in DEFECTS}
+    defects = {name: totals.get(name, 0) for name in DEFECTS}
     sound = ", ".join(f"{totals[name]:,} {name}" for name in ("ran", "accepted", "refused", "stopped"))
     found = ", ".join(f"{count} {name}" for name, count in defects.items() if count)
     return f"{totals['tried']:,} attempts of {len(rows)} kinds: {sound}; {sum(defects.values())} defects" + (
@@ -171,10 +168,9 @@ def fill(text: str, results: Path = RESULTS, page: Path = PAGE) -> str:
 def full(evidence: Evidence, results: Path = RESULTS) -> str:
     """The page of tables for the CSV."""
     rows = rows_of(evidence.name, results)
-    origin = (
-        f"Made by `python -m trust.page` from `{evidence.name}.csv`; what it means is in `{evidence.page.as_posix()}`."
-    )
-    return f"# {evidence.title}\n\n{origin}\n\n{evidence.tables(rows) if rows else NOTHING}\n"
+    origin, page = f"Made by `python -m trust.page` from `{evidence.name}.csv`", evidence.page.as_posix()
+    shown = evidence.tables(rows) if rows else NOTHING
+    return f"# {evidence.title}\n\n{origin}; what it means is in `{page}`.\n\n{shown}\n"
 
 
 @command

@@ -1,6 +1,7 @@
 """`trust.bad_input` gives each planted defect its verdict, and finds none in a sample of its attempts."""
 
 import csv
+import itertools
 import os
 import subprocess
 import sys
@@ -72,11 +73,13 @@ def test_each_defect_has_its_verdict(plant, expected, monkeypatch, tmp_path):
             file.unlink()
 
 
-def test_endless_attempt_is_stopped(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("seconds", "wait", "expected"), [(600, 0.25, "hung"), (0, 1000, "stopped")])
+def test_endless_attempt_is_stopped(seconds, wait, expected, monkeypatch, tmp_path):
     import time
 
-    plant = refusing(lambda: time.sleep(600))
-    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=0.2) == "stopped"
+    monkeypatch.setattr("trust.bad_input.attempt.WAIT", wait)
+    plant = refusing(lambda: [time.sleep(seconds) for _ in itertools.count()])
+    assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=2.0) == expected
 
 
 def test_success_without_a_run_is_silent(monkeypatch, tmp_path):

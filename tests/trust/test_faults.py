@@ -69,8 +69,10 @@ def test_altered_result_is_detected(finished, harm, tmp_path):
 def test_only_a_one_sentence_error_counts_as_refused(tmp_path):
     refused = complete(tmp_path / "refused", "privacy.epsilon=-1")
     assert refused.refused()
-    refused.output.with_suffix(".err").write_text("Traceback\nerror: one\n")
-    assert not refused.refused()
+    written = {"Traceback\nerror: one\n": False, "error: a\nb\n": False, "\r 0%|a\nwarning: a\nerror: b\n": True}
+    for errors, good in written.items():
+        refused.output.with_suffix(".err").write_text(errors)
+        assert refused.refused() is good
 
 
 def test_command_writes_its_table_and_fails_after_a_loss(tmp_path, monkeypatch, capsys):

@@ -42,12 +42,8 @@ def watch(allowed: Sequence[Path], report: Path) -> None:
     def inside(path: Any, itself: bool) -> bool:
         if isinstance(path, int) or path is None:
             return True
-        name = os.fsdecode(path)
-        real = (
-            os.path.join(os.path.realpath(os.path.dirname(name)), os.path.basename(name))
-            if itself
-            else os.path.realpath(name)
-        )
+        folder, name = os.path.split(path := os.fsdecode(path))
+        real = os.path.join(os.path.realpath(folder), name) if itself else os.path.realpath(path)
         return f"{real}{os.sep}".startswith(homes) or real.startswith(("/dev/null", "/dev/shm/"))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -83,7 +79,11 @@ SHORT = 32 << 20
 LONGEST = 600
 """The most characters of a refusal; a longer one does not count as one sentence."""
 PROVENANCE = ("config.yaml", "config.hash", "command.txt", "git.json", "environment.json", "diff.patch", ".lock")
-_SENTENCE = re.compile(r"error: [^\n]+\n\Z")
+
+
+def is_sentence(errors: str) -> bool:
+    """Whether an output on stderr is one line `error: …` of at most `LONGEST` characters."""
+    return bool(re.fullmatch(r"error: [^\n]+\n", errors)) and len(errors) <= LONGEST
 
 
 def words(*lines: str) -> tuple[str, ...]:
@@ -115,9 +115,9 @@ class Outcome:
     """The outcome of an attempt.
 
     Attributes:
-        verdict: ran, accepted (only checked), refused, stopped (at the time limit), or a defect: traceback, talkative
-            (more than one sentence), silent (no run), partial (a refused run left files, or a folder has no DONE),
-            outside (a file was written elsewhere).
+        verdict: ran, accepted (only checked), refused, stopped (at the limit of CPU time), or a defect: traceback,
+            talkative (more than one sentence), silent (no run), partial (a refused run left files, or a folder has no
+            DONE), outside (a file was written elsewhere), hung (still running at the limit of wall time).
         output: stderr, or a description of the defect.
     """
 
@@ -126,7 +126,7 @@ class Outcome:
     output: str
 
 
-DEFECTS = ("traceback", "talkative", "silent", "partial", "outside")
+DEFECTS = ("traceback", "talkative", "silent", "partial", "outside", "hung")
 
 
 def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> Iterator[Outcome]:
@@ -154,7 +154,6 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
                     os.waitpid(pid, 0)
                 del running[pid]
                 code = os.waitstatus_to_exitcode(status) if ended else None
-                code = None if code == -signal.SIGXCPU else code
                 verdict, output = judge(attempt, folder, code)
                 shutil.rmtree(folder, ignore_errors=True)
                 yield Outcome(attempt, verdict, output)
@@ -166,18 +165,18 @@ def attempt_all(attempts: Sequence[Attempt], patience: float, workers: int) -> I
 
 
 def judge(attempt: Attempt, folder: Path, code: int | None) -> tuple[str, str]:
-    """The verdict on an attempt that ended with `code` (None: killed at the time limit), and its output."""
+    """The verdict on an attempt that ended with `code` (None: killed at the wall limit), and its output."""
     errors = (folder / "stderr").read_text(errors="replace")
     outside = (folder / "outside").read_text(errors="replace")
     if outside or any(folder.rglob("UNPICKLED")):
         return "outside", outside or "the code of a file was run"
-    if "Traceback (most recent call last)" in errors or code not in (0, 2, None):
+    if "Traceback (most recent call last)" in errors or code not in (0, 2, None, -signal.SIGXCPU):
         return "traceback", f"exit code {code}\n{errors}"
     left = _changes(folder)
-    if code is None:
-        return "stopped", errors
+    if code in (None, -signal.SIGXCPU):
+        return "stopped" if code else "hung", errors
     if code == 2:
-        if not _SENTENCE.match(errors) or len(errors) > LONGEST:
+        if not is_sentence(errors):
             return "talkative", errors
         return ("partial", f"{' '.join(left)}\n{errors}") if left else ("refused", errors)
     runs = list((folder / "work" / "results" / "runs").glob("*"))

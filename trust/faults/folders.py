@@ -55,9 +55,8 @@ def checkpoint_altered(trials: int, work: Path, seed: int = 5) -> Outcome:
         warned = process.errors.count("warning: ") == 1 and "resuming from the one before it" in process.errors
         warned |= HARM[trial % len(HARM)] in SMALL
         lost += not (process.code == 0 and warned and same(results, expected))
-    return Outcome(
-        "checkpoint truncated or altered", trials, lost, "one warning; goes on from the one before it to the same bits"
-    )
+    result = "one warning; goes on from the one before it to the same bits"
+    return Outcome("checkpoint truncated or altered", trials, lost, result)
 
 
 def both_altered(trials: int, work: Path, seed: int = 6) -> Outcome:
@@ -123,6 +122,5 @@ def two(trials: int, work: Path, seed: int = 10) -> Outcome:
         os.kill(first.pid, signal.SIGCONT)
         good = first.wait() == 0 and second.refused() and "another process" in second.errors.lower()
         lost += not (good and same(results, expected))
-    return Outcome(
-        "two processes on one folder", trials, lost, "the second is refused in one sentence, exit 2; the first unharmed"
-    )
+    result = "the second is refused in one sentence, exit 2; the first unharmed"
+    return Outcome("two processes on one folder", trials, lost, result)

@@ -7,6 +7,7 @@ they start a new Python.
 import hashlib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from trust.bad_input.attempt import is_sentence
 from trust.forked import fork
 
 RUN = Path(__file__).resolve().parents[2] / "run.py"
@@ -100,9 +102,9 @@ class Process:
         return self.output.with_suffix(".err").read_text()
 
     def refused(self) -> bool:
-        """Whether it ended with a one-sentence error and exit code 2."""
-        sentences = [line for line in self.errors.splitlines() if line.startswith("error: ")]
-        return self.wait() == 2 and len(sentences) == 1 and "Traceback" not in self.errors
+        """Whether it ended with a one-sentence error, after any progress bar and warnings, and exit code 2."""
+        rest = re.sub(r"^(warning: .*|.*%\|.*|)\n", "", self.errors, flags=re.MULTILINE)
+        return self.wait() == 2 and is_sentence(rest)
 
 
 def start(

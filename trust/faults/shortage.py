@@ -58,9 +58,8 @@ def full(trials: int, work: Path, seed: int = 2) -> Outcome:
                 lost += not (process.refused() and _goes_on(results, work, expected))
             filler.unlink(missing_ok=True)
             shutil.rmtree(results)
-    return Outcome(
-        "disk full (a small file system)", tried, lost, "one sentence, exit 2; with room it goes on to the same bits"
-    )
+    result = "one sentence, exit 2; with room it goes on to the same bits"
+    return Outcome("disk full (a small file system)", tried, lost, result)
 
 
 def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
@@ -75,12 +74,8 @@ def too_large(trials: int, work: Path, seed: int = 3) -> Outcome:
         process = start(results, *SEEDED, before=limit)
         process.wait()
         lost += not (process.refused() and _goes_on(results, work, expected))
-    return Outcome(
-        "files may not grow (a limit)",
-        trials,
-        lost,
-        "one sentence, exit 2; without it the run goes on to the same bits",
-    )
+    result = "one sentence, exit 2; without it the run goes on to the same bits"
+    return Outcome("files may not grow (a limit)", trials, lost, result)
 
 
 def unwritable(trials: int, work: Path, seed: int = 4) -> Outcome:
@@ -193,13 +188,9 @@ class Refusing(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and self._refused(tensor):
-                raise RuntimeError(
-                    f"[enforce fail] . DefaultCPUAllocator: can't allocate memory: {tensor.nbytes} bytes."
-                )
+                raise RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory: {tensor.nbytes} bytes.")
         return result
 
     def _refused(self, tensor: torch.Tensor) -> bool:
-        activations = (
-            tensor.dim() == 4 and tensor.shape[1] >= 16 and tensor.shape[2:] == (8, 8)
-        )  # no images, no weights
-        return activations and tensor.nbytes > self.largest
+        images_or_weights = tensor.dim() != 4 or tensor.shape[1] < 16 or tensor.shape[2:] != (8, 8)
+        return not images_or_weights and tensor.nbytes > self.largest

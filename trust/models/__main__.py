@@ -42,8 +42,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *TIMM,
     *DIFFUSERS,
 )
-
-
 RESULT = Path(__file__).resolve().parents[2] / "results" / "trust" / "models.csv"
 
 
@@ -76,9 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = measure(architecture, options.modes)
             rows += found
             lines += [row.line for row in found]
-            print(
-                f"{architecture.name} ({time.monotonic() - start:.1f} s): {', '.join(map(_words, found))}", flush=True
-            )
+            words = ", ".join(map(_words, found))
+            print(f"{architecture.name} ({time.monotonic() - start:.1f} s): {words}", flush=True)
     faulty = [row for row in rows if row.faulty]
     for note, of in _by_note(faulty).items():
         print(f"{'; '.join(of)}\n    {note}", file=sys.stderr)

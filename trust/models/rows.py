@@ -54,9 +54,8 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
         counts = {status: sum(row["status"] == status for row in of) for status in (EXACT, REFUSED, *FAULTS)}
         sentences.append(f"- `{mode}`: {', '.join(f'{n} {status}' for status, n in counts.items() if n)}.")
     worst = max((float(row["error"]) for row in rows if row["status"] == EXACT), default=0.0)
-    return f"{len(names)} architectures; the largest relative error of an exact one is {worst:.0e}.\n\n" + "\n".join(
-        sentences
-    )
+    first = f"{len(names)} architectures; the largest relative error of an exact one is {worst:.0e}."
+    return "\n".join([first, "", *sentences])
 
 
 def tables(rows: Sequence[Mapping[str, str]]) -> str:
