@@ -83,3 +83,6 @@ def test_command_writes_its_table_and_fails_after_a_loss(tmp_path, monkeypatch, 
     assert "| another | 2 | 1 | something |" in capsys.readouterr().out
     assert [row["lost"] for row in csv.DictReader(out.open())] == ["0", "1"]
     assert faults.main(["--out", str(out), "--trials", "1"]) == 0
+    monkeypatch.setattr(faults, "RESULT", tmp_path / "committed.csv")
+    assert faults.main(["--trials", "1"]) == 0 and faults.main(["all"]) == 1 and not faults.RESULT.exists()
+    assert faults.main([]) == 1 and faults.RESULT.exists()

@@ -4,7 +4,8 @@
     python -m trust.bad_input --configs 200 --files 50 --seed 1
 
 Each attempt must run, or end with a one-sentence error and exit code 2, leave no files behind and write none elsewhere.
-The command prints a table, writes results/trust/bad_input.csv, and exits with 1 if an attempt has a defect.
+The command prints a table and exits with 1 if an attempt has a defect. It writes results/trust/bad_input.csv where
+neither --configs nor --files is given.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--files", type=int, default=660, help="number of damaged files and folders (660)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (0)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the table is written")
+    parser.add_argument("--out", type=Path, help="where the table is written, whatever the numbers are")
     given = parser.parse_args(arguments)
+    usual = all(getattr(given, name) == parser.get_default(name) for name in ("configs", "files"))
     found: list[tuple[str, str]] = []
     defects = 0
     with tempfile.TemporaryDirectory(prefix="groupwise-templates-") as folder:
@@ -59,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = pd.crosstab(*(pd.Series(each) for each in zip(*found, strict=True)), margins=True, margins_name="all")
     table = table.reindex(columns=["all", *VERDICTS], fill_value=0).rename(columns={"all": "tried"})
     table = table.rename_axis("kind").reset_index()
-    write_text(given.out, table[:-1].to_csv(index=False, lineterminator="\n"))
+    if out := given.out or (RESULTS if usual else None):
+        write_text(out, table[:-1].to_csv(index=False, lineterminator="\n"))
     print(table.to_string(index=False))
     return 1 if defects else 0
 

@@ -1,7 +1,8 @@
 """Test runs under the faults of clusters and disks:  python -m trust.faults  (or some: ... sigkill disk)
 
-It prints a table of faults, trials, lost trials and outcomes, and writes results/trust/faults.csv. A trial is lost if
-the run does not end with the same bits as an undisturbed one, or if a message is longer than one sentence.
+It prints a table of faults, trials, lost trials and outcomes, and writes results/trust/faults.csv if all faults had
+their usual number of trials. A trial is lost if the run does not end with the same bits as an undisturbed one, or if a
+message is longer than one sentence.
 It needs Linux; the full disk also needs root, and is skipped without it.
 """
 
@@ -41,6 +42,7 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "together": (_each(two), 6),
 }
 """Name -> the function that tries it, and the number of trials."""
+RESULT = Path("results/trust/faults.csv")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trust.faults", description=__doc__.split("\n")[0])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)}; all if none is given")
     parser.add_argument("--trials", type=int, help="number of trials of each fault, instead of its default")
-    parser.add_argument("--out", type=Path, default=Path("results/trust/faults.csv"), help="where the table goes")
+    parser.add_argument("--out", type=Path, help="where the table goes, whatever the numbers are")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.faults if name not in FAULTS]:
         parser.error(f"{unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
@@ -63,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     table = [[row.fault, str(row.tried), str(row.lost), row.result] for row in rows]
     print(markdown(["fault", "tried", "lost", "what happens"], table))
-    if not given.faults:
-        write_text(given.out, csv_text(["fault", "tried", "lost", "result"], table))
+    if out := given.out or (None if given.faults or given.trials else RESULT):
+        write_text(out, csv_text(["fault", "tried", "lost", "result"], table))
     return int(any(row.lost for row in rows))
 
 
