@@ -311,12 +311,10 @@ def measure(name: str, methods: Sequence[str], options: SmallModelOptions) -> li
 
 def by_jax(python: str, plain: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The row of jax_privacy, measured by that Python on one thread and compared with the row `plain`."""
-    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    one_thread = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
     command = [python, str(SCRIPT), f"model={plain['model']}", f"rounds={rounds}"]
     try:
-        done = subprocess.run(
-            command, check=True, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": flags}
-        )
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=one_thread)
     except (OSError, subprocess.CalledProcessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise UserError(f"jax={python} failed: {lines[-1][:200]}") from None
