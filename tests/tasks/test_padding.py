@@ -17,7 +17,7 @@ def tiny(name: str, **changes):
     import transformers
 
     own = {"roberta": {"pad_token_id": 1}, "bert": {"type_vocab_size": 2}}.get(name, {})
-    config = transformers.AutoConfig.for_model(name, vocab_size=40, **SHAPES[name] | own, **changes)
+    config = transformers.AutoConfig.for_model(name, vocab_size=40, **SHAPES.get(name, SHAPES["bert"]) | own, **changes)
     auto = transformers.AutoModelForCausalLM if name == "gpt2" else transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
     return auto.from_config(config).double().eval()
@@ -30,6 +30,13 @@ def test_roberta_positions_start_after_the_padding_index():
     assert not inputs["token_type_ids"].any(), "it has one type only"
     own = model.roberta.embeddings.create_position_ids_from_input_ids(inputs["input_ids"], 1)
     assert torch.equal(own, inputs["position_ids"])
+
+
+@pytest.mark.parametrize("name", ["nystromformer", "ibert"])
+def test_positions_are_those_of_the_model_itself(name):
+    model = tiny(name)
+    inputs = ModelInputs(model, 1)(ROWS[:1], CPU)
+    assert torch.equal(model(**inputs).logits, model(**inputs | {"position_ids": None}).logits)
 
 
 def test_arguments_of_the_model_are_found_through_adapters():

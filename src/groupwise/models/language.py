@@ -60,10 +60,8 @@ def position_limit(model: nn.Module) -> int:
 
 def padding_position(model: nn.Module) -> int | None:
     """The padding row of the position table, if it has one."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            return module.padding_idx
-    return None
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return next((getattr(table, "padding_idx", None) for table in tables), None)
 
 
 def is_head(model: nn.Module, name: str) -> bool:

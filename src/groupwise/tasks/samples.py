@@ -47,8 +47,9 @@ class ModelInputs:
     """Makes the arguments of one model's forward from rows of tokens. The batch is their first axis.
 
     Positions are passed explicitly, because positions that a model makes itself have no batch axis. They are 0, 1, 2 …
-    as in GPT-2 and BERT. If the position table has a padding row p, as in RoBERTa, they are p + 1, p + 2 … and p at
-    padding. Token types are passed only to models with a table for them: GPT-2 would look them up among its tokens.
+    as in GPT-2 and BERT, or 2, 3 … where the model's own begin at 2. If the position table has a padding row p, as in
+    RoBERTa, they are p + 1, p + 2 … and p at padding. Token types are passed only to models with a table for them:
+    GPT-2 would look them up among its tokens.
 
     Args:
         model: a transformers model, or adapters around one.
@@ -63,6 +64,8 @@ class ModelInputs:
         self._pad_token = pad_token
         self._types = int(getattr(inner.config, "type_vocab_size", 0) or 0)
         self._padding_position = padding_position(inner)
+        own = (int(held.flatten()[0]) for name, held in inner.named_buffers() if name.endswith("position_ids"))
+        self._first = next(own, 0) if self._padding_position is None else self._padding_position + 1
 
     def __call__(
         self,
@@ -79,10 +82,10 @@ class ModelInputs:
         lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
         tokens = pad(rows, self._pad_token, length)
         columns = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        made = {"input_ids": tokens, "attention_mask": (columns < lengths).long(), "position_ids": columns}
+        positions = columns + self._first
         if self._padding_position is not None:
-            shifted = columns + self._padding_position + 1
-            made["position_ids"] = torch.where(columns < lengths, shifted, self._padding_position)
+            positions[columns >= lengths] = self._padding_position
+        made = {"input_ids": tokens, "attention_mask": (columns < lengths).long(), "position_ids": positions}
         if self._types:
             use_own = token_types is not None and self._types > 1
             made["token_type_ids"] = pad(token_types, 0, length) if use_own else torch.zeros_like(tokens)  # type: ignore[arg-type]
