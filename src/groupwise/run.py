@@ -15,7 +15,8 @@ from torch import nn
 from groupwise.build import build_stage_task, build_trainer
 from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.clipping.precision import full_float32
-from groupwise.config.schema import RunConfig
+from groupwise.config.identity import load_config
+from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.errors import UserError, environment_errors, message
 from groupwise.models.hub import find_source
 from groupwise.pipeline import checkpoint
@@ -98,6 +99,7 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         torch.set_num_threads(config.train.threads)
     task = build_stage_task(config, ranks, device) if ranks.stages > 1 else make_task(config, device)
     if config.model.weights is not None:
+        refuse_other_tokens(config.model, Path(config.model.weights).expanduser())
         start_from(task.model, config.model.weights)
     described = task.describe_data()
     if "generated" in described:
@@ -270,6 +272,17 @@ def evaluate_in_context(config: RunConfig, record: RunRecord, task: Task, device
         record.close()
     print(*result_lines(row), f"Record: {record.folder}", sep="\n")
     return row
+
+
+def refuse_other_tokens(model: ModelConfig, weights: Path) -> None:
+    """Refuse weights of a run with another tokeniser, where the tokenisers of both are in folders."""
+    if (record := (weights if weights.is_dir() else weights.parent) / "config.yaml").is_file():
+        names = [str(each.tokenizer or each.source) for each in (model, load_config(record).model)]
+        files = [Path(find_source(name)) / "tokenizer.json" for name in names]
+        if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+            raise UserError(
+                f"model.weights={weights} has other tokens than {names[0]}: give model.tokenizer={names[1]}."
+            )
 
 
 def start_from(model: nn.Module, given: str) -> None:

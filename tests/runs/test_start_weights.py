@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from groupwise.config.identity import save_config
+from groupwise.config.schema import ModelConfig, RunConfig
 from groupwise.errors import UserError
 from groupwise.models.image_networks import WideResNet
 from groupwise.pipeline.split import cut
-from groupwise.run import start_from
+from groupwise.run import refuse_other_tokens, start_from
 from groupwise.training.checkpoint import save_checkpoint
 from tests.pipeline.tiny import gpt2
 
@@ -58,3 +60,13 @@ def test_folders_without_weights_and_weights_of_another_model_are_refused(tmp_pa
         save_checkpoint(tmp_path / "model.pt", {**weights, "stem.weight": broken})
         with pytest.raises(UserError, match=words):
             start_from(image_model(0), str(tmp_path))
+
+
+def test_weights_of_a_run_with_another_tokeniser_are_refused(tmp_path):
+    dart, e2e = (ModelConfig(source=f"pretrained/gpt2_midi_{task}") for task in ("dart", "e2e"))
+    (tmp_path / "config.yaml").write_text(save_config(RunConfig(model=dart)))
+    refuse_other_tokens(dart, tmp_path / "model.pt")
+    with pytest.raises(
+        UserError, match=r"has other tokens than .*_e2e: give model.tokenizer=pretrained/gpt2_midi_dart"
+    ):
+        refuse_other_tokens(e2e, tmp_path)
