@@ -69,6 +69,8 @@ def test_train_file_option_names_another_file(tmp_path):
     data = load_glue("sst2", tmp_path, hub="none", train_file="small.tsv")
     assert data.train.texts == [("ok", None)]
     assert "glue/SST-2/small.tsv" in data.sha256 and "glue/SST-2/train.tsv" not in data.sha256
+    with pytest.raises(UserError, match=r"dev.tsv is the training file and one to evaluate on"):
+        load_glue("sst2", tmp_path, hub="none", train_file="dev.tsv")
 
 
 @pytest.mark.parametrize("missing", ["train.tsv", "dev.tsv"])

@@ -175,9 +175,11 @@ def read_json_list(path: Path, advice: str) -> list[dict[str, Any]]:
 
 
 def sha256_of_files(paths: Iterable[Path], root: Path) -> dict[str, str]:
-    """Hash whole files: {path relative to `root`: SHA-256 in hex}, in the order given."""
-    digests = {}
+    """Hash whole files: {path relative to `root`: SHA-256 in hex}, in the order given; refuses a file given twice."""
+    digests: dict[str, str] = {}
     for path in paths:
+        if path.relative_to(root).as_posix() in digests:
+            raise UserError(f"{path} is the training file and one to evaluate on: give another data.train_file.")
         with path.open("rb") as stream:
             digests[path.relative_to(root).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return digests
