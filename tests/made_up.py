@@ -16,8 +16,8 @@ MAKERS = {"text_classification": "synthetic_labelled", "text_generation": "synth
 
 
 @cache
-def _generated(make: str, task: str, seed: int, *_counts: int) -> Any:
-    return getattr(synthetic_text, make)(task, seed)
+def _generated(make: str, task: str, *_counts: int) -> Any:
+    return getattr(synthetic_text, make)(task)
 
 
 def _copy(value: Any) -> Any:
@@ -37,8 +37,8 @@ def made_up_once(**counts: int) -> Iterator[None]:
             patch.setattr(synthetic_text, name, count)
         for module, make in MAKERS.items():
 
-            def cached(task: str, seed: int = 0, make: str = make) -> Any:
-                texts = _generated(make, task, seed, *(getattr(synthetic_text, name) for name in COUNTS))
+            def cached(task: str, make: str = make) -> Any:
+                texts = _generated(make, task, *(getattr(synthetic_text, name) for name in COUNTS))
                 return replace(texts, **{name: _copy(value) for name, value in vars(texts).items()})
 
             patch.setattr(f"groupwise.tasks.{module}.{make}", cached)

@@ -80,9 +80,9 @@ def encode(tokenizer, texts=PROMPTS):
     return [tokenizer(text).input_ids for text in texts]
 
 
-def write(model, tokenizer, prompts, single_line=True, **settings):
+def write(model, tokenizer, prompts, **settings):
     settings = {"beams": 1, "max_new_tokens": 8, **settings}
-    return generate(model, tokenizer, prompts, GenerateConfig(**settings), device=CPU, single_line=single_line)
+    return generate(model, tokenizer, prompts, GenerateConfig(**settings), device=CPU)
 
 
 def test_beams_match_transformers(tokenizer):
@@ -105,11 +105,11 @@ def test_beams_match_transformers(tokenizer):
         out = model.generate(torch.tensor(prompts), attention_mask=mask, generation_config=config)[:, 1:]
         return [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in out]
 
-    texts = write(model, tokenizer, prompts, beams=4, length_penalty=3.0, single_line=False)
+    texts = write(model, tokenizer, prompts, beams=4, length_penalty=3.0)
     assert texts == directly(True)
     assert texts != directly(False)
-    assert texts != write(model, tokenizer, prompts, beams=4, length_penalty=2.0, single_line=False)
-    assert texts != write(model, tokenizer, prompts, beams=1, single_line=False)
+    assert texts != write(model, tokenizer, prompts, beams=4, length_penalty=2.0)
+    assert texts != write(model, tokenizer, prompts, beams=1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"beams": 3}, {"max_new_tokens": 60}])
@@ -132,11 +132,10 @@ def test_text_ends_at_the_end_token_and_is_stripped(tokenizer, beams):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_single_line_ends_at_a_line_break(tokenizer, beams):
+def test_text_ends_at_a_line_break(tokenizer, beams):
     model = scripted(tokenizer, "?\n ab c \nd#")
     prompt = encode(tokenizer, ["?"])
     assert write(model, tokenizer, prompt, beams=beams, max_new_tokens=20) == ["ab c"]
-    assert write(model, tokenizer, prompt, beams=beams, max_new_tokens=20, single_line=False) == ["ab c \nd"]
     assert write(scripted(tokenizer, "?ac%d#"), tokenizer, prompt, beams=beams) == ["ac"]
 
 

@@ -82,10 +82,10 @@ def by_source(pairs: Iterable[tuple[str, str]]) -> list[Request]:
 Data = TypeVar("Data", LabelledText, PairedText)
 
 
-def hold_out(data: Data, share: float, seed: int = 0) -> Data:
+def hold_out(data: Data, share: float) -> Data:
     """Hold out a random `share` of the training set, and validate on it instead; for tuning (0.2 in appendix A.2).
 
-    The split is fixed by `seed`, and the remaining rows keep their order. Labelled rows are chosen by their number
+    The split is always the same, and the remaining rows keep their order. Labelled rows are chosen by their number
     alone, exactly `share` of them. Pairs are chosen by a hash of their source, about `share` of them: pairs with the
     same source stay together, and no row affects the choice of another source. The test set is unchanged; the new
     validation set replaces all others.
@@ -95,14 +95,14 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     """
     count = len(data.train)
     empty = UserError(f"data.holdout={share} of {count} training examples leaves one set empty; give another share.")
-    source = f"{data.source}; {share:g} of the training set held out to validate on (seed {seed})"
+    source = f"{data.source}; {share:g} of the training set held out to validate on (seed 0)"
     if isinstance(data, LabelledText):
-        held = sorted(_order(count, seed)[: max(0, round(share * count))])
+        held = sorted(_order(count)[: max(0, round(share * count))])
         rest = sorted(set(range(count)).difference(held))
         if not held or not rest:
             raise empty
         return replace(data, train=_rows(data.train, rest), valid={"": _rows(data.train, held)}, source=source)
-    apart = {source for source, _ in data.train if keyed_fraction(source, seed) < share}
+    apart = {source for source, _ in data.train if keyed_fraction(source, 0) < share}
     train = [pair for pair in data.train if pair[0] not in apart]
     if not apart or not train:
         raise empty
@@ -110,25 +110,25 @@ def hold_out(data: Data, share: float, seed: int = 0) -> Data:
     return replace(data, train=train, valid=valid, source=source)
 
 
-def keep(data: Data, limit: int, seed: int = 0) -> Data:
-    """Keep `limit` training examples in their order, chosen at random by `seed`.
+def keep(data: Data, limit: int) -> Data:
+    """Keep `limit` training examples in their order, chosen at random, but always the same.
 
     A smaller limit keeps a subset of them. The choice depends on the number of a row, never on its content.
     """
     count = len(data.train)
     if limit >= count:
         return data
-    chosen = sorted(_order(count, seed)[:limit])
-    source = f"{data.source}; {limit:,} of {count:,} training examples kept (seed {seed})"
+    chosen = sorted(_order(count)[:limit])
+    source = f"{data.source}; {limit:,} of {count:,} training examples kept (seed 0)"
     if isinstance(data, LabelledText):
         return replace(data, train=_rows(data.train, chosen), source=source)
     return replace(data, train=[data.train[i] for i in chosen], source=source)
 
 
-def _order(count: int, seed: int) -> list[int]:
+def _order(count: int) -> list[int]:
     """0..count - 1, shuffled; the same on every machine."""
     order = list(range(count))
-    random.Random(seed).shuffle(order)
+    random.Random(0).shuffle(order)
     return order
 
 

@@ -21,14 +21,14 @@ def generate(
     settings: GenerateConfig,
     *,
     device: torch.device,
-    single_line: bool = True,
 ) -> list[str]:
-    """Generate a text for each prompt: the best beam up to an end token, stripped.
+    """Generate a text for each prompt: the best beam up to an end token or a line break, stripped.
 
     A text depends on its own prompt alone, not on the other prompts of its batch. Prompts of similar length are padded
     on the left, with a mask. The prompts of a batch have room for equally many new tokens. The model runs in eval mode;
     afterwards its mode is restored. The search draws no random numbers, whatever the model's own generation settings
-    are, and an attached clipping engine does nothing.
+    are, and an attached clipping engine does nothing. A line break ends beams too, so that later tokens do not affect
+    the choice.
 
     Args:
         model: a causal language model of transformers, with or without peft's adapters.
@@ -37,12 +37,11 @@ def generate(
         settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
             `limit` is not used.
         device: of the model.
-        single_line: whether a line break ends a text. It ends beams too, so that later tokens do not affect the choice.
     """
     generator = _generator(model)
     positions = position_limit(generator)
     lengths = [len(prompt) for prompt in prompts]
-    breaks = _line_breaks(generator, tokenizer).to(device) if single_line else None
+    breaks = _line_breaks(generator, tokenizer).to(device)
 
     def write(size: int) -> list[str]:
         texts = [""] * len(prompts)
@@ -50,7 +49,7 @@ def generate(
             some = [prompts[i] for i in batch]
             new = _search(generator, tokenizer, some, positions, settings, breaks, device)
             for index, tokens in zip(batch, new.tolist(), strict=True):
-                texts[index] = _text(tokenizer, tokens, single_line)
+                texts[index] = _text(tokenizer, tokens)
         return texts
 
     with _quiet(model, generator), torch.no_grad():
@@ -77,7 +76,7 @@ def _search(
     prompts: list[list[int]],
     positions: int,
     settings: GenerateConfig,
-    breaks: Tensor | None,
+    breaks: Tensor,
     device: torch.device,
 ) -> Tensor:
     """New tokens of each prompt's best beam, (n, at most max_new_tokens), padded on the right."""
@@ -97,7 +96,7 @@ def _search(
         pad_token_id=pad,
         **searching,
     )
-    stop = None if breaks is None else [_line_end(breaks, width)]
+    stop = [_line_end(breaks, width)]
     out = generator.generate(tokens, attention_mask=mask, generation_config=config, stopping_criteria=stop)
     return out[:, width:]
 
@@ -138,7 +137,7 @@ def _line_end(breaks: Tensor, width: int) -> Any:
     return ended
 
 
-def _text(tokenizer: Any, tokens: list[int], single_line: bool) -> str:
-    """The text of new tokens, without the end token and the padding after it."""
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    """The first line of new tokens, without the end token and the padding after it."""
     text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).strip()
-    return text.split("\n")[0].rstrip() if single_line else text
+    return text.split("\n")[0].rstrip()
