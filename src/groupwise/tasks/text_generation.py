@@ -4,8 +4,7 @@ Only the target's tokens and the end of text count in the loss, as in Li & Liang
 `samples.py` joins source and target in one sequence.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from groupwise.config.schema import GenerateConfig, ModelConfig, RunConfig
 from groupwise.data.synthetic_text import synthetic_paired
 from groupwise.data.text import PAIRED
 from groupwise.data.text_examples import PairedText, Request
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError
 from groupwise.metrics import check_installed, corpus_bleu, e2e_rouge_l, rouge
-from groupwise.models.hub import find_source
 from groupwise.models.language import load_causal, padding_token, position_limit
+from groupwise.models.published import recorded
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
 from groupwise.tasks.samples import (
@@ -304,8 +303,11 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
     """
     weights = None if config.model.fresh or config.model.weights is not None else config.model.source
     vocabulary = config.model.tokenizer or config.model.source
-    found = {"vocabulary": _digests(vocabulary, RECORD, ()), "weights": _digests(weights, PROVENANCE, ("data",))}
-    secret = set(private)
+    found = {
+        "vocabulary": recorded(vocabulary, RECORD, "sha256", kind=dict),
+        "weights": recorded(weights, PROVENANCE, "data", "sha256", kind=dict),
+    }
+    secret = list(private)
     for part, files in found.items():
         for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
             raise UserError(
@@ -315,17 +317,3 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
             )
     lines = [f"{part} from {', '.join(Path(name).name for name in files)}" for part, files in found.items() if files]
     return "; ".join(lines)
-
-
-def _digests(source: str | None, name: str, trail: tuple[str, ...]) -> Mapping[str, str]:
-    """{file: SHA-256} of a record in a model's folder; empty without a record."""
-    if source is None or not (file := Path(find_source(source)) / name).is_file():
-        return {}
-    try:
-        held: Any = json.loads(file.read_text(encoding="utf-8"))
-        for key in trail:
-            held = held.get(key, {})
-        digests = held.get("sha256", {})
-        return {str(file): str(digest) for file, digest in digests.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{file} cannot be read ({reason(error)}): restore it, or remove the folder.") from error
