@@ -280,9 +280,7 @@ def refuse_other_tokens(model: ModelConfig, weights: Path) -> None:
         names = [str(each.tokenizer or each.source) for each in (model, load_config(record).model)]
         files = [Path(find_source(name)) / "tokenizer.json" for name in names]
         if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
-            raise UserError(
-                f"model.weights={weights} has other tokens than {names[0]}: give model.tokenizer={names[1]}."
-            )
+            raise UserError(f"model.weights={weights} has other tokens: give model.tokenizer={names[1]}.")
 
 
 def start_from(model: nn.Module, given: str) -> None:

@@ -51,7 +51,7 @@ def fresh() -> Callable[..., ModelConfig]:
     """Settings of a small model with random weights."""
 
     def make(architecture: str, **changes: Any) -> ModelConfig:
-        return ModelConfig(**{"fresh": True, "architecture": architecture, "shape": SHAPES[architecture], **changes})
+        return ModelConfig(**{"fresh": True, "architecture": architecture, "shape": SHAPES.get(architecture)} | changes)
 
     return make
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
-from groupwise.models.language import is_head, load_causal, load_classifier, position_limit
+from groupwise.models.language import is_head, load_causal, load_classifier, padding_token, position_limit
 
 CLASSES = ("negative", "positive")
 
@@ -122,12 +122,13 @@ def test_trained_head_is_kept_only_for_the_same_classes(fresh, tokenizer, tmp_pa
 
 def test_gpt2_file_of_the_hub_is_loaded(folders, tokenizer, tmp_path):
     """Names without a prefix, causal masks among the weights, and no lm_head, as in openai-community/gpt2."""
-    target = copy(folders["gpt2"], tmp_path)
+    target = copy(folders["gpt2"], tmp_path, pad_token_id=-1)
     stored = load_file(target / "model.safetensors")
     bare = {name.removeprefix("transformer."): value for name, value in stored.items()}
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(2)}
     save_file({**bare, **masks}, target / "model.safetensors", metadata={"format": "pt"})
     model = load_causal(ModelConfig(source=str(target)), tokenizer)
+    assert padding_token(model) == 1, "the tokeniser's"
     for name, value in stored.items():
         assert torch.equal(model.get_parameter(name), value.float()), name
 
@@ -199,6 +200,8 @@ def test_position_limit(fresh, tokenizer):
         ({"shape": {"vocab_size": 50}}, "The tokeniser has 60 tokens, but model.architecture=gpt2 embeds only 50"),
         ({"architecture": "roberta"}, r"\(roberta\) does not predict the next token: give a causal language model"),
         ({"architecture": "bart"}, r"\(bart\) does not predict the next token"),
+        ({"architecture": "xlnet"}, "is an XLNet, which needs padding on the left"),
+        ({"architecture": "gemma3_text", "shape": {"use_bidirectional_attention": True}}, "does not predict the next"),
         ({"architecture": "vit"}, r"model\.architecture=vit cannot be built .*Unrecognized configuration class"),
         ({"architecture": "gptj"}, r"model\.architecture=gptj cannot be built .*model\.attention=eager"),
         ({"architecture": None}, r"There is no language model to load: give model\.source"),

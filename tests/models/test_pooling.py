@@ -40,3 +40,5 @@ def test_clipped_sums_match_a_loop_over_examples(name):
 def test_other_heads_are_refused():
     with pytest.raises(UserError, match="has no such head"):
         MeanPooled(tiny("gpt2"))
+    with pytest.raises(UserError, match="gets one token alone"):
+        MeanPooled(tiny("albert"))(**ModelInputs(tiny("albert"), 1)(ROWS, CPU))

@@ -85,6 +85,9 @@ def test_adapters_and_head_are_reloaded_from_their_folder(build, fresh, tokenize
     ids = torch.randint(5, 60, (2, 6))
     again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     assert torch.equal(again(ids).logits, model(ids).logits)
+    load_classifier(fresh("roberta"), CLASSES, tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="holds adapters of peft"):
+        load_classifier(ModelConfig(source=str(tmp_path)), CLASSES, tokenizer)
 
 
 def test_model_without_attention_or_bias_is_refused(build):
@@ -93,6 +96,8 @@ def test_model_without_attention_or_bias_is_refused(build):
         choose_trainable(plain, ModelConfig(trains="attention"))
     with pytest.raises(UserError, match="Sequential has no bias"):
         choose_trainable(plain, ModelConfig(trains="bias"))
+    with pytest.raises(UserError, match="ModernBertForSequenceClassification has no bias"):
+        build("modernbert", trains="bias", shape={"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2})
 
 
 def test_adapter_of_the_head_is_refused(build):

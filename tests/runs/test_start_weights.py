@@ -66,7 +66,5 @@ def test_weights_of_a_run_with_another_tokeniser_are_refused(tmp_path):
     dart, e2e = (ModelConfig(source=f"pretrained/gpt2_midi_{task}") for task in ("dart", "e2e"))
     (tmp_path / "config.yaml").write_text(save_config(RunConfig(model=dart)))
     refuse_other_tokens(dart, tmp_path / "model.pt")
-    with pytest.raises(
-        UserError, match=r"has other tokens than .*_e2e: give model.tokenizer=pretrained/gpt2_midi_dart"
-    ):
+    with pytest.raises(UserError, match=r"has other tokens: give model.tokenizer=pretrained/gpt2_midi_dart"):
         refuse_other_tokens(e2e, tmp_path)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import DataConfig, ModelConfig, RunConfig
 from groupwise.data.text_examples import Labelled
+from groupwise.errors import UserError
+from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
 from tests.models.conftest import SHAPES
@@ -120,6 +122,8 @@ def test_long_texts_are_cut_and_counted():
     pair = encode(Labelled([(texts[0][0], texts[1][0])], [0]), tokenizer, 10)
     assert pair.tokens[0].tolist()[: len(short)] == short, "the longer text is cut"
     assert pair.lengths.tolist() == [10]
+    with pytest.raises(UserError, match="has no token of this tokeniser"):
+        encode(Labelled([("", None)], [0]), load_tokenizer("pretrained/gpt2_mini"), 10)
 
 
 def test_data_description_has_sizes_lengths_and_cuts(sst2):

@@ -184,7 +184,7 @@ def _check_vocabulary(config: Any, settings: ModelConfig, tokenizer: Any) -> Non
 
 
 def _set_dropout(config: Any, settings: ModelConfig) -> None:
-    """Set all dropout rates, under the names of the model's family; layer dropout is always 0."""
+    """Set all dropout rates but those of whole layers, under the names of the model's family."""
     rates = [
         name
         for name, value in config.to_dict().items()

@@ -13,8 +13,6 @@ from groupwise.errors import UserError, reason
 from groupwise.models.hub import locate, make_config, named, refuse_unreachable
 from groupwise.torchvision_import import import_torchvision_first
 
-UNLIMITED = sys.maxsize
-
 
 def load_classifier(settings: ModelConfig, classes: tuple[str, ...], tokenizer: Any) -> nn.Module:
     """A model with a head for `classes`, in training mode, float32: logits (B, len(classes)).
@@ -53,7 +51,7 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
 
 def position_limit(model: nn.Module) -> int:
     """The most tokens that an example may have: 1024 for GPT-2, 512 for RoBERTa (514 positions, two of them unused)."""
-    limit = int(getattr(model.config, "max_position_embeddings", None) or UNLIMITED)
+    limit = int(getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
     padding = padding_position(model)
     return limit if padding is None else limit - padding - 1
 
@@ -80,6 +78,11 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: str) -> nn.M
 
     if kind == "CausalLM":
         _refuse_encoder(settings, config)
+    if config.model_type == "xlnet":
+        raise UserError(f"{named(settings)} is an XLNet, which needs padding on the left: give another model.")
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None or text.pad_token_id < 0:
+        text.pad_token_id = None  # the embedding would take -1 for a padding row
     automatic = getattr(transformers, f"AutoModelFor{kind}")
     # Frozen weights in half precision are never held in float32; `choose_trainable` converts trainable ones to it.
     half = settings.trains == "lora" and settings.frozen_dtype == "bfloat16"
@@ -115,7 +118,8 @@ def _refuse_encoder(settings: ModelConfig, config: Any) -> None:
     import transformers
 
     masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-    if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
+    both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", False) is True  # EmbeddingGemma
+    if both_ways or config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         raise UserError(
             f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model, "
             "such as GPT-2."
@@ -145,6 +149,8 @@ def _read(settings: ModelConfig, automatic: Any, config: Any, options: dict[str,
         refuse_unreachable(str(settings.source), error)
         remedy = _no_sdpa(error) or "give a folder written by save_pretrained, or model.fresh=true for random weights"
         raise UserError(f"{named(settings)} cannot be loaded ({reason(error)}): {remedy}.") from error
+    if getattr(model, "peft_config", None):
+        raise UserError(f"{named(settings)} holds adapters of peft: give the folder of the merged model.")
     absent = sorted(name for name in info["missing_keys"] if not is_head(model, name))
     misshapen = sorted(name for name, *_ in info["mismatched_keys"] if not is_head(model, name))
     for names, what in ((absent, "has no weights for"), (misshapen, "has weights of another shape for")):
@@ -209,11 +215,13 @@ class MeanPooled(nn.Module):
         self.model = model
         self._reader = (head,)  # in a tuple, so that torch does not register it a second time
 
-    def forward(self, attention_mask: Tensor, **inputs: Any) -> Any:
+    def forward(self, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
         """The model's outputs from `attention_mask` (B, T) and its other inputs."""
 
         def mean(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
             states = arguments[0]
+            if attention_mask is None or states.shape[:2] != attention_mask.shape:
+                raise UserError(f"The head of {type(self.model).__name__} gets one token alone: leave model.pool out.")
             kept = attention_mask.unsqueeze(-1).to(states.dtype)
             return ((states * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True),)
 

@@ -27,15 +27,14 @@ def choose_trainable(model: nn.Module, settings: ModelConfig) -> nn.Module:
 
     The head is what a classifier adds to the pretrained model (`is_head`). A language model has none: its output layer
     was pretrained, and is often tied to the token embedding. Trainable parameters are float32. Frozen matrices are
-    `settings.frozen_dtype`; bfloat16 needs autocast in the forward pass, because other layers are float32.
+    `settings.frozen_dtype`, and so are frozen biases and norms beside adapters. Otherwise those are float32. bfloat16
+    needs autocast in the forward pass.
 
     Raises:
         UserError: a choice that no parameter of the model matches, or adapters that peft refuses;
             `settings.rematerialize` for a model without activation checkpointing.
     """
     match settings.trains:
-        case "all":
-            pass
         case "attention":
             _train_only(
                 model, lambda name: bool(SELF_ATTENTION & set(name.lower().split("."))), "self-attention module"
@@ -67,7 +66,7 @@ def _rematerialize(model: Any) -> None:
 
 
 def _train_only(model: nn.Module, chosen: Callable[[str], bool], what: str) -> None:
-    names = {name for name, _ in model.named_parameters() if chosen(name)}
+    names = {name for name, _ in model.named_parameters() if chosen(name) and not is_head(model, name)}
     if not names:
         raise UserError(f"{type(model).__name__} has no {what} to train: choose another model.trains.")
     for name, parameter in model.named_parameters():
@@ -101,7 +100,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig) -> nn.Module:
             )
             adapted: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
         except (ValueError, TypeError) as error:
-            raise UserError(f"peft refuses model.lora ({error}): correct it.") from error
+            raise UserError(f"peft refuses model.lora ({error}): correct model.lora.targets or the rest.") from error
     for target in settings.targets:
         if not any(f".{name}".endswith(f".{target}") for name in adapted.targeted_module_names):
             raise UserError(f"model.lora.targets={target} names no layer that can have an adapter: correct it.")

@@ -96,9 +96,8 @@ def _search(
         pad_token_id=pad,
         **searching,
     )
-    stop = [_line_end(breaks, width)]
-    out = generator.generate(tokens, attention_mask=mask, generation_config=config, stopping_criteria=stop)
-    return out[:, width:]
+    options = {"generation_config": config, "stopping_criteria": [_line_end(breaks, width)]}
+    return generator.generate(tokens, attention_mask=mask, **options)[:, width:]
 
 
 def _generator(model: nn.Module) -> Any:

@@ -17,9 +17,6 @@ from groupwise.errors import UserError
 from groupwise.models.language import padding_position
 from groupwise.training.task import to_device
 
-LINE = "\n"
-
-
 IGNORED = -100
 """The label of a position that predicts nothing."""
 
@@ -149,7 +146,7 @@ class PairEncoder:
         self._tokenizer, self._delimiter, self._most, self._end = tokenizer, delimiter, max_length, end
         self._begin = [begin] if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else []
         separated = not delimiter and begin == end
-        self.ending: list[int] = [end] if separated else next(self._tokens([delimiter or LINE]))
+        self.ending: list[int] = [end] if separated else next(self._tokens([delimiter or "\n"]))
         """The tokens between source and target."""
         self._space = " " if delimiter or separated else ""
 
@@ -212,7 +209,7 @@ def demonstrations(
     """The `shots` training examples of prompt set 0, 1 or 2; they are the same in every run.
 
     Examples are drawn in a fixed random order, no source twice, and assigned to the three sets in turn. So no example
-    is in two sets, and a set with fewer shots is the beginning of a set with more.
+    is in two sets. A set with fewer shots is the beginning of a set with more if no example was skipped.
 
     No privacy guarantee: these are unmodified training examples.
 

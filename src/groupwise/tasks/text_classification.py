@@ -14,6 +14,7 @@ from groupwise.config.schema import RunConfig
 from groupwise.data.glue import load_glue
 from groupwise.data.synthetic_text import synthetic_labelled
 from groupwise.data.text_examples import Labelled, LabelledText
+from groupwise.errors import UserError
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK
@@ -134,6 +135,8 @@ def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
         cut += len(long)
         tokens += [np.array(row, dtype=np.int32) for row in made["input_ids"]]
         types += [np.array(row, dtype=np.int32) for row in made.get("token_type_ids", [])]
+    if not all(map(len, tokens)):
+        raise UserError("A text of the data has no token of this tokeniser: remove empty texts, or give another model.")
     return Examples(tokens, types, np.array(part.labels, dtype=np.int64), cut)
 
 
