@@ -33,6 +33,7 @@ BART = {
     "decoder_attention_heads": 2,
     "max_position_embeddings": 20,
 }
+M2M = {**BART, "vocab_size": 30, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
 def roberta(auto: Any = AutoModelForSequenceClassification, **options: Any) -> nn.Module:
@@ -64,6 +65,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], dict
     ),
     "t5": (lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=30, **T5)), tokens),
     "bart": (lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", vocab_size=30, **BART)), tokens),
+    "m2m_100": (lambda: AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("m2m_100", **M2M)), tokens),
 }
 
 

@@ -27,8 +27,8 @@ def cross_entropies(
     Logits (b, C) go with labels (b,). For logits (b, T, V) and labels (b, T) it is the mean over an example's tokens.
 
     Args:
-        model, inputs: of b examples. The labels are not given to the model, which would average over the batch. The
-            decoder of an encoder-decoder gets them shifted to the right.
+        model, inputs: of b examples. The labels are not given to the model, which would average over the batch. An
+            encoder-decoder gets them, as it makes the decoder's inputs from them.
         shifted: the logits at position t are those of token t + 1, as in a causal model.
         smoothing: label smoothing, the share of each target that is spread over all classes or tokens.
 
@@ -38,10 +38,8 @@ def cross_entropies(
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise UserError(f"The inputs have no integer 'labels', so their loss is unknown: {GIVE_LOSSES}.")
-    inputs = {name: value for name, value in inputs.items() if name != "labels"}
-    shift_right = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if labels.ndim == 2 and shift_right is not None and "decoder_input_ids" not in inputs:
-        inputs["decoder_input_ids"] = shift_right(labels=labels)
+    if labels.ndim == 1 or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
     logits = at_least_float32(model(**inputs)["logits"])
     if labels.ndim not in (1, 2) or logits.ndim != labels.ndim + 1 or labels.shape != logits.shape[:-1]:
         raise UserError(
