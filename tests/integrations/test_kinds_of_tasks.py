@@ -1,12 +1,12 @@
 """`PrivateTrainer` computes per-example losses for each kind of task in transformers, equal to the model's loss."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -112,15 +112,17 @@ def test_label_smoothing_is_refused_for_other_labels_than_classes_and_tokens():
         find_losses(make(), [batch_of(rows(labels, 1))], 1e-5, smoothing=0.1)
 
 
-def test_a_spans_loss_does_not_depend_on_padding():
+@pytest.mark.parametrize("left", [0, 4])
+def test_a_spans_loss_does_not_depend_on_padding(left):
     """The loss of transformers does, because its softmax includes the logits of the padding."""
     model = roberta(AutoModelForQuestionAnswering).eval()
     short = batch_of(rows(KINDS["question answering"][1], 1)) | {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
-    longer = copy.copy(short)
-    longer["input_ids"] = torch.cat([short["input_ids"], torch.ones(1, 4, dtype=torch.long)], 1)
-    longer["attention_mask"] = torch.cat([short["attention_mask"], torch.zeros(1, 4, dtype=torch.long)], 1)
+    longer = {name: positions + left for name, positions in short.items()}
+    for name, filler in (("input_ids", 1), ("attention_mask", 0)):
+        longer[name] = F.pad(short[name], (left, 4 - left), value=filler)
     assert torch.isclose(span_losses(model, short), span_losses(model, longer), rtol=1e-5)
     assert not torch.isclose(model(**short).loss, model(**longer).loss, rtol=1e-5)
+    assert find_losses(model, [longer], 1e-5) is span_losses
 
 
 def test_an_answer_beyond_the_text_has_no_loss():

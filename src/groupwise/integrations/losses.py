@@ -70,22 +70,22 @@ def means_over_outputs(model: nn.Module, inputs: dict[str, Any], *, loss: Callab
     return loss(logits.flatten(1), labels.reshape(len(labels), -1).to(logits.dtype), reduction="none").mean(1)
 
 
-def span_losses(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def span_losses(model: nn.Module, inputs: dict[str, Any], *, masked: bool = True) -> Tensor:
     """Question answering: the mean cross-entropy of a span's first and last token, (b,).
 
-    Logits at padding are left out. Otherwise an example's loss would depend on the length of other examples.
+    Logits at padding are left out. The models' own loss has them (``masked=False``), and so an example's loss depends
+    on the length of other examples.
     """
-    ends = ("start", "end")
     outputs = model(**{name: value for name, value in inputs.items() if not name.endswith("_positions")})
-    mask = inputs.get("attention_mask")
+    whole = torch.ones_like(outputs["start_logits"])
+    mask = inputs.get("attention_mask", whole) if masked else whole
     total: Any = 0
-    for end in ends:
-        logits, position = at_least_float32(outputs[f"{end}_logits"]), inputs[f"{end}_positions"].reshape(-1)
-        if mask is not None:
-            logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
-        inside = (position >= 0) & (position < (logits.shape[1] if mask is None else mask.sum(1)))
-        losses = F.cross_entropy(logits, position.where(inside, 0), reduction="none")
-        total = total + losses.where(inside, 0.0) / 2
+    for end in ("start", "end"):
+        logits, position = at_least_float32(outputs[f"{end}_logits"]), inputs[f"{end}_positions"].reshape(-1, 1)
+        position = position.clamp(0, mask.shape[1])  # as the models do
+        inside = F.pad(mask, (0, 1)).gather(1, position) > 0
+        logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
+        total = total + token_losses(logits[:, None], position.where(inside, IGNORED))[:, 0] / 2
     return total
 
 
@@ -106,7 +106,7 @@ def find_losses(
     candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
     labels = examples[0].get("labels")
     if "start_positions" in examples[0]:
-        candidates = (span_losses,)
+        candidates = (span_losses, partial(span_losses, masked=False))
     elif isinstance(labels, Tensor) and labels.is_floating_point():
         several = partial(means_over_outputs, loss=F.binary_cross_entropy_with_logits)
         candidates = (means_over_outputs, several)
@@ -120,6 +120,8 @@ def find_losses(
             f"The model's own loss is neither cross-entropy nor squared error (the closest differs by {distance:.2g}), "
             f"so its per-example losses are unknown: {GIVE_LOSSES}."
         )
+    if span_losses in candidates:
+        return span_losses
     return partial(losses_of, smoothing=smoothing) if smoothing else losses_of  # type: ignore[call-arg]
 
 
