@@ -1,6 +1,7 @@
 """`PrivateTrainer` computes per-example losses for each kind of task in transformers, equal to the model's loss."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 from groupwise.errors import UserError
-from groupwise.integrations.losses import find_losses, span_losses
+from groupwise.integrations.losses import cross_entropies, find_losses, span_losses
 from groupwise.integrations.transformers import PrivacyArguments, PrivateTrainer
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
@@ -85,7 +86,7 @@ def test_per_example_losses_match_the_models_loss_and_train(tmp_path, kind):
     torch.manual_seed(0)
     make, labels = KINDS[kind]
     model, data = make(), rows(labels)
-    losses_of = find_losses(model, [batch_of([row]) for row in data[:3]], 1e-5)
+    losses_of = find_losses(model, batch_of, data[:3], 1e-5)
     model.eval()
     ours = losses_of(model, batch_of(data[:6]))
     assert ours.shape == (6,)
@@ -101,7 +102,7 @@ def test_label_smoothing_matches_transformers(tmp_path, make):
     labels = tokens if hasattr(model, "lm_head") else lambda g: {"labels": torch.randint(5, (), generator=g)}
     data = rows(labels)
     one = batch_of(data[:1])
-    losses_of = find_losses(model, [one], 1e-5, smoothing=0.2)
+    losses_of = find_losses(model, batch_of, data[:1], 1e-5, smoothing=0.2)
     assert torch.isclose(LabelSmoother(0.2)(model(**one), one["labels"]), losses_of(model, one)[0], rtol=1e-5)
     private(tmp_path, model, data, label_smoothing_factor=0.2).train()
 
@@ -109,7 +110,20 @@ def test_label_smoothing_matches_transformers(tmp_path, make):
 def test_label_smoothing_is_refused_for_other_labels_than_classes_and_tokens():
     make, labels = KINDS["regression"]
     with pytest.raises(UserError, match="needs labels that are classes or tokens"):
-        find_losses(make(), [batch_of(rows(labels, 1))], 1e-5, smoothing=0.1)
+        find_losses(make(), batch_of, rows(labels, 1), 1e-5, smoothing=0.1)
+
+
+@pytest.mark.parametrize("how", [{"weight": torch.tensor([1.0, 5.0])}, {"label_smoothing": 0.1}], ids=str)
+def test_a_model_with_another_loss_is_refused(tmp_path, monkeypatch, how):
+    """Class weights have no effect on the loss of one example, and smoothing has little."""
+    model, data = roberta(), rows(lambda g: {"labels": torch.tensor(0)})
+    data[5]["labels"], data[6]["labels"] = torch.tensor(1), torch.tensor(-100)
+    assert find_losses(model, batch_of, data[4:8], 1e-5) is cross_entropies
+    monkeypatch.setattr(
+        "transformers.models.roberta.modeling_roberta.CrossEntropyLoss", partial(nn.CrossEntropyLoss, **how)
+    )
+    with pytest.raises(UserError, match="model's own loss is neither"):
+        private(tmp_path, model, data, bf16=True, use_cpu=True).train()
 
 
 @pytest.mark.parametrize("left", [0, 4])
@@ -122,7 +136,7 @@ def test_a_spans_loss_does_not_depend_on_padding(left):
         longer[name] = F.pad(short[name], (left, 4 - left), value=filler)
     assert torch.isclose(span_losses(model, short), span_losses(model, longer), rtol=1e-5)
     assert not torch.isclose(model(**short).loss, model(**longer).loss, rtol=1e-5)
-    assert find_losses(model, [longer], 1e-5) is span_losses
+    assert find_losses(model, lambda _: longer, [0], 1e-5) is span_losses
 
 
 def test_an_answer_beyond_the_text_has_no_loss():

@@ -90,13 +90,18 @@ def span_losses(model: nn.Module, inputs: dict[str, Any], *, masked: bool = True
 
 
 def find_losses(
-    model: nn.Module, examples: Sequence[dict[str, Any]], tolerance: float, smoothing: float = 0.0
+    model: nn.Module,
+    read: Callable[[list[Any]], dict[str, Any]],
+    rows: Sequence[Any],
+    tolerance: float,
+    smoothing: float = 0.0,
 ) -> LossesOf:
     """The per-example losses that agree with the loss that the model itself computes from labels.
 
     Args:
         model: returns a ``loss`` if it gets labels.
-        examples: the inputs of one example each.
+        read: returns the inputs of some examples.
+        rows: the examples to compare, one at a time, and also all at once where their labels are classes or numbers.
         tolerance: of the difference, relative to a loss of at least 1.
         smoothing: label smoothing, which the model's own loss does not have.
 
@@ -104,7 +109,10 @@ def find_losses(
         UserError: none of the known losses agrees, or the model computes no loss.
     """
     candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
+    examples = [read([row]) for row in rows]
     labels = examples[0].get("labels")
+    if isinstance(labels, Tensor) and (labels.ndim == 1 or labels.is_floating_point()):
+        examples.append(read(list(rows)))  # class weights, say, have no effect on the loss of one example
     if "start_positions" in examples[0]:
         candidates = (span_losses, partial(span_losses, masked=False))
     elif isinstance(labels, Tensor) and labels.is_floating_point():
@@ -126,10 +134,12 @@ def find_losses(
 
 
 def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str, Any]]) -> float:
-    """The largest difference between the model's loss and ours, over the examples for which the model has a loss."""
+    """The largest difference between the model's loss and ours, over the inputs for which the model has a loss."""
     found = []
     for inputs in examples:
-        ours, own = float(losses_of(model, inputs).mean()), model(**inputs).get("loss")
+        losses, own = losses_of(model, inputs), model(**inputs).get("loss")
+        if losses_of is cross_entropies and inputs["labels"].ndim == 1:
+            losses = losses[inputs["labels"] != IGNORED]
         if own is not None and math.isfinite(own):
-            found.append(abs(float(own) - ours) / max(1.0, abs(ours)))
+            found.append(abs(float(own) - (ours := float(losses.mean()))) / max(1.0, abs(ours)))
     return max(found, default=math.inf)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,8 +20,7 @@ from groupwise.integrations.arguments import SETTINGS, PrivacyArguments, check_a
 from groupwise.integrations.losses import LossesOf, find_losses
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
-from groupwise.private.data import length_of
-from groupwise.training.microbatches import CHECKED
+from groupwise.private.data import choose_examples, length_of
 from groupwise.training.model_card import TAGS, privacy_section
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
@@ -123,11 +121,11 @@ class PrivateTrainer(Trainer):
         model: Any = self.model
         model.train()  # as in training, so that the check sees the same model
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
-        rows = np.linspace(0, length_of(self._data) - 1, CHECKED).round().astype(int).tolist()
         losses = self._given_losses or find_losses(
             model,
-            [self._prepare_inputs(self._collate([self._data[row]])) for row in rows],
-            tolerance=0.02 if self.args.bf16 or any(p.element_size() < 4 for p in model.parameters()) else 1e-5,
+            lambda rows: self._prepare_inputs(self._collate([self._data[row] for row in rows])),
+            choose_examples(self._data, length_of(self._data)),
+            tolerance=0.02 if any(p.element_size() < 4 for p in model.parameters()) else 1e-5,
             smoothing=self.args.label_smoothing_factor,
         )
         self.private = make_private(
