@@ -119,6 +119,8 @@ def test_a_model_with_another_loss_is_refused(tmp_path, monkeypatch, how):
     model, data = roberta(), rows(lambda g: {"labels": torch.tensor(0)})
     data[5]["labels"], data[6]["labels"] = torch.tensor(1), torch.tensor(-100)
     assert find_losses(model, batch_of, data[4:8], 1e-5) is cross_entropies
+    with pytest.raises(UserError, match="if all labels are -100"):
+        find_losses(model, batch_of, data[6:7], 1e-5)
     monkeypatch.setattr(
         "transformers.models.roberta.modeling_roberta.CrossEntropyLoss", partial(nn.CrossEntropyLoss, **how)
     )

@@ -77,31 +77,24 @@ def span_losses(model: nn.Module, inputs: dict[str, Any], *, masked: bool = True
     on the length of other examples.
     """
     outputs = model(**{name: value for name, value in inputs.items() if not name.endswith("_positions")})
-    whole = torch.ones_like(outputs["start_logits"])
+    logits = at_least_float32(torch.stack([outputs["start_logits"], outputs["end_logits"]], 1))
+    whole = torch.ones_like(logits[:, 0])
     mask = inputs.get("attention_mask", whole) if masked else whole
-    total: Any = 0
-    for end in ("start", "end"):
-        logits, position = at_least_float32(outputs[f"{end}_logits"]), inputs[f"{end}_positions"].reshape(-1, 1)
-        position = position.clamp(0, mask.shape[1])  # as the models do
-        inside = F.pad(mask, (0, 1)).gather(1, position) > 0
-        logits = logits.masked_fill(mask == 0, torch.finfo(logits.dtype).min)
-        total = total + token_losses(logits[:, None], position.where(inside, IGNORED))[:, 0] / 2
-    return total
+    positions = torch.stack([inputs["start_positions"], inputs["end_positions"]], 1).flatten(1).clamp(0, mask.shape[1])
+    inside = F.pad(mask, (0, 1)).gather(1, positions) > 0
+    logits = logits.masked_fill(mask[:, None] == 0, torch.finfo(logits.dtype).min)
+    return token_losses(logits, positions.where(inside, IGNORED)).mean(1)
 
 
 def find_losses(
-    model: nn.Module,
-    read: Callable[[list[Any]], dict[str, Any]],
-    rows: Sequence[Any],
-    tolerance: float,
-    smoothing: float = 0.0,
+    model: nn.Module, read: Callable[..., Any], rows: Sequence[Any], tolerance: float, smoothing: float = 0.0
 ) -> LossesOf:
     """The per-example losses that agree with the loss that the model itself computes from labels.
 
     Args:
         model: returns a ``loss`` if it gets labels.
-        read: returns the inputs of some examples.
-        rows: the examples to compare, one at a time, and also all at once where their labels are classes or numbers.
+        read, rows: ``read`` returns the inputs of some of ``rows``, which are read one at a time and, where their
+            labels are classes or numbers, all at once.
         tolerance: of the difference, relative to a loss of at least 1.
         smoothing: label smoothing, which the model's own loss does not have.
 
@@ -111,23 +104,23 @@ def find_losses(
     candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
     examples = [read([row]) for row in rows]
     labels = examples[0].get("labels")
-    if isinstance(labels, Tensor) and (labels.ndim == 1 or labels.is_floating_point()):
-        examples.append(read(list(rows)))  # class weights, say, have no effect on the loss of one example
+    numbers = isinstance(labels, Tensor) and labels.is_floating_point()
+    if numbers or getattr(labels, "ndim", 2) == 1:
+        examples.append(read(rows))  # class weights, say, have no effect on the loss of one example
     if "start_positions" in examples[0]:
         candidates = (span_losses, partial(span_losses, masked=False))
-    elif isinstance(labels, Tensor) and labels.is_floating_point():
-        several = partial(means_over_outputs, loss=F.binary_cross_entropy_with_logits)
-        candidates = (means_over_outputs, several)
+    elif numbers:
+        candidates = (means_over_outputs, partial(means_over_outputs, loss=F.binary_cross_entropy_with_logits))
     if smoothing and cross_entropies not in candidates:
         raise UserError(f"label_smoothing_factor={smoothing} needs labels that are classes or tokens: leave it out.")
     with eval_mode(model), torch.no_grad():
         found = [(_distance(model, losses_of, examples), losses_of) for losses_of in candidates]
     distance, losses_of = min(found, key=lambda pair: pair[0])
     if not distance <= tolerance:
-        raise UserError(
-            f"The model's own loss is neither cross-entropy nor squared error (the closest differs by {distance:.2g}), "
-            f"so its per-example losses are unknown: {GIVE_LOSSES}."
-        )
+        what = f"neither cross-entropy nor squared error (the closest differs by {distance:.2g})"
+        if distance == math.inf:
+            what = "missing or NaN for all examples that were read, as it is if all labels are -100"
+        raise UserError(f"The model's own loss is {what}, so its per-example losses are unknown: {GIVE_LOSSES}.")
     if span_losses in candidates:
         return span_losses
     return partial(losses_of, smoothing=smoothing) if smoothing else losses_of  # type: ignore[call-arg]
@@ -137,9 +130,9 @@ def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str
     """The largest difference between the model's loss and ours, over the inputs for which the model has a loss."""
     found = []
     for inputs in examples:
-        losses, own = losses_of(model, inputs), model(**inputs).get("loss")
+        ours, own = losses_of(model, inputs), model(**inputs).get("loss")
         if losses_of is cross_entropies and inputs["labels"].ndim == 1:
-            losses = losses[inputs["labels"] != IGNORED]
+            ours = ours[inputs["labels"] != IGNORED]
         if own is not None and math.isfinite(own):
-            found.append(abs(float(own) - (ours := float(losses.mean()))) / max(1.0, abs(ours)))
+            found.append(float((own - ours.mean()).abs() / ours.mean().abs().clamp(min=1)))
     return max(found, default=math.inf)
