@@ -307,6 +307,14 @@ def test_the_command_line_reads_both_kinds_of_arguments(tmp_path):
     assert all(text in parser.format_help() for text in ("--noise_multiplier", "--accountant", "--target_quantile"))
 
 
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_in_the_folder_of_a_finished_one(tmp_path, finished):
+    copy_run(Path(finished.args.output_dir), tmp_path)
+    kill(tmp_path, step=1, noise_source=NoiseSource.from_seed(8))
+    again = trainer(tmp_path)
+    again.train()
+    assert torch.equal(weights(again.model), weights(finished.model))
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     kill(tmp_path / "one")
     kill(tmp_path / "two", noise_source=NoiseSource.from_seed(8))

@@ -20,8 +20,7 @@ STATE = "privacy.pt"
 
 def key_path(folder: Path) -> Path:
     """The file beside ``folder`` with the key of its run: out -> out.noise_key.pt."""
-    whole = folder.resolve()
-    return whole.parent / f"{whole.name}.noise_key.pt"
+    return Path(f"{folder.resolve()}.noise_key.pt")
 
 
 def keep_key(folder: Path, noise: NoiseSource) -> None:
@@ -32,12 +31,14 @@ def keep_key(folder: Path, noise: NoiseSource) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse to start a run in a folder where another run can be resumed.
+    """Refuse to start a run in a folder where another run can be resumed. The key of a finished run is gone.
 
     Raises:
-        UserError: the key and a checkpoint of another run are there.
+        UserError: a key is there, and a checkpoint of the same run.
     """
-    if key_path(folder).exists() and any(folder.glob(f"checkpoint-*/{STATE}")):
+    path = key_path(folder)
+    own = NoiseSource.from_state(load_checkpoint(path)).derive("checkpoint") if path.exists() else None
+    if own and any(load_checkpoint(state).get("of_key") == own for state in folder.glob(f"checkpoint-*/{STATE}")):
         raise UserError(
             f"{folder} holds an unfinished private training, and a new one would spend another epsilon: resume it by "
             "train(resume_from_checkpoint=True), or give another output_dir."
@@ -83,5 +84,5 @@ def load(folder: Path, private: Private) -> None:
     key = load_checkpoint(path)
     if NoiseSource.from_state(key).derive("checkpoint") != saved["of_key"]:
         raise UserError(f"{path} is the key of another run than {folder}: give a checkpoint of the same run.")
-    own = {"model": core.model.state_dict(), "optimizer": core.optimizer.state_dict()}
-    private.load_state_dict({**saved, **key, **own})
+    saved |= {"model": core.model.state_dict(), "optimizer": core.optimizer.state_dict()}
+    private.load_state_dict(saved | key)

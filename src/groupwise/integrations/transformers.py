@@ -85,8 +85,7 @@ class PrivateTrainer(Trainer):
                 "eval_dataset is the training set, so losses without noise would be logged, and might choose the "
                 "checkpoint or the learning rate: give examples that are held out."
             )
-        self.privacy, self._noise_source = privacy, noise_source
-        self._given_losses = losses
+        self.privacy, self._noise_source, self._given_losses = privacy, noise_source, losses
         self._folder = Path(str(self.args.output_dir))
         self._resuming = False
 
@@ -158,10 +157,8 @@ class PrivateTrainer(Trainer):
                 training.
         """
         self._resuming = bool(resume_from_checkpoint)
-        checkpoint = None
-        if resume_from_checkpoint:
-            checkpoint = str(resume.find(self._folder, resume_from_checkpoint))
-        else:
+        checkpoint = str(resume.find(self._folder, resume_from_checkpoint)) if resume_from_checkpoint else None
+        if checkpoint is None:
             if released := 0 if self.private is None else self.private.executed:
                 raise UserError(
                     f"{released} steps were released, and training again would spend another epsilon: resume with "
