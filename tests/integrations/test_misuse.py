@@ -180,6 +180,7 @@ ARGUMENTS = {
     "train_sampling_strategy": "sequential",
 }
 """Arguments that `TrainingArguments` accepts on a machine without a GPU."""
+SAID = {"optim": "optim=lomo", "n_gpu": "set CUDA_VISIBLE_DEVICES=0", "world_size": "without torchrun"}
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -199,6 +200,7 @@ def test_an_argument_that_cannot_be_private_is_refused_by_name(tmp_path, name):
     try:
         with pytest.raises(UserError, match=f"^{name}=") as refusal:
             check_arguments(args)
+        assert SAID.get(name, "") in str(refusal.value)
     finally:
         args.distributed_state.num_processes = 1
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)

@@ -50,8 +50,7 @@ class PrivacyArguments:
 
     def settings(self) -> dict[str, Any]:
         """The given arguments of `make_private`, which ``secure_noise`` is not."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return {name: value for name, value in given.items() if name != "secure_noise"}
+        return {name: value for name, value in vars(self).items() if value is not None and name != "secure_noise"}
 
 
 OFF: tuple[Any, ...] = (None, False, 0, "", {}, [])
@@ -70,6 +69,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random",),
 }
 """Arguments of which some values are refused, and the values that are known to be private."""
+INSTEAD = {"n_gpu": "set CUDA_VISIBLE_DEVICES=0", "world_size": "start one process, without torchrun"}
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -81,8 +81,9 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, values in SUPPORTED.items():
         value = getattr(args, name)
         if value not in values:
-            instead = "leave it out" if values is OFF else f"give one of {', '.join(map(str, values))}"
-            raise UserError(f"{name}={value} breaks the guarantee, or was never tested with it: {instead}.")
+            do = INSTEAD.get(name, "leave it out" if values is OFF else f"give one of {', '.join(map(str, values))}")
+            shown = getattr(value, "value", value)  # of an enum
+            raise UserError(f"{name}={shown} breaks the guarantee, or was never tested with it: {do}.")
     if args.max_grad_norm and args.max_grad_norm != TrainingArguments.max_grad_norm:  # not the default
         transformers.utils.logging.get_logger(__name__).warning(
             f"max_grad_norm={args.max_grad_norm:g} is set to 0, because each example's gradient is clipped instead of "
