@@ -88,7 +88,7 @@ def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
     """Raise a `UserError` for a BatchNorm that would use the batch's statistics."""
     if module.training or module.running_mean is None:
-        keep = ", or call .eval() on it before training to keep its statistics"
+        keep = ", or call .eval() on it before training (PrivateTrainer: see Modes in docs/integrations.md)"
         raise UserError(
             f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
             f"bounded: replace it by GroupNorm (groupwise.fix_model does){'' if module.running_mean is None else keep}."
