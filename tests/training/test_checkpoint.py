@@ -172,7 +172,7 @@ def test_the_previous_checkpoint_is_loaded_with_one_warning(
 def test_with_both_altered_the_run_is_refused(two: Path) -> None:
     for path in (two, previous(two)):
         path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"checkpoint\.pt is truncated or altered: start afresh"):
+    with pytest.raises(UserError, match=r"checkpoint\.pt is truncated or altered: start afresh with overwrite=true"):
         load_newest(two)
 
 

@@ -64,7 +64,7 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
             "wrote the file yourself, read it with torch.load(path, weights_only=False)."
         ) from error
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"The checkpoint {path} is truncated or altered: start afresh (overwrite=true).") from error
+        raise UserError(f"The checkpoint {path} is truncated or altered: start afresh in another folder.") from error
     if not isinstance(state, dict):
         raise UserError(f"{path} is not a checkpoint of a run: it contains a {type(state).__name__}, not a dict.")
     return state
@@ -102,7 +102,7 @@ def load_newest(
                 print(f"warning: {problems[0].rsplit(': ', 1)[0]}; resuming from the one before it.", file=sys.stderr)
             return candidate, state
         problems.append(found)
-    raise UserError(problems[0])
+    raise UserError(problems[0].replace("in another folder", "with overwrite=true"))
 
 
 def forget_checkpoints(folder: Path) -> None:
