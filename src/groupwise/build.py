@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine, verify
+from groupwise.clipping.clip_plan import LENGTHS
 from groupwise.config.schema import RunConfig
 from groupwise.errors import UserError
 from groupwise.models.hub import find_source
 from groupwise.pipeline.loading import FILES, empty_model, load_stage
 from groupwise.pipeline.split import Ranges, choose_ranges, cut
-from groupwise.pipeline.stage import Stage
+from groupwise.pipeline.stage import Stage, TextStage
 from groupwise.privacy import NoiseSource, PrivacyPlan
 from groupwise.tasks import make_task
 from groupwise.tasks.text_generation import make_text_generation
@@ -138,8 +139,10 @@ def _stage_sums(
         chosen = np.array(examples_to_trace(examples))
         some = feed.microbatches(chosen, len(chosen))[0]
         rows = min(CHECKED, max(2, microbatch or CHECKED))
-        losses = losses_of_stage(stage, some, device)
-        engine.trace(losses, range(some.examples))
+        length = some.first.shape[-1]
+        for kept in range(length - LENGTHS + 1, length + 1):  # then any length is known, to which a batch is padded
+            losses = losses_of_stage(stage, _shortened(some, kept), device)
+            engine.trace(losses, range(some.examples))
         coarse = tolerances(config.train.precision)
         verify(engine, losses, range(min(CHECKED, some.examples)), rows=rows, most=rows, **coarse)
     if microbatch is None and new:
@@ -221,6 +224,13 @@ def _cut_stage(model: nn.Module, ranges: Ranges, index: int, parts: dict[str, An
         if id(parameter) not in kept:
             parameter.data = parameter.new_empty(0)
     return stage
+
+
+def _shortened(microbatch: Microbatch, length: int) -> Microbatch:
+    """The first `length` tokens of each row. Targets after them are predicted at the last one."""
+    kwargs = {name: value[:, :length] for name, value in microbatch.kwargs.items() if name in TextStage.reads}
+    kwargs["places"] = microbatch.kwargs["places"].clamp(max=length - 1)
+    return Microbatch(microbatch.first[:, :length], microbatch.kwargs | kwargs)
 
 
 def losses_of_stage(

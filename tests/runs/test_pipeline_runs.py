@@ -31,12 +31,19 @@ SAME = ("debug.noise_seed=1", "privacy.accountant=rdp")
 """Seeded batches, and the quick accountant, because every process computes epsilon itself."""
 SILENT = "eval.generate.limit=0"
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", SILENT, "train.steps=3")
+SHAPE = "{num_hidden_layers:2,hidden_size:16,word_embed_proj_dim:16,ffn_dim:24,num_attention_heads:2}"
+OPT = (
+    *("model=hub", "model.architecture=opt", "model.source=pretrained/gpt2_mini", "model.fresh=true"),
+    *(f"+model.shape={SHAPE}", "model.lora.targets=[fc1,fc2]"),
+)
+"""Its feed-forward layers get one row per token, and batches are padded to different lengths."""
 CELLS: dict[str, tuple[str, ...]] = {
     "per_device": ("clip=per_device",),
     "adaptive_device": ("clip=adaptive_device", "pipeline.rematerialize=true", SILENT),
     "adaptive_layer": ("clip=adaptive_layer", "pipeline.blocks=[1,1]", "train.microbatch=null", SILENT),
     "flat": ("clip=flat", "privacy.epsilon=inf", "optim.learning_rate=1", *PLAIN),
     "none": ("clip=none", "optim.learning_rate=0.01", *PLAIN),
+    "opt": ("clip=per_device", *OPT, "train.batch_size=3", "data.max_length=300", SILENT, "train.steps=4"),
     "from a folder": ("clip=none", "model=gpt2_mini", SILENT, "train.steps=1", "train.batch_size=4"),
 }
 AS_ONE_PROCESS = ("flat", "none")
