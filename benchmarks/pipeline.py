@@ -4,7 +4,7 @@ It runs small pipelines of gloo processes on this machine, and compares the peak
 with the prediction of `groupwise.planner`.
 
 Shapes: weights_2, activations_2, rematerialized_4, full_4 (the digit is the number of processes).
-Methods: none, device, layer, flat.
+Methods: none, device.
 """
 
 import sys

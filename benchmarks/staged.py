@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.meters import Step, peak_bytes
-from groupwise.clipping import ClippingEngine, attach, flat, per_layer
+from groupwise.clipping import ClippingEngine, attach, flat
+from groupwise.clipping.norm_methods import RATES
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.accelerators import ACCELERATORS, Accelerator
 from groupwise.planner.estimate import Estimate, kinds
@@ -26,10 +27,10 @@ from groupwise.privacy import NoiseSource, release_gradients
 from groupwise.torchvision_import import import_torchvision_first
 from groupwise.training.task import Microbatch
 
-PARTITIONS = {"none": None, "device": flat, "layer": per_layer, "flat": flat}
+PARTITIONS = {"none": None, "device": flat}
 LIMIT = timedelta(seconds=300)
 
-ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0, kind="cpu")
+ACCELERATORS["cpu"] = Accelerator("cpu", 1e12, {"float32": 1e11}, 1.0, 1e10, 1e9, 1e-4, reserved=0.0)
 """This machine's CPU. Only memory is predicted, so the speeds do not matter."""
 
 
@@ -145,20 +146,20 @@ def _step(work: Work, kinds: list[Kind], rank: int, shape: Shape, method: str) -
     stage = cut_out(work, kinds[rank], "cpu")
     stage.index, stage.count = rank, len(kinds)  # `cut_out` treats it as the only stage of a model
     partition = PARTITIONS[method]
-    engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=work.rates)
+    engine = None if partition is None else attach(stage, partition(stage), 0.1, rates=RATES["cuda"])
     if engine is not None:
         engine.plan = BatchFirst()
     runner = StageRunner(stage, engine, torch.device("cpu"))
     microbatches = [_microbatch(work, cut_out(work, Kind(1, True, True))) for _ in range(shape.microbatches)]
     trained = [p for p in stage.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)  # as on a GPU
     noise = NoiseSource.from_seed(rank)
 
     def step() -> None:
         optimizer.zero_grad()
         if engine is not None:
             engine.reset()
-        (runner.run_flat if method == "flat" else runner.run)(microbatches, nothing_random)
+        runner.run(microbatches, nothing_random)
         if engine is not None:
             _release(engine, noise)
         optimizer.step()

@@ -58,14 +58,13 @@ def test_rematerialisation_stores_only_the_inputs_of_blocks(work):
     [
         ("none", False, MIDDLE),
         ("device", True, MIDDLE),
-        ("layer", False, MIDDLE),
         ("norms", True, MIDDLE),
         ("sums", False, MIDDLE),
         ("device", True, Kind(2, True, False)),
         ("device", False, Kind(2, False, True)),
         *(
             pytest.param(name, flag, MIDDLE, marks=pytest.mark.slow)
-            for name, flag in (("none", True), ("device", False), ("layer", True), ("norms", False), ("sums", True))
+            for name, flag in (("none", True), ("device", False), ("norms", False), ("sums", True))
         ),
         pytest.param("device", False, Kind(2, True, False), marks=pytest.mark.slow),
         pytest.param("device", True, Kind(2, False, True), marks=pytest.mark.slow),

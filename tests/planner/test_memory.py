@@ -8,7 +8,6 @@ from groupwise.planner.footprint import Footprint
 PLAIN = Footprint(
     frozen=1000,
     trained=10,
-    largest=4,
     received=5,
     sent=5,
     stored=50,
@@ -20,8 +19,8 @@ PLAIN = Footprint(
 CLIPPED = Footprint(**vars(PLAIN) | {"backward": 37})
 
 
-def of(stages=4, stage=1, microbatches=8, plain=PLAIN, clipped=CLIPPED, all_at_once=False):
-    return stage_memory(plain, clipped, stages, stage, microbatches, all_at_once=all_at_once)
+def of(stages=4, stage=1, microbatches=8, plain=PLAIN, clipped=CLIPPED):
+    return stage_memory(plain, clipped, stages, stage, microbatches)
 
 
 def test_1f1b_holds_as_many_microbatches_as_there_are_stages_to_come():
@@ -39,9 +38,8 @@ def test_the_peak_may_be_in_a_forward_pass():
 
 
 def test_the_peak_may_be_in_the_update():
-    large = Footprint(**vars(CLIPPED) | {"trained": 10_000, "largest": 9_000})
-    assert of(plain=large, clipped=large).peak == 1000 + 4 * 10_000 + 2 * 9_000
-    assert of(plain=large, clipped=large, all_at_once=True).peak == 1000 + 4 * 10_000 + 2 * 10_000
+    large = Footprint(**vars(CLIPPED) | {"trained": 10_000})
+    assert of(plain=large, clipped=large).peak == 1000 + 4 * 10_000 + 10_000
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 5), (2, 4), (16, 128)])

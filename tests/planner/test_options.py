@@ -22,7 +22,7 @@ def test_values_are_read_by_type():
     assert (options.devices, options.epochs, options.rematerialize, options.dtype) == (8, 2.5, False, "bfloat16")
     assert options.room == pytest.approx(40e9 - 1e9)
     assert read(PlanOptions, [*given, "microbatch=null"]).microbatch is None
-    assert (PlanOptions().weights_dtype, PlanOptions().room) == ("float16", 32 * 2**30 - 1e9)  # of the accelerator
+    assert (PlanOptions().weights_dtype, PlanOptions().room) == ("bfloat16", 80 * 2**30 - 1e9)  # of the accelerator
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,14 @@ def test_values_are_read_by_type():
         ("memory=much", "memory=much does not fit: a number"),
         ("memory=0", "memory=0 was given"),
         ("accelerator=v100_32g", r"v100_32g is unknown.*did you mean v100_32gb"),
-        ("dtype=bfloat16", "dtype=bfloat16 has no known speed on a v100_32gb; give float16 or float32"),
+        ("dtype=bfloat16 accelerator=v100_32gb", "dtype=bfloat16 has no known speed on a v100_32gb; give float32"),
+        ("rank=0 dtype=bfloat16", "rank=0 trains all parameters in float32, so dtype=bfloat16 has no effect"),
         ("batch=20000", "batch=20000 is more than examples=14732"),
         ("microbatch=200", "microbatch=200 is more than batch=128"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(argument, message, capsys):
-    assert main([argument]) == 2
+    assert main(argument.split()) == 2
     output = capsys.readouterr().err
     assert output.startswith("error: ") and output.count("\n") == 1 and re.search(message, output)
 

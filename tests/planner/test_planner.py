@@ -10,6 +10,7 @@ from groupwise.planner.__main__ import largest_microbatch, main, make_plan
 from groupwise.planner.estimate import Estimate
 from groupwise.planner.footprint import Kind
 from groupwise.planner.options import PlanOptions
+from tests.pipeline.test_split import language_model
 
 SETTINGS = ["devices=2", "length=32", "batch=4", "examples=40", "rank=4", "dtype=float32", "microbatch=1"]
 """The same settings as in `options`."""
@@ -82,7 +83,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices": 5}, "pipeline.stages=5 cannot share 4 blocks"),
+        ({"devices": 5}, "5 stages cannot share 4 blocks"),
         ({"length": 65}, "length=65 is more than the 64 positions"),
     ],
 )
@@ -101,15 +102,21 @@ def test_the_command_prints_a_plan(folder, estimate, capsys, monkeypatch):
 
 
 def test_a_model_without_adapters_has_no_frozen_weights(folder):
-    plan = make_plan(Estimate(PlanOptions(folder, devices=2, length=16, batch=2, rank=0, dtype="float32")))
+    plan = make_plan(Estimate(PlanOptions(folder, devices=2, length=16, batch=2, rank=0)))
     assert plan.memory[0].weights == 0 < plan.memory[0].state
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt_neo"])
+def test_models_with_a_row_per_token_or_without_sdpa_are_planned(kind, tmp_path):
+    language_model(kind).config.save_pretrained(tmp_path)
+    make_plan(Estimate(PlanOptions(str(tmp_path), devices=2, length=8, batch=2, rank=0)))
 
 
 def test_a_model_that_does_not_fit_says_what_it_needs_and_ends_with_2(folder, estimate, capsys, monkeypatch):
     monkeypatch.setattr("groupwise.planner.estimate.footprint", estimate.imagined)
-    assert main([f"model={folder}", *SETTINGS, "memory=1.0001"]) == 2
+    assert main([f"model={folder}", *SETTINGS, "memory=0.5"]) == 2
     output = capsys.readouterr().err
-    assert re.search(r"does not fit on 2 devices .*: stage \d needs .*; give more devices", output)
+    assert re.search(r"does not fit on 2 devices .*: stage \d needs .* 0.0 GB are available; give more devices", output)
     assert output.count("\n") == 1
 
 

@@ -112,7 +112,4 @@ def check_known(model_type: str) -> None:
         UserError: it is not in `FAMILIES`.
     """
     if model_type not in FAMILIES:
-        raise UserError(
-            f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}, or "
-            "pipeline.stages=1."
-        )
+        raise UserError(f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}.")

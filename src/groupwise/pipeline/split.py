@@ -34,7 +34,7 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
     anatomy = find_parts(model)
     blocks = len(anatomy.blocks)
     if not 1 <= stages <= blocks:
-        raise UserError(f"pipeline.stages={stages} cannot share {blocks} blocks: give 1 to {blocks}.")
+        raise UserError(f"{stages} stages cannot share {blocks} blocks: give 1 to {blocks}.")
     if by_hand:
         if len(by_hand) != stages or sum(by_hand) != blocks or min(by_hand) < 1:
             raise UserError(

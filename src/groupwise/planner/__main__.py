@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -78,18 +79,12 @@ def make_plan(estimate: Estimate) -> Plan:
 
 
 def largest_microbatch(estimate: Estimate) -> int:
-    """Return the largest number of examples that fit, by linear extrapolation and a search. One example must fit."""
+    """Return the largest number of examples that fit."""
 
-    def of(microbatch: int) -> Work:
-        return replace(estimate.work, microbatch=microbatch)
+    def need(microbatch: int) -> int:
+        return estimate.fullest(replace(estimate.work, microbatch=microbatch))
 
-    batch = estimate.options.batch
-    one, two = (estimate.fullest(of(b)) for b in (1, min(2, batch)))
-    more = batch if two <= one else int((estimate.options.room - one) / (two - one))
-    guess = min(1 + more, batch)
-    while guess > 1 and not estimate.fits(of(guess)):
-        guess = max(1, min(guess - 1, int(guess * 0.95)))
-    return guess
+    return bisect_right(range(1, estimate.options.batch + 1), estimate.options.room, key=need)
 
 
 def _chosen(estimate: Estimate, most: int) -> Work:
@@ -120,7 +115,7 @@ def report(plan: Plan) -> str:
     """Return the report: the options, the table of stages, and the times."""
     options, times = plan.options, plan.times
     device, best = options.device, times.per_device
-    dtype = options.weights_dtype if options.rank else "float32"
+    dtype = options.weights_dtype
     trains = f"LoRA of rank {options.rank}, {_number(plan.trained)}" if options.rank else "everything"
     speed = f"{device.peak[dtype] / 1e12:g} TFLOP/s, of which {device.share:.0%} are achieved"
     stages = pd.DataFrame([{**asdict(memory), "peak": memory.peak} for memory in plan.memory])
@@ -135,7 +130,7 @@ def report(plan: Plan) -> str:
 batch {options.batch} = {times.microbatches} microbatches of {options.microbatch} x {options.length} tokens \
 (up to {plan.most} would fit), 1F1B, {"with" if options.rematerialize else "without"} rematerialisation
 
-GB of each stage, and milliseconds for a microbatch:
+GB of each stage, and milliseconds for a microbatch (with the head at every position, an upper bound):
 {table.rename_axis("stage").reset_index().to_string(index=False, float_format="%.3f")}
 
 bubble {bubble_fraction(options.devices, times.microbatches):.1%} ((S-1)/(J+S-1)); \

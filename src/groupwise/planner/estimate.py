@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from groupwise.clipping.norm_methods import RATES
 from groupwise.errors import UserError
 from groupwise.pipeline.runner import held_at_once
 from groupwise.pipeline.split import Ranges, choose_ranges
@@ -46,9 +45,7 @@ class Memory:
         return self.weights + self.state + self.activations + self.working + self.clipping + self.buffers
 
 
-def stage_memory(
-    plain: Footprint, clipped: Footprint, stages: int, stage: int, microbatches: int, *, all_at_once: bool
-) -> Memory:
+def stage_memory(plain: Footprint, clipped: Footprint, stages: int, stage: int, microbatches: int) -> Memory:
     """Return the memory of a stage when its step needs the most.
 
     That is in the first backward pass or the forward pass before it, when most microbatches are in flight, or in the
@@ -58,7 +55,6 @@ def stage_memory(
         plain: the stage's footprint without clipping.
         clipped: its footprint with clipping.
         stages, stage, microbatches: S, s and J.
-        all_at_once: whether the optimiser updates all parameters together, as on a GPU, or one after the other.
     """
     flying = held_at_once(stages, stage, microbatches)
     under_way = clipped.received if microbatches > 1 else 0  # the last gradient sent
@@ -68,7 +64,7 @@ def stage_memory(
         """Activations, working memory and messages when they need the most memory."""
         forward = (flying - 1) * footprint.stored, footprint.forward, messages
         backward = flying * footprint.stored, footprint.backward, messages
-        update = 0, 2 * (footprint.trained if all_at_once else footprint.largest), 0
+        update = 0, footprint.trained, 0  # torch's Adam takes the roots of all second moments at once
         return max(forward, backward, update, key=sum)
 
     activations, working, buffers = held(clipped)
@@ -144,7 +140,6 @@ class Estimate:
             rank=options.rank,
             dtype=options.weights_dtype,
             rematerialize=options.rematerialize,
-            rates=RATES[options.device.kind],
         )
         self.model = build(config, options.rank, options.weights_dtype)
         self.imagined = lru_cache(None)(footprint)
@@ -168,18 +163,14 @@ class Estimate:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
-        """Return the peak memory of each stage; `name` is a pass of `PASSES`, or "flat"."""
-        count, together = self.microbatches(work, len(ranges)), self.options.device.kind == "cuda"
+        """Return the peak memory of each stage in a step whose backward passes are `name` of `PASSES`."""
+        count = self.microbatches(work, len(ranges))
 
-        def of(stage: int, kind: Kind, name: str) -> Memory:
+        def of(stage: int, kind: Kind) -> Memory:
             plain, clipped = self.footprint(work, kind, "none"), self.footprint(work, kind, name)
-            return stage_memory(plain, clipped, len(ranges), stage, count, all_at_once=together)
+            return stage_memory(plain, clipped, len(ranges), stage, count)
 
-        names = ("norms", "sums") if name == "flat" else (name,)
-        return [
-            max((of(stage, kind, name) for name in names), key=lambda memory: memory.peak)
-            for stage, kind in enumerate(kinds(ranges))
-        ]
+        return [of(stage, kind) for stage, kind in enumerate(kinds(ranges))]
 
     def fullest(self, work: Work) -> int:
         """Return the largest peak memory of a stage, in bytes, with per-device clipping."""
@@ -199,7 +190,7 @@ class Estimate:
         (layer norms, softmax). Clipping therefore costs its operations here, but its small kernels cost nothing.
         """
         device, found = self.options.device, self.footprint(work, kind, name)
-        rate = device.peak[work.dtype if work.half else "float32"] * device.share
+        rate = device.peak[work.dtype] * device.share
         reading = (found.frozen + found.trained) / device.bandwidth
         return (
             max(found.forward_operations / rate, reading),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from groupwise.clipping import ClipPlan, attach, flat, matmul, per_layer
+from groupwise.clipping import ClipPlan, attach, flat, matmul
 from groupwise.clipping.clip_plan import FIRST, Layout
-from groupwise.clipping.norm_methods import RATES, Rates
+from groupwise.clipping.norm_methods import RATES
 from groupwise.pipeline.split import cut
 from groupwise.pipeline.stage import Stage
 from groupwise.planner.shapes import build, with_blocks
@@ -101,9 +101,9 @@ def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
 
 
-PASSES = {"none": None, "device": flat, "layer": per_layer, "norms": flat, "sums": flat}
-"""Kinds of backward passes, and how each partitions the layers of a stage: no clipping, one group per stage, one group
-per layer, and the two passes of flat clipping over all stages, first for norms and then for sums."""
+PASSES = ("none", "device", "norms", "sums")
+"""Kinds of backward passes: without clipping, with one group per stage, and the two passes of flat clipping over all
+stages, first for norms and then for sums."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,6 @@ class Work:
         length: T.
         rank, dtype: see `shapes.build`.
         rematerialize: see `split.cut`.
-        rates: arithmetic speeds of the device, by which layers choose their norm method.
     """
 
     config: Any = field(compare=False)
@@ -125,12 +124,6 @@ class Work:
     rank: int = 32
     dtype: str = "float32"
     rematerialize: bool = True
-    rates: Rates = RATES["cuda"]
-
-    @property
-    def half(self) -> bool:
-        """Whether frozen weights are narrower than trained ones, so that passes run under autocast."""
-        return self.rank > 0 and self.dtype != "float32"
 
 
 @dataclass(frozen=True)
@@ -146,10 +139,9 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
     """Return a stage of this kind, from the smallest model that has one, with random weights."""
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
-    dtype = "bfloat16" if work.half else work.dtype  # float16 has the same size, but clipping does not support it
-    model = build(with_blocks(work.config, stops[-1]), work.rank, dtype, device)
+    model = build(with_blocks(work.config, stops[-1]), work.rank, work.dtype, device)
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
-    precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.half else nullcontext
+    precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.dtype == "bfloat16" else nullcontext
     return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)
 
 
@@ -167,7 +159,7 @@ def inputs(stage: Stage, work: Work) -> tuple[Tensor, dict[str, Tensor]]:
     }
     if stage.first:
         return torch.randint(0, work.config.vocab_size, (b, length)), kwargs
-    return torch.randn(stage.activation(b, length, before=True)).to(stage.dtype).requires_grad_(), kwargs
+    return torch.randn(stage.activation(b, length)).to(stage.dtype).requires_grad_(), kwargs
 
 
 class BatchFirst(ClipPlan):
@@ -175,7 +167,7 @@ class BatchFirst(ClipPlan):
 
     def find(self, label: str, nth: int, x: Tensor, examples: int) -> Layout:
         """See `ClipPlan`."""
-        return FIRST
+        return replace(FIRST, rows_per_example=len(x) // examples)
 
 
 class Passes:
@@ -189,8 +181,7 @@ class Passes:
 
     def __init__(self, stage: Stage, work: Work, name: str) -> None:
         self.stage, self._work, self._name = stage, work, name
-        partition = PASSES[name]
-        self._engine = None if partition is None else attach(stage, partition(stage), 1.0, rates=work.rates)
+        self._engine = None if name == "none" else attach(stage, flat(stage), 1.0, rates=RATES["cuda"])
         if self._engine is not None:
             self._engine.plan = BatchFirst()
 
@@ -218,7 +209,6 @@ class Footprint:
     Args:
         frozen: weights that are not trained.
         trained: weights that are trained.
-        largest: the largest trained tensor.
         received: the message from the previous stage, 0 for the first stage.
         sent: the message to the next stage, 0 for the last stage.
         stored: memory kept from the forward to the backward pass, with `sent` and without `received`.
@@ -230,7 +220,6 @@ class Footprint:
 
     frozen: int
     trained: int
-    largest: int
     received: int
     sent: int
     stored: int
@@ -265,7 +254,6 @@ def footprint(work: Work, kind: Kind, name: str) -> Footprint:
     return Footprint(
         frozen=sum(p.nbytes for p in parameters if not p.requires_grad),
         trained=sum(p.nbytes for p in trained),
-        largest=max(p.nbytes for p in trained),
         received=0 if kind.first else x.nbytes,
         sent=0 if kind.last else out.nbytes,
         stored=stored,

@@ -15,10 +15,10 @@ class PlanOptions:
 
     model: str = option("gpt3_175b", "gpt3_175b, opt_66b, opt_175b, gpt2_xl, llama_7b, or a folder with a config.json")
     devices: int = option(16, "number of stages, each on its own device")
-    accelerator: str = option("v100_32gb", f"one of {', '.join(ACCELERATORS)}", among=tuple(ACCELERATORS))
+    accelerator: str = option("a100_80gb", f"one of {', '.join(ACCELERATORS)}", among=tuple(ACCELERATORS))
     memory: float | None = option(None, "memory of a device in GB (1e9 bytes); default: that of the accelerator")
     microbatch: int | None = option(None, "examples in a microbatch; default: the fastest that fits")
-    length: int = option(200, "tokens of an example, padding included (194 on average in SAMSum)")
+    length: int = option(900, "tokens of the longest example of a batch, to which all are padded")
     batch: int = option(128, "examples in a logical batch")
     examples: int = option(14732, "number of training examples (default: SAMSum)")
     epochs: float = option(5.0, "passes over the training set")
@@ -26,7 +26,7 @@ class PlanOptions:
     dtype: str | None = option(
         None,
         "dtype of frozen weights and activations; default: that of the accelerator",
-        among=("float16", "bfloat16", "float32"),
+        among=("bfloat16", "float32"),
     )
     rematerialize: bool = option(True, "keep only each block's input, and recompute the block in the backward pass")
 
@@ -34,6 +34,8 @@ class PlanOptions:
         for key, most in (("batch", "examples"), ("microbatch", "batch")):
             if (getattr(self, key) or 0) > getattr(self, most):
                 raise UserError(f"{key}={getattr(self, key)} is more than {most}={getattr(self, most)}; give less.")
+        if self.dtype is not None and not self.rank:
+            raise UserError(f"rank=0 trains all parameters in float32, so dtype={self.dtype} has no effect: omit it.")
         device = self.device
         if self.weights_dtype not in device.peak:
             raise UserError(
@@ -49,9 +51,9 @@ class PlanOptions:
     def room(self) -> float:
         """Bytes available to tensors on a device."""
         memory = self.device.memory if self.memory is None else 1e9 * self.memory
-        return memory - self.device.reserved
+        return max(0.0, memory - self.device.reserved)
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype of frozen weights and activations, by torch's name."""
-        return self.dtype or next(iter(self.device.peak))
+        """The dtype of frozen weights and activations, or of all weights, by torch's name."""
+        return self.dtype or (next(iter(self.device.peak)) if self.rank else "float32")

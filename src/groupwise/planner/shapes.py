@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from groupwise.config.schema import LoraConfig
-from groupwise.errors import UserError, unknown
+from groupwise.errors import UserError, reason, unknown
 from groupwise.models.language import untie
 from groupwise.models.trainable import add_adapters
 from groupwise.torchvision_import import import_torchvision_first
@@ -51,8 +52,7 @@ def configuration(name: str) -> Any:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            first = str(error).strip().splitlines()[0].rstrip(".")
-            raise UserError(f"transformers cannot read the config.json of model={name} ({first}).") from error
+            raise UserError(f"transformers cannot read the config.json of model={name} ({reason(error)}).") from error
     else:
         raise unknown("shape or folder with a config.json named", name, SHAPES)
     for key in NO_DROPOUT:
@@ -75,22 +75,25 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
 
     Args:
         config: from `configuration`.
-        rank: rank of float32 adapters on frozen weights in `dtype`; 0 trains all parameters, in float32.
-        dtype: dtype of frozen weights, by torch's name.
+        rank: rank of float32 adapters on frozen weights; 0 trains all parameters.
+        dtype: dtype of the model's weights, by torch's name.
         device: "meta" allocates no memory.
 
     Raises:
-        UserError: the architecture has no causal language model, or none with this attention.
+        UserError: the architecture has no causal language model.
     """
     import_torchvision_first()
     from transformers import AutoModelForCausalLM
 
-    chosen = getattr(torch, dtype) if rank else torch.float32
+    made = partial(AutoModelForCausalLM.from_config, dtype=getattr(torch, dtype))
     with torch.device(device):
         try:
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=chosen, attn_implementation="sdpa")
+            try:
+                model = made(deepcopy(config), attn_implementation="sdpa")
+            except ValueError:  # it has no such attention
+                model = made(deepcopy(config), attn_implementation="eager")
         except ValueError as error:
-            raise UserError(f"A {config.model_type} cannot be built as a causal language model: {error}.") from error
+            raise UserError(f"A {config.model_type} is not a causal language model ({reason(error)}).") from error
         if rank:
             model = add_adapters(model, LoraConfig(rank=rank, alpha=float(rank)))
         else:
