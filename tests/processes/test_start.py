@@ -169,6 +169,28 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
     until(lambda: all(ended(number) for number in started), "the end of both")
 
 
+def test_only_the_first_error_under_torchrun_is_raised(monkeypatch):
+    from groupwise.processes import distributed
+
+    store, errors = distributed.dist.HashStore(), iter([UserError("a mistake"), RuntimeError("closed by peer")])
+    monkeypatch.setattr(distributed, "interrupt_on", lambda _: None)
+    monkeypatch.setattr(distributed, "_meet", lambda *_: store)
+    monkeypatch.setattr(distributed, "run_here", lambda *_: (_ for _ in ()).throw(next(errors)))
+    for error in (UserError, SystemExit):
+        with pytest.raises(error):
+            distributed.join(config_of(2), Place(0, 2, 0, 1, ""))
+
+
+@pytest.mark.parametrize(("local", "sharing", "count"), [(2, 1, 2), (0, 4, 2), (0, 2, 1)])
+def test_more_processes_than_gpus_on_a_machine_are_refused(local, sharing, count, monkeypatch):
+    from groupwise.processes.distributed import _device
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    with pytest.raises(UserError, match=f"more processes on this machine than its {count} GPUs"):
+        _device(config_of(4), Place(local, 4, local, sharing, ""))
+
+
 # --- places ---
 
 TORCHRUN = {
@@ -181,7 +203,8 @@ TORCHRUN = {
 }
 SRUN = {
     "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_ID": "0",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "77",
@@ -199,7 +222,7 @@ def test_the_place_of_a_process_is_read_from_torchrun_and_srun():
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, SRUN | {"SLURM_NTASKS": "1"}, {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}]
+    "environment", [{}, SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}]
 )
 def test_there_is_no_place_unless_a_launcher_started_several_processes(environment):
     assert find_place(config_of(4, 2), environment) is None

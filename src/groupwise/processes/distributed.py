@@ -19,17 +19,17 @@ from groupwise.training.ranks import Ranks
 
 
 def join(config: RunConfig, place: Place) -> dict[str, Any]:
-    """As `run_here`, for a process of torchrun or srun: only the main one prints, and one reports a mistake."""
+    """As `run_here`, for a process of torchrun or srun: only the main one prints, and one reports an error."""
     interrupt_on(signal.SIGTERM)
     if not place.main:
         silence(sys.stdout)
     store = _meet(config, place)
     try:
         return run_here(config, place, store)
-    except UserError:
+    except (UserError, RuntimeError) as error:  # torch raises RuntimeError where another process has ended
         if _first(store):
             raise
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         if place.main:
             raise
@@ -65,9 +65,9 @@ def _device(config: RunConfig, place: Place) -> torch.device:
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count < place.sharing:
+    if count < place.sharing or place.local >= count > 1:  # srun may show each process only its own GPU
         raise UserError(
-            f"{place.sharing} processes need as many GPUs, but this machine has {count}: give fewer pipeline.stages or "
+            f"There are more processes on this machine than its {count} GPUs: give fewer pipeline.stages or "
             "parallel.ranks, start them on several machines, or give train.device=cpu."
         )
     device = torch.device("cuda", place.local % count)

@@ -80,13 +80,15 @@ def _torchrun(given: Mapping[str, str]) -> Place | None:
 
 def _slurm(given: Mapping[str, str]) -> Place | None:
     """The place of a task of srun, which submitit uses too; None in a batch script (no step) and for a single task."""
-    if not {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"} <= given.keys() or int(given["SLURM_NTASKS"]) == 1:
+    # SLURM_NTASKS may be the job's: in an interactive shell of salloc that is more than the shell, a single task.
+    names = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"}
+    if not names <= given.keys() or int(given["SLURM_STEP_NUM_TASKS"]) == 1:
         return None
     host = given.get("MASTER_ADDR") or first_host(given.get("SLURM_STEP_NODELIST") or given["SLURM_JOB_NODELIST"])
     own = 20000 + (int(given.get("SLURM_JOB_ID", 0)) * 17 + int(given["SLURM_STEP_ID"])) % 10000
     meeting = f"tcp://{host}:{given.get('MASTER_PORT', own)}"
     local, sharing = int(given.get("SLURM_LOCALID", 0)), 1  # srun assigns cores to tasks
-    return Place(int(given["SLURM_PROCID"]), int(given["SLURM_NTASKS"]), local, sharing, meeting)
+    return Place(int(given["SLURM_PROCID"]), int(given["SLURM_STEP_NUM_TASKS"]), local, sharing, meeting)
 
 
 def first_host(nodes: str) -> str:
