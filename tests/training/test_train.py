@@ -173,15 +173,16 @@ def test_an_altered_record_is_refused_before_any_other_file_changes(tmp_path, al
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in rewritten} == before
 
 
-def test_kept_weights_are_not_replaced_when_steps_are_replayed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["weights-3.pt", "weights-3-0.pt"])
+def test_kept_weights_are_not_replaced_when_steps_are_replayed(tmp_path, monkeypatch, name):
     monkeypatch.setattr("groupwise.training.train.kept_steps", lambda *_: {1, 3, 4})
     assert session(tmp_path, Ranks(), stops=True) == "stopped"
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "weights-3.pt").exists()
-    (folder / "weights-3.pt").write_bytes(b"of the first time")  # then it was killed
+    (folder / name).write_bytes(b"of the first time")  # then it was killed
     session(tmp_path, Ranks(), resumes=True)
-    assert (folder / "weights-3.pt").read_bytes() == b"of the first time"
-    assert (folder / "weights-1.pt").exists() and (folder / "weights-4.pt").exists()
+    assert {file.name for file in folder.glob("weights*")} == {"weights-1.pt", name, "weights-4.pt"}
+    assert (folder / name).read_bytes() == b"of the first time"
 
 
 def test_kept_weights_are_those_of_a_checkpoint(tmp_path, monkeypatch):

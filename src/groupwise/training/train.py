@@ -62,7 +62,7 @@ def train(
     elapsed = float(state.get("seconds", 0.0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
-    there = {step for step in kept_steps(config, plan) if (record.folder / kept_name(step)).exists()}
+    there = {step for step in kept_steps(config, plan) if any(record.folder.glob(f"weights-{step}[.-]*"))}
     kept = kept_steps(config, plan) - ranks.broadcast(there)  # weights that may be published already are not replaced
 
     def save() -> None:
