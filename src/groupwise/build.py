@@ -246,11 +246,9 @@ def losses_of_stage(
     def random(shape: Sequence[int]) -> Tensor:
         return torch.randn(tuple(shape), generator=generator, device="cpu").to(device)
 
-    b, length = microbatch.examples, microbatch.first.shape[-1]
-    given = microbatch.first
-    if not stage.first:
-        given = random(stage.activation(b, length, before=True)).to(stage.dtype)
-    direction = None if stage.last else random(stage.activation(b, length))
+    shape = stage.activation(microbatch.examples, microbatch.first.shape[-1])
+    given = microbatch.first if stage.first else random(shape).to(stage.dtype)
+    direction = None if stage.last else random(shape)
 
     def losses(rows: Sequence[int] | np.ndarray) -> Tensor:
         at = torch.as_tensor(np.asarray(rows, dtype=np.int64), device=device)

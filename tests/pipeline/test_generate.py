@@ -1,6 +1,7 @@
 """Tiny models over single characters generate the same text on three stages as on one process."""
 
 import warnings
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def on_stages(rank, world):
     """Texts by family and settings, the state of the process afterwards, and an error."""
     tokenizer = make_tokenizer()
     prompts = tokenizer(PROMPTS).input_ids
-    found = {}
+    found, logged = {}, BufferingHandler(100)
+    transformers.utils.logging.add_handler(logged)
     for family in FAMILIES:
         stage = cut(make_model(family), RANGES, rank)
         random = torch.get_rng_state()
@@ -85,7 +87,8 @@ def on_stages(rank, world):
         found["pair"] = generate(
             Searcher(StageLink(stage, CPU, pair)), tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU
         )
-    return found
+    transformers.utils.logging.remove_handler(logged)
+    return found | {"logged": [record.getMessage() for record in logged.buffer]}
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +120,5 @@ def test_some_of_the_processes_may_be_a_pipeline(found, expected):
     assert [rank.get("pair") for rank in found] == [None, expected["gpt2", 1], expected["gpt2", 1]]
 
 
-def test_one_stage_writes_what_the_whole_model_writes(expected, caplog):
-    tokenizer = make_tokenizer()
-    prompts = tokenizer(PROMPTS).input_ids
-    stage = cut(make_model("gpt2"), ((0, 4),), 0)
-    assert (
-        generate(Searcher(StageLink(stage, CPU)), tokenizer, prompts, settings_of(SETTINGS[1]), device=CPU)
-        == expected["gpt2", 1]
-    )
-    assert not caplog.records, "transformers logs no warning"
+def test_transformers_logs_no_warning(found):
+    assert [rank["logged"] for rank in found] == [[]] * 3

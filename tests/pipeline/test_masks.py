@@ -5,12 +5,18 @@ import pytest
 import torch
 
 from groupwise.training.ranks import Ranks
+from tests.pipeline.ranks import run_ranks
 from tests.pipeline.tiny import Case, make_trainer
 
 BATCH = np.arange(6)
 
 
 def gradients(rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
+    """As `on_one_process`."""
+    return run_ranks(on_one_process, 1, rematerialize, step)[0]
+
+
+def on_one_process(rank: int, world: int, rematerialize: bool, step: int) -> list[torch.Tensor]:
     """Clipped sums of one step with dropout, for any state of the default generator."""
     case = Case(stages=1, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Ranks(), (tuple(BATCH),))

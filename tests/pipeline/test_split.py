@@ -123,7 +123,7 @@ def chained(stages, first, kwargs):
     x, inputs, outputs = first, [], []
     for stage in stages:
         if not stage.first:
-            assert x.shape == stage.activation(len(first), first.shape[-1], before=True)
+            assert x.shape == stage.activation(len(first), first.shape[-1])
             assert x.dtype == stage.dtype and x.is_contiguous()
             x = x.detach().requires_grad_()
         inputs.append(x)

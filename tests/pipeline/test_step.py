@@ -186,12 +186,6 @@ def test_three_steps_of_all_other_cases_equal_the_loop_over_single_examples(stag
         _check(case, ranks)
 
 
-@pytest.mark.parametrize("grouping", ["device", "layer", "flat", "none"])
-def test_one_stage_equals_the_loop_over_single_examples(grouping):
-    case = Case(stages=1, grouping=grouping, policy="adaptive", rematerialize=True)
-    _check(case, [run_case(case, Ranks())])
-
-
 def test_the_reference_clips_some_examples_and_not_others():
     for case in {_plain(case) for case in CASES if case.grouping != "none"}:
         clipped = [report["nonprivate/clipped"] for report in reference(case)[2]]

@@ -48,7 +48,7 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
-    "too few blocks": ("model.shape.n_layer=1", "pipeline.stages=2 cannot share 1 blocks"),
+    "too few blocks": ("model.shape.n_layer=1", "2 stages cannot share 1 blocks"),
     "blocks that do not add up": ("pipeline.blocks=[1,2]", "add up to the model's 2 blocks"),
     "tied": ("model.trains=all", "as token embedding and head"),
 }
@@ -258,7 +258,7 @@ def test_torchrun_starts_the_same_run_and_one_process_prints(tmp_path):
 @pytest.mark.slow
 def test_tasks_of_srun_connect_and_print_a_mistake_once(tmp_path):
     task = {
-        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_ID": "0",
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "localhost",

@@ -30,8 +30,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 class StageLink:
     """Sends and receives between stages; all processes of the pipeline make the same calls in the same order.
 
-    A single stage needs no process group.
-
     Args:
         stage: the part of the model on this process.
         device: of this process.
@@ -53,7 +51,7 @@ class StageLink:
         """
         stage = self.stage
         if not stage.first:
-            shape = stage.activation(len(first), first.shape[-1], before=True)
+            shape = stage.activation(len(first), first.shape[-1])
             first = torch.empty(shape, dtype=stage.dtype, device=self.device)
             dist.recv(first, group=self._group, group_src=stage.index - 1)
         hidden = stage.hidden(first, **kwargs)
@@ -64,14 +62,12 @@ class StageLink:
 
     def copy_(self, tensor: Tensor) -> None:
         """Copy the last stage's values to all stages, in place."""
-        if self.stage.count > 1:
-            dist.broadcast(tensor, group=self._group, group_src=self.stage.count - 1)
+        dist.broadcast(tensor, group=self._group, group_src=self.stage.count - 1)
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast a small object from the last stage."""
         values = [value]
-        if self.stage.count > 1:
-            dist.broadcast_object_list(values, group=self._group, group_src=self.stage.count - 1, device=self.device)
+        dist.broadcast_object_list(values, group=self._group, group_src=self.stage.count - 1, device=self.device)
         return values[0]
 
 

@@ -99,7 +99,7 @@ def _received(stage: Stage, first: Tensor) -> Tensor:
     """A meta tensor like the stage's input: shape, dtype, and whether a gradient is sent back."""
     if stage.first:
         return torch.empty_like(first, device="meta")
-    shape = stage.activation(len(first), first.shape[-1], before=True)
+    shape = stage.activation(len(first), first.shape[-1])
     return torch.empty(shape, dtype=stage.dtype, device="meta", requires_grad=True)
 
 
@@ -116,8 +116,6 @@ def held_at_once(stages: int, index: int, microbatches: int) -> int:
 
 class StageRunner:
     """Runs one stage on the microbatches of a step; all processes of the pipeline call the same method together.
-
-    A single stage loops over the microbatches, without communication.
 
     Args:
         stage: the part of the model on this process.
@@ -187,8 +185,7 @@ class StageRunner:
         if not microbatches:
             return losses
         squares = torch.stack(found)  # (microbatches, b)
-        if self.stage.count > 1:
-            dist.all_reduce(squares, group=self.group)
+        dist.all_reduce(squares, group=self.group)
         engine.count_norms(_present(squares, microbatches).unsqueeze(0))
         factors = engine.factors(squares.flatten()).view_as(squares)
         kept = [
@@ -212,9 +209,8 @@ class StageRunner:
         if not microbatches:
             return torch.zeros(0, device=self.device) if self.stage.last else None
         around = (_within(randomness, passes[0]), _within(randomness, passes[1]))
-        through = self._alone if self.stage.count == 1 else self._stepped
         try:
-            losses = through(microbatches, around)
+            losses = self._stepped(microbatches, around)
         except RuntimeError as error:  # torch wraps errors of a pass
             mistake = _mistake(error, self.stage.index)
             if mistake is None:
@@ -228,16 +224,6 @@ class StageRunner:
         stage = SteppedStage(self.stage, microbatches, held, around, self.device, self.group)
         schedule = Schedule1F1B(stage, count, loss_fn=lambda losses, _: losses.sum(), scale_grads=False)
         return schedule.step(target=torch.empty(count))
-
-    def _alone(self, microbatches: Sequence[Microbatch], around: tuple[Around, Around]) -> Tensor:
-        found = []
-        for i, microbatch in enumerate(microbatches):
-            with around[0](i):
-                losses = self.stage(microbatch.first, **microbatch.kwargs)
-            with around[1](i):
-                losses.sum().backward()
-            found.append(losses.detach())
-        return torch.cat(found)
 
 
 def _within(outer: Around, inner: Around) -> Around:

@@ -61,11 +61,8 @@ class Stage(nn.Module, ABC):
         """On the last stage: one loss per example, (b,), from its hidden activations, without weights."""
 
     @abstractmethod
-    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
-        """The shape of this stage's output, for b rows of T tokens.
-
-        With `before`, the shape of its input (after the first stage).
-        """
+    def activation(self, b: int, T: int) -> tuple[int, ...]:
+        """The shape of the activations between stages, for b rows of T tokens."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -147,7 +144,7 @@ class TextStage(Stage):
         at_places = torch.take_along_dim(hidden, kwargs["places"].unsqueeze(-1), dim=1)
         return per_example(token_losses(self.logits(at_places), kwargs["labels"]), kwargs["labels"], self._token_loss)
 
-    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
+    def activation(self, b: int, T: int) -> tuple[int, ...]:
         """(b, T, d)."""
         return (b, T, self._width)
 
