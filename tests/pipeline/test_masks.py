@@ -11,12 +11,7 @@ from tests.pipeline.tiny import Case, make_trainer
 BATCH = np.arange(6)
 
 
-def gradients(rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
-    """As `on_one_process`."""
-    return run_ranks(on_one_process, 1, rematerialize, step)[0]
-
-
-def on_one_process(rank: int, world: int, rematerialize: bool, step: int) -> list[torch.Tensor]:
+def gradients(rank: int, world: int, rematerialize: bool = False, step: int = 0) -> list[torch.Tensor]:
     """Clipped sums of one step with dropout, for any state of the default generator."""
     case = Case(stages=1, rematerialize=rematerialize, dropout=0.4)
     trainer = make_trainer(case, Ranks(), (tuple(BATCH),))
@@ -28,14 +23,14 @@ def on_one_process(rank: int, world: int, rematerialize: bool, step: int) -> lis
 
 @pytest.fixture(scope="module")
 def expected():
-    return gradients()
+    return run_ranks(gradients, 1)[0]
 
 
 def test_masks_depend_on_the_step(expected):
-    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(gradients(step=1), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(run_ranks(gradients, 1)[0], expected, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(run_ranks(gradients, 1, False, 1)[0], expected, strict=True))
 
 
 def test_a_rematerialised_block_has_the_masks_of_its_forward_pass(expected):
-    for found, once in zip(gradients(rematerialize=True), expected, strict=True):
+    for found, once in zip(run_ranks(gradients, 1, True)[0], expected, strict=True):
         torch.testing.assert_close(found, once, rtol=0, atol=1e-13)

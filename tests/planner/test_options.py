@@ -10,14 +10,7 @@ from groupwise.planner.options import PlanOptions
 
 
 def test_values_are_read_by_type():
-    given = [
-        "model=opt_66b",
-        "devices=8",
-        "epochs=2.5",
-        "rematerialize=false",
-        "dtype=bfloat16",
-        "accelerator=a100_80gb",
-    ]
+    given = ["model=opt_66b", "devices=8", "epochs=2.5", "rematerialize=false", "dtype=bfloat16"]
     options = read(PlanOptions, [*given, "memory=40"])
     assert (options.devices, options.epochs, options.rematerialize, options.dtype) == (8, 2.5, False, "bfloat16")
     assert options.room == pytest.approx(40e9 - 1e9)

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -172,10 +173,10 @@ def test_processes_do_not_outlive_the_one_that_started_them(tmp_path):
 def test_only_the_first_error_under_torchrun_is_raised(monkeypatch):
     from groupwise.processes import distributed
 
-    store, errors = distributed.dist.HashStore(), iter([UserError("a mistake"), RuntimeError("closed by peer")])
+    store, ends = distributed.dist.HashStore(), Mock(side_effect=[UserError("a mistake"), RuntimeError("by peer")])
     monkeypatch.setattr(distributed, "interrupt_on", lambda _: None)
     monkeypatch.setattr(distributed, "_meet", lambda *_: store)
-    monkeypatch.setattr(distributed, "run_here", lambda *_: (_ for _ in ()).throw(next(errors)))
+    monkeypatch.setattr(distributed, "run_here", ends)
     for error in (UserError, SystemExit):
         with pytest.raises(error):
             distributed.join(config_of(2), Place(0, 2, 0, 1, ""))

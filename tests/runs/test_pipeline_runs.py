@@ -31,11 +31,9 @@ SAME = ("debug.noise_seed=1", "privacy.accountant=rdp")
 """Seeded batches, and the quick accountant, because every process computes epsilon itself."""
 SILENT = "eval.generate.limit=0"
 PLAIN = ("model.dropout=0", "model.attention_dropout=0", "optim.name=sgd", SILENT, "train.steps=3")
-SHAPE = "{num_hidden_layers:2,hidden_size:16,word_embed_proj_dim:16,ffn_dim:24,num_attention_heads:2}"
-OPT = (
-    *("model=hub", "model.architecture=opt", "model.source=pretrained/gpt2_mini", "model.fresh=true"),
-    *(f"+model.shape={SHAPE}", "model.lora.targets=[fc1,fc2]"),
-)
+TARGETS = "model.lora.targets=[fc1,fc2]"
+SHAPE = "+model.shape={num_hidden_layers:2,hidden_size:16,word_embed_proj_dim:16,ffn_dim:24,num_attention_heads:2}"
+OPT = ("model=hub", "model.architecture=opt", "model.source=pretrained/gpt2_mini", "model.fresh=true", SHAPE, TARGETS)
 """Its feed-forward layers get one row per token, and batches are padded to different lengths."""
 CELLS: dict[str, tuple[str, ...]] = {
     "per_device": ("clip=per_device",),

@@ -61,7 +61,7 @@ def make_plan(estimate: Estimate) -> Plan:
         UserError: the model does not fit.
     """
     options = estimate.options
-    if not estimate.fits(estimate.work):
+    if estimate.fullest(estimate.work) > options.room:
         raise UserError(_why_not(estimate))
     most = largest_microbatch(estimate)
     work = _chosen(estimate, most)

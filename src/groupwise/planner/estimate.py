@@ -145,7 +145,7 @@ class Estimate:
         self.imagined = lru_cache(None)(footprint)
 
     def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:
-        """Return the footprint of a stage with passes `name` of `PASSES`, extrapolated beyond three blocks."""
+        """Return the footprint of a stage with passes `name` of `Passes`, extrapolated beyond three blocks."""
         if kind.blocks <= IMAGINED_BLOCKS:
             return self.imagined(work, kind, name)
         before, last = (self.imagined(work, replace(kind, blocks=IMAGINED_BLOCKS - i), name) for i in (1, 0))
@@ -163,7 +163,7 @@ class Estimate:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
-        """Return the peak memory of each stage in a step whose backward passes are `name` of `PASSES`."""
+        """Return the peak memory of each stage in a step whose backward passes are `name` of `Passes`."""
         count = self.microbatches(work, len(ranges))
 
         def of(stage: int, kind: Kind) -> Memory:
@@ -175,10 +175,6 @@ class Estimate:
     def fullest(self, work: Work) -> int:
         """Return the largest peak memory of a stage, in bytes, with per-device clipping."""
         return max(memory.peak for memory in self.memory(work, self.ranges()))
-
-    def fits(self, work: Work) -> bool:
-        """Return whether every stage fits on its device."""
-        return self.fullest(work) <= self.options.room
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +194,7 @@ class Estimate:
         )
 
     def times(self, work: Work, ranges: Ranges, name: str = "device") -> Times:
-        """Return the times of a step whose backward passes are `name` of `PASSES`."""
+        """Return the times of a step whose backward passes are `name` of `Passes`."""
         device, stages, count = self.options.device, kinds(ranges), self.microbatches(work, len(ranges))
         forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
         norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward

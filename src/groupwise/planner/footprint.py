@@ -101,11 +101,6 @@ def _operations(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return flop_registry[kind](*args, **kwargs, out_val=out) if kind in flop_registry else 0
 
 
-PASSES = ("none", "device", "norms", "sums")
-"""Kinds of backward passes: without clipping, with one group per stage, and the two passes of flat clipping over all
-stages, first for norms and then for sums."""
-
-
 @dataclass(frozen=True)
 class Work:
     """The settings that determine bytes and operations of all stages.
@@ -176,7 +171,7 @@ class Passes:
     Args:
         stage: from `cut_out`.
         work: the settings that were given to `cut_out`.
-        name: one of `PASSES`.
+        name: none (without clipping), device (one group per stage), or a pass of flat clipping: norms or sums.
     """
 
     def __init__(self, stage: Stage, work: Work, name: str) -> None:
