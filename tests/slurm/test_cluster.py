@@ -114,7 +114,7 @@ def test_jobs_resume_after_a_lost_node_and_a_preemption(tmp_path):
 
 def test_failed_and_cancelled_cells_are_reported_and_others_finish(tmp_path):
     given = ["task=cifar", "scale=smoke", "clip=none", "train.device=cpu", "seed=0,1,2", "train.steps=400"]
-    sweep = start(tmp_path, *given, "export=model", *SLURM)
+    sweep = start(tmp_path, *given, "export=model/${seed}", *SLURM)
     _, err = sweep.communicate(timeout=900)
     assert sweep.returncode == 2 and err.count("UserError") == 3, err
 
