@@ -9,6 +9,7 @@ from benchmarks import methods
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, RECORDED, THRESHOLD, make
 from benchmarks.research_peers import package_of
+from benchmarks.throughput import Options
 from benchmarks.worker import Bench
 from benchmarks.workloads import build
 from groupwise.errors import UserError
@@ -87,6 +88,12 @@ def test_noise_is_separate_and_cleared_by_the_next_step(name: str) -> None:
     assert float((after - before).norm()) < 0.5 * float(noise.norm())
     method.clear()
     assert all(p.grad is None for p in workload.trainable)
+
+
+def test_research_peers_without_their_folder_are_left_out_or_raise() -> None:
+    assert not [name for name in Options().methods if package_of(name)]
+    with pytest.raises(UserError, match=r"private_transformers cannot be imported .*: give peers=FOLDER"):
+        make("private_transformers", build("mlp", tiny=True))
 
 
 def test_opacus_ghost_refuses_tied_weights() -> None:

@@ -1,4 +1,4 @@
-"""Pooling, normalisation and held-out shares of image data."""
+"""The split of the digits, and pooling, normalisation and held-out shares of image data."""
 
 from dataclasses import replace
 
@@ -8,6 +8,15 @@ import torch
 from groupwise.data import load_images, normalize
 from groupwise.data.images import average_pool, hold_out
 from groupwise.errors import UserError
+
+
+def test_split_of_the_digits_is_deterministic(tmp_path):
+    first, second = (load_images("digits", tmp_path) for _ in range(2))
+    assert torch.equal(first.x_test, second.x_test)
+    assert first.sha256 == second.sha256
+    # Committed results use these data and this split; a change would make them incomparable.
+    assert first.sha256["sklearn.datasets.load_digits"].startswith("0b7e9c3202d7bcd2")
+    assert first.y_test[:5].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_pooling_averages_blocks_and_rounds():

@@ -56,27 +56,21 @@ def losses(model, inputs):
     return F.cross_entropy(logits, inputs["labels"], reduction="none")
 
 
-def loop_by_hand(model, steps: int = 8) -> torch.Tensor:
-    """The training of `tiny.trainer`, in a loop with `make_private`."""
-    decayed = {"lr": 0.02, "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(model.parameters(), **decayed)
+def test_the_trainer_matches_a_loop_with_make_private_bit_for_bit(tmp_path):
+    model = encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (8 - step) / 8)
     data, settings = Texts(), {"noise_multiplier": 1.0, "delta": 1e-3, "accountant": "rdp"}
     source = NoiseSource.from_seed(SEED)
     how = {"collate_fn": collate, "microbatch": 4, "noise_source": source}
     private = make_private(model.train(), optimizer, data, losses, steps=8, batch_size=12, **how, **settings)
-    for _ in private.steps(steps):
+    for _ in private.steps(8):
         schedule.step()
     private.detach()
-    return weights(model)
-
-
-def test_the_trainer_matches_a_loop_with_make_private_bit_for_bit(tmp_path):
-    by_hand = loop_by_hand(encoder())
     run = trainer(tmp_path, optim="adamw_torch", save_strategy="no")
     output = run.train()
     assert output.global_step == run.private.executed == 8
-    assert torch.equal(weights(run.model), by_hand)
+    assert torch.equal(weights(run.model), weights(model))
     assert "forward" not in vars(run.model), "the model is detached"
 
 

@@ -83,14 +83,6 @@ def test_classifier_on_a_masked_model_has_a_fresh_head_silently(folders, tokeniz
     assert not any(capfd.readouterr())
 
 
-def test_a_head_for_classes_in_another_order_is_refused(folders, tokenizer, tmp_path):
-    load_classifier(ModelConfig(source=str(folders["roberta"])), CLASSES, tokenizer).save_pretrained(tmp_path)
-    settings = ModelConfig(source=str(tmp_path))
-    assert load_classifier(settings, CLASSES, tokenizer).config.id2label == {0: "negative", 1: "positive"}
-    with pytest.raises(UserError, match="has a head for negative, positive, not positive, negative"):
-        load_classifier(settings, CLASSES[::-1], tokenizer)
-
-
 def _stored(weights, end):
     return next(value for name, value in weights.items() if name.endswith(end)).float()
 
@@ -107,12 +99,15 @@ def test_bert_without_pooler_and_gpt2_become_classifiers(folders, tokenizer):
     torch.testing.assert_close(gpt2(rows, attention_mask=rows.ne(1).long()).logits[:1], alone)
 
 
-def test_trained_head_is_kept_only_for_the_same_classes(fresh, tokenizer, tmp_path):
+def test_trained_head_is_kept_only_for_the_same_classes_and_refused_in_another_order(fresh, tokenizer, tmp_path):
     trained = load_classifier(fresh("roberta"), CLASSES, tokenizer)
     trained.save_pretrained(tmp_path)
     settings = ModelConfig(source=str(tmp_path))
     same = load_classifier(settings, CLASSES, tokenizer)
     assert torch.equal(same.classifier.out_proj.weight, trained.classifier.out_proj.weight)
+    assert same.config.id2label == {0: "negative", 1: "positive"}
+    with pytest.raises(UserError, match="has a head for negative, positive, not positive, negative"):
+        load_classifier(settings, CLASSES[::-1], tokenizer)
     other = load_classifier(settings, ("a", "b", "c"), tokenizer)
     assert other.classifier.out_proj.weight.shape == (3, 16)
     assert torch.equal(

@@ -35,20 +35,16 @@ def folder(tmp_path) -> Path:
     return begin_sweep(type(one)(one.name, one.scale, one.folder, one.cells + two.cells))
 
 
-def job_error(text: str) -> Exception:
-    from submitit.core.utils import UncompletedJobError
-
-    return UncompletedJobError(text)
-
-
 @pytest.mark.parametrize(("most", "sizes"), [(None, [3, 2]), (2, [2, 1, 2])])
 def test_lost_jobs_stop_no_other_and_are_counted_at_the_end(folder, monkeypatch, most, sizes):
+    from submitit.core.utils import UncompletedJobError
+
     monkeypatch.setattr(slurm, "wait_for_the_others", lambda error, folder: None)
     launched = []
 
     def multirun(words):
         launched.append(words)
-        raise job_error("7_0 has not produced any output")
+        raise UncompletedJobError("7_0 has not produced any output")
 
     settings = OmegaConf.create(SETTINGS)
     settings.sweeper.max_batch_size = most

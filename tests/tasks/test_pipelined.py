@@ -1,7 +1,6 @@
 """Microbatches of texts for a pipeline have equal shapes within a batch."""
 
 import numpy as np
-import pytest
 import torch
 
 from groupwise.config.schema import TrainConfig
@@ -11,15 +10,10 @@ from tests.tasks.test_text_generation import config
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def text():
+def test_microbatches_have_the_shape_of_the_longest_text():
     shape = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 160}
-    torch.manual_seed(0)
     summed = TrainConfig(token_loss="sum")
-    return make_task(config(model={"shape": shape}, data={"max_length": 100}, train=summed), CPU)
-
-
-def test_microbatches_have_the_shape_of_the_longest_text(text):
+    text = make_task(config(model={"shape": shape}, data={"max_length": 100}, train=summed), CPU)
     feed, tokens = text.feed("train", CPU), text._samples["train"]
     examples = feed.order(np.arange(len(feed)))
     assert (np.diff(tokens.lengths[examples]) <= 0).all()

@@ -20,21 +20,14 @@ from tests.tasks.clipped import MODES, check_sums
 CPU = torch.device("cpu")
 ROBERTA = SHAPES["roberta"] | {"max_position_embeddings": 66}
 EXAMPLES = [0, 3, 7, 12, 20]
+FRESH = {"fresh": True, "dropout": 0.0, "attention_dropout": 0.0}
 
 
 def config(task="sst2", model=(), data=(), **changes) -> RunConfig:
-    tiny = {
-        "name": "roberta_tiny",
-        "source": "pretrained/roberta_mini",
-        "fresh": True,
-        "architecture": "roberta",
-        "shape": ROBERTA,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    named = {"name": "roberta_tiny", "source": "pretrained/roberta_mini", "architecture": "roberta", "shape": ROBERTA}
     settings = {"name": "synthetic", "train_limit": 60, "max_length": 64}
     return RunConfig(
-        task=task, model=ModelConfig(**tiny | dict(model)), data=DataConfig(**settings | dict(data)), **changes
+        task=task, model=ModelConfig(**FRESH | named | dict(model)), data=DataConfig(**settings | dict(data)), **changes
     )
 
 

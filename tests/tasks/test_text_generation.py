@@ -36,20 +36,12 @@ EXAMPLES = [0, 3, 7, 12]
 
 
 def config(task="e2e", model=(), data=(), generate=(), **changes) -> RunConfig:
-    tiny = {
-        "name": "gpt2_tiny",
-        "source": "pretrained/gpt2_mini",
-        "fresh": True,
-        "architecture": "gpt2",
-        "shape": GPT2,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-    }
+    named = {"name": "gpt2_tiny", "source": "pretrained/gpt2_mini", "architecture": "gpt2", "shape": GPT2}
     settings = {"name": "synthetic", "train_limit": 40, "max_length": 128}
     searching = {"beams": 2, "max_new_tokens": 6, "batch_size": 4, "limit": 3}
     return RunConfig(
         task=task,
-        model=ModelConfig(**tiny | dict(model)),
+        model=ModelConfig(**test_text_classification.FRESH | named | dict(model)),
         data=DataConfig(**settings | dict(data)),
         eval=EvalConfig(generate=GenerateConfig(**searching | dict(generate))),
         **changes,

@@ -117,15 +117,6 @@ def test_task_that_hardly_learned_is_left_out_and_leaves_the_claim_undecided(wor
     assert verdict.why == "hardly learned: a constant prediction has 50.9" and verdict.instead.count("task=sst2") == 2
 
 
-def change_scale(world, **scale) -> None:
-    """Add entries to the sweep `adaptivity` at scale=mini, and write the rows that it then has."""
-    path = world.folders.sweeps / "adaptivity.yaml"
-    content = yaml.safe_load(path.read_text().partition("\n")[2])
-    content["scales"]["mini"] |= scale
-    path.write_text("# Narrowed\n" + yaml.safe_dump(content))
-    world.write(world.rows("adaptivity"), "adaptivity")
-
-
 @pytest.mark.parametrize(
     ("scale", "why"),
     [
@@ -135,7 +126,11 @@ def change_scale(world, **scale) -> None:
     ],
 )
 def test_settings_that_a_scale_leaves_out_leave_the_claim_undecided(world, scale, why):
-    change_scale(world, **scale)
+    path = world.folders.sweeps / "adaptivity.yaml"
+    content = yaml.safe_load(path.read_text().partition("\n")[2])
+    content["scales"]["mini"] |= scale
+    path.write_text("# Narrowed\n" + yaml.safe_dump(content))
+    world.write(world.rows("adaptivity"), "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, why)
 
