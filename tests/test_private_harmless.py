@@ -44,10 +44,6 @@ def evaluates(use: Use) -> None:
         use.model.eval()(X)
 
 
-def trains_all(use: Use) -> None:
-    use.model.train()
-
-
 def another_loss(use: Use) -> None:
     """The next step discards these gradients."""
     cross_entropy(use.model, (X, Y)).mean().backward()
@@ -74,7 +70,7 @@ HARMLESS: dict[str, Callable[[Use], object]] = {
     "an error in the loop, and a new loop": an_error_in_the_loop,
     "`torch.manual_seed` between steps": between_steps(lambda _: torch.manual_seed(0)),
     "evaluating, and leaving the model in eval mode": between_steps(evaluates),
-    "`model.train()` over a module that was in eval mode": between_steps(trains_all),
+    "`model.train()` over a module that was in eval mode": between_steps(lambda use: use.model.train()),
     "a loop for each few steps": loop_of_epochs,
     "two loops at once": two_loops,
     "`step` by hand": one_by_one,
@@ -244,22 +240,3 @@ def test_set_threshold_scales_the_noise_and_is_resumed():
         Use().private.set_threshold(2.0)
     with pytest.raises(UserError, match="finite numbers above 0"):
         use.private.set_threshold(0.0)
-
-
-def test_a_step_that_fails_before_its_noise_leaves_no_sums_in_the_gradients():
-    calls = []
-
-    def losses(model, batch):
-        calls.append(model.training and torch.is_grad_enabled())
-        if len(calls) == fails_at:
-            raise RuntimeError("the third microbatch")
-        return cross_entropy(model, batch)
-
-    fails_at = 0
-    use = Use(losses=losses)
-    fails_at = len(calls) + 3
-    with pytest.raises(RuntimeError, match="the third microbatch"):
-        use.private.step()
-    assert not use.private.executed and all(parameter.grad is None for parameter in use.model.parameters())
-    use.train()
-    assert torch.equal(use.weights, Use().train().weights)

@@ -53,10 +53,6 @@ def a_step_within_a_step() -> None:
     uses[0].train()
 
 
-def backward_in_the_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    cross_entropy(model, (x, y)).sum().backward()
-
-
 def weights_in_the_losses(model: nn.Module, x: Tensor, y: Tensor) -> None:
     with torch.no_grad():
         model[0].bias.add_(x.mean())
@@ -75,10 +71,6 @@ def frozen_in_the_losses() -> None:
 
 def data_in_a_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
     next(model.parameters()).sum().mul(x.sum()).backward()
-
-
-def seeded(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    torch.manual_seed(0)
 
 
 def in_a_fork() -> None:
@@ -227,10 +219,6 @@ def divided_by_rare_labels() -> None:
     Use(data=data, losses=lambda model, batch: cross_entropy(model, batch) / batch[1].sum().clamp(min=1))
 
 
-def other_model(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return cross_entropy(OTHER, (x, y))
-
-
 def scaled(use: Use) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -280,7 +268,10 @@ REFUSED: dict[str, Misuse] = {
         "alone but .* in a batch: .* mixes the examples of a batch",
     ),
     "losses divided by the number of rare labels": (divided_by_rare_labels, "mixes the examples of a batch"),
-    "torch seeded in the losses": (lambda: in_the_losses(seeded), "was seeded .* not from the secret key"),
+    "torch seeded in the losses": (
+        lambda: in_the_losses(lambda *_: torch.manual_seed(0)),
+        "was seeded .* not from the secret key",
+    ),
     "a step in a forked process": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
     "a module added to model and optimizer later": (
@@ -301,9 +292,9 @@ REFUSED: dict[str, Misuse] = {
         "no gradient",
     ),
     "a step in `torch.no_grad`": (lambda: torch.no_grad()(Use().train)(), "carry no gradient"),
-    "another model's losses": (lambda: with_losses(other_model), "not the model's"),
+    "another model's losses": (lambda: with_losses(lambda _, x, y: cross_entropy(OTHER, (x, y))), "not the model's"),
     "`backward()` in the losses": (
-        lambda: in_the_losses(backward_in_the_losses),
+        lambda: in_the_losses(lambda model, x, y: cross_entropy(model, (x, y)).sum().backward()),
         "let the private step run the backward",
     ),
     "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "set gradients"),

@@ -49,6 +49,7 @@ def fail_in_the_third_step(private: Private, calls: list[int]) -> None:
     with pytest.raises(Stop):
         private.step()
     assert private.executed == 2
+    assert all(parameter.grad is None for parameter in private.model.parameters()), "no sums are left"
 
 
 def same(one: Private, other: Private) -> None:

@@ -28,11 +28,6 @@ def of_another_optimizer() -> None:
     Use(use.model, optimizer=torch.optim.Adam(use.model.parameters())).private.load_state_dict(state)
 
 
-def state_of_the_model() -> None:
-    use = Use()
-    use.private.load_state_dict(use.model.state_dict())
-
-
 def loaded_after_steps() -> None:
     use = Use()
     state = use.private.state_dict()
@@ -76,7 +71,7 @@ STATES: dict[str, Misuse] = {
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "optimizer does not have the settings of Adam"),
-    "a state of something else": (state_of_the_model, "has no noise key"),
+    "a state of something else": (lambda: Use().private.load_state_dict(network().state_dict()), "has no noise key"),
     "a state loaded after steps were taken (the same noise again)": (loaded_after_steps, "resuming would repeat"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "cannot be copied"),
     "`pickle.dumps(private)`": (lambda: pickle.dumps(Use().private), "cannot be copied"),

@@ -12,10 +12,6 @@ from tests.clipping.conftest import LastOutput
 from tests.clipping.traced import clip, clip_batch, trace_batch
 
 
-def channels_last_convolution() -> nn.Conv2d:
-    return nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-
-
 def transposed_weight() -> nn.Linear:
     layer = nn.Linear(4, 6)
     layer.weight = nn.Parameter(torch.randn(4, 6).t())
@@ -27,7 +23,7 @@ LAYERS = {
     "transposed weight": (transposed_weight, (5, 3, 4)),
     "narrow linear": (lambda: nn.Linear(2, 600), (5, 3, 2)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3), (5, 4, 6, 6)),
-    "channels last": (channels_last_convolution, (5, 4, 6, 6)),
+    "channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (5, 4, 6, 6)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(4, 6, 3), (5, 4, 3, 3)),
     "norm": (lambda: nn.LayerNorm(4), (5, 3, 4)),
 }

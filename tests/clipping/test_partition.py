@@ -58,11 +58,6 @@ def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
-def without_stem(model: nn.Module) -> nn.Module:
-    model.stem.requires_grad_(False)
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -74,7 +69,7 @@ def without_stem(model: nn.Module) -> nn.Module:
         ),
         (lambda m: by_mapping(m, {"*": "all", "late*": "late"}), r"Pattern 'late\*'"),
         (
-            lambda m: by_mapping(without_stem(m), {"stem": "early", "*": "late"}),
+            lambda m: (m.stem.requires_grad_(False), by_mapping(m, {"stem": "early", "*": "late"})),
             r"Pattern 'stem' .* matches no trainable layer",
         ),
         (lambda m: attach(m, (*per_layer(m), Group("again", ("stem",))), 1.0), "in two groups"),

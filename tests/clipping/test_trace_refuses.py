@@ -124,20 +124,9 @@ def test_reordering_is_refused_even_if_the_traced_batch_is_sorted(make):
         engine.trace(of_rows(model, ordered), range(6))
 
 
-class RowByRow(nn.Module):
-    """A layer runs on the rows of one example at a time; there are as many rows as examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDE, WIDE * ROWS), nn.Linear(WIDE, 2)
-
-    def forward(self, x):
-        rows = self.a(x[:, 0]).tanh().unflatten(1, (ROWS, WIDE))
-        return torch.stack([self.b(each).tanh().mean(0) for each in rows])
-
-
 def test_a_layer_that_runs_once_for_each_example_is_refused():
-    model = RowByRow()
+    """There are as many rows as examples."""
+    model = Two(lambda a, b, x: torch.stack([b(rows).tanh().mean(0) for rows in a(x).tanh()]))
     with attach(model, flat(model), 1.0) as engine, pytest.raises(UserError, match=r"'b'.* used more often in some"):
         engine.trace(of_rows(model, torch.randn(ROWS, ROWS, WIDE)), range(ROWS))
 
