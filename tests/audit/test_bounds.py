@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 from scipy.special import expit
 from scipy.stats import binom
 
@@ -134,8 +135,4 @@ def test_invalid_scores_are_refused(scores):
 
 def mu_of(epsilon: float) -> float:
     """The μ of a Gaussian release with this ε at DELTA."""
-    low, high = 0.0, 10.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if gaussian_epsilon(DELTA, middle) < epsilon else (low, middle)
-    return low
+    return float(brentq(lambda mu: gaussian_epsilon(DELTA, mu) - epsilon, 0.01, 10.0))

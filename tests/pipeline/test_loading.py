@@ -20,23 +20,11 @@ from groupwise.torchvision_import import import_torchvision
 import_torchvision()  # before transformers, whose import fails otherwise
 CPU = torch.device("cpu")
 BLOCKS = 4
+SIZES = {"hidden_size": 8, "num_hidden_layers": BLOCKS, "num_attention_heads": 2, "max_position_embeddings": 16}
 SHAPES = {
     "gpt2": {"n_embd": 8, "n_layer": BLOCKS, "n_head": 2, "n_positions": 16},
-    "opt": {
-        "hidden_size": 8,
-        "num_hidden_layers": BLOCKS,
-        "num_attention_heads": 2,
-        "ffn_dim": 16,
-        "word_embed_proj_dim": 6,
-        "max_position_embeddings": 16,
-    },
-    "llama": {
-        "hidden_size": 8,
-        "num_hidden_layers": BLOCKS,
-        "num_attention_heads": 2,
-        "intermediate_size": 12,
-        "max_position_embeddings": 16,
-    },
+    "opt": SIZES | {"ffn_dim": 16, "word_embed_proj_dim": 6},
+    "llama": SIZES | {"intermediate_size": 12},
 }
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "opt": ["q_proj", "v_proj"], "llama": ["q_proj", "v_proj"]}
 

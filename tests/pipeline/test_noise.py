@@ -35,13 +35,12 @@ def on_four_processes(rank: int, world: int) -> dict:
     """Two replicas of two stages."""
     ranks = Ranks(2)
     device = Case(sigma=SIGMA)
-    found = {
+    return {
         "device": noise_of(device, ranks),
         "planted": noise_of(device, ranks, groups=1),
         "adaptive": noise_of(Case(sigma=SIGMA, policy="adaptive"), ranks),
         "flat": noise_of(Case(sigma=SIGMA, policy="adaptive", grouping="flat"), ranks),
     }
-    return found
 
 
 @pytest.fixture(scope="module")

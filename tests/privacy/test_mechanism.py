@@ -12,14 +12,6 @@ from groupwise.privacy.noise import NoiseSource
 SOURCE = NoiseSource.from_seed(0)
 
 
-def make_groups(*shapes, dtype=torch.float32) -> list[list[nn.Parameter]]:
-    """One group for each tuple of shapes, with gradients that are all 1."""
-    groups = [[nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in group] for group in shapes]
-    for parameter in (parameter for group in groups for parameter in group):
-        parameter.grad = torch.ones_like(parameter)
-    return groups
-
-
 class Sums(NamedTuple):
     """Summed gradients of groups of parameters, in the place of an engine."""
 
@@ -33,19 +25,18 @@ class Sums(NamedTuple):
         return [sum(parameter.numel() for parameter in group) for group in self.groups]
 
 
-def release(groups, thresholds, **options) -> torch.Tensor:
-    defaults = {"allocation": "global", "noise_multiplier": 1.0, "expected_batch_size": 4.0, "noise": SOURCE, "step": 0}
-    thresholds = torch.as_tensor(thresholds, dtype=torch.float64)
-    return release_gradients(Sums("add_remove", groups, thresholds), **{**defaults, **options})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
 def test_sums_get_their_groups_noise_and_are_divided_by_the_configured_batch_size(allocation, dtype):
     thresholds, sigma, batch = [0.1, 1.0, 5.0], 1.5, 256.0
-    groups = make_groups([(10, 8), (80,)], [(60,)], [(5, 3, 5), (9,), ()], dtype=dtype)
-    sizes = [160, 60, 85]
-    stds = release(groups, thresholds, allocation=allocation, noise_multiplier=sigma, expected_batch_size=batch, step=3)
+    shapes, sizes = ([(10, 8), (80,)], [(60,)], [(5, 3, 5), (9,), ()]), [160, 60, 85]
+    groups = [[nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in group] for group in shapes]
+    for parameter in (parameter for group in groups for parameter in group):
+        parameter.grad = torch.ones_like(parameter)
+    stds = release_gradients(
+        Sums("add_remove", groups, torch.tensor(thresholds, dtype=torch.float64)), allocation=allocation,
+        noise_multiplier=sigma, expected_batch_size=batch, noise=SOURCE, step=3,
+    )  # fmt: skip
     weights = noise_weights(thresholds, sizes, allocation)
     torch.testing.assert_close(stds, sigma * sensitivity(thresholds, weights) * weights)
     each = SOURCE.add_gaussian_(torch.zeros(sum(sizes), dtype=dtype), 1.0, 3, 0)  # one sequence for all groups

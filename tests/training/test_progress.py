@@ -16,13 +16,14 @@ def lines_of(stream: io.StringIO) -> list[str]:
     return stream.getvalue().strip().split("\r")
 
 
-def test_a_log_file_gets_few_lines_and_one_at_the_end() -> None:
+@pytest.mark.parametrize(("start", "steps"), [(0, 100), (990, 1000)], ids=["new", "resumed"])
+def test_a_log_file_gets_few_lines_from_the_first_step_of_the_session_to_the_end(start: int, steps: int) -> None:
     stream = io.StringIO()
-    with Progress(NOISELESS, 0, 100, file=stream) as bar:
-        for number in range(1, 101):
+    with Progress(NOISELESS, start, steps, file=stream) as bar:
+        for number in range(start + 1, steps + 1):
             bar.step(number)
     first, last = lines_of(stream)
-    assert "0/100" in first and "100/100" in last
+    assert f"{start}/{steps}" in first and f"{steps}/{steps}" in last
 
 
 def test_a_line_shows_epsilon_and_the_last_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,14 +35,6 @@ def test_a_line_shows_epsilon_and_the_last_note(monkeypatch: pytest.MonkeyPatch)
     _, first, *_, last = lines_of(stream)
     assert "1/2" in first and "ε 1.50 of 3" in first
     assert "2/2" in last and "ε 3.00 of 3" in last and last.count("valid 61.0 %") == 1
-
-
-def test_a_resumed_run_begins_at_its_step() -> None:
-    stream = io.StringIO()
-    with Progress(NOISELESS, 990, 1000, file=stream) as bar:
-        for number in range(991, 1001):
-            bar.step(number)
-    assert "990/1000" in lines_of(stream)[0] and "1000/1000" in lines_of(stream)[-1]
 
 
 def test_disabled_progress_writes_nothing_and_computes_no_epsilon() -> None:
