@@ -1,7 +1,5 @@
 """Turns errors of Hydra and OmegaConf into messages of one sentence."""
 
-from __future__ import annotations
-
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigAttributeError,
