@@ -1,7 +1,5 @@
 """The command line: composes and checks a configuration, runs it, and distinguishes a user's mistakes from bugs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Checks a configuration before anything is loaded. Each error message is one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec

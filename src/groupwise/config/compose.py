@@ -1,7 +1,5 @@
 """Composes a run's configuration with Hydra, and checks it against the schema."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -68,14 +66,14 @@ def refuse_taken_name(own: Path, file: Path) -> None:
         raise UserError(f"{own} cannot be used, since {what}: give the file another name.")
 
 
-def compositions_of(conf: Path) -> Compositions:
+def compositions_of(conf: Path) -> "Compositions":
     """Return the `Compositions` of a folder, new ones if a file has changed."""
     conf = conf.resolve()
     return _compositions(conf, max((path.stat().st_mtime_ns for path in conf.rglob("*.yaml")), default=0))
 
 
 @functools.lru_cache(maxsize=8)
-def _compositions(_conf: Path, _written: int) -> Compositions:
+def _compositions(_conf: Path, _written: int) -> "Compositions":
     return Compositions()
 
 

@@ -1,7 +1,5 @@
 """Resolvers for values in `conf/` that depend on other keys: ``threshold: ${by_mode:{fixed_*:0.1, *:1.0}}``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

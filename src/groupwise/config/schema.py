@@ -5,8 +5,6 @@ Every field is a key of the command line (``clip.target_quantile=0.7``). It decl
 numbers. `groupwise.config.checks` checks combinations of keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

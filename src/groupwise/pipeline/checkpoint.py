@@ -5,8 +5,6 @@ checkpoint, even if a run is killed. Weights are saved under the whole model's n
 them.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ All stages run the search of transformers. In each forward pass they run one aft
 scores to all.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from functools import partial

@@ -1,7 +1,5 @@
 """Loads a stage without the whole model in memory: the model is built empty and split, then the stage is filled."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

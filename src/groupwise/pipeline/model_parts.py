@@ -1,7 +1,5 @@
 """Finds the parts of a model: the modules before its blocks, the blocks, and the modules after them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any

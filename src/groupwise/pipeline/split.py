@@ -1,7 +1,5 @@
 """Splits a model into stages of consecutive blocks, balanced by parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise

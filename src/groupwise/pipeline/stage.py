@@ -1,7 +1,5 @@
 """The stages of a split causal language model."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ python -m groupwise.planner model=opt_66b devices=8 accelerator=a100_80gb length
 Exit codes: 0, 2 for a mistake or a model that does not fit.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

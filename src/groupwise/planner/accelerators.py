@@ -1,7 +1,5 @@
 """Memory and speed of devices, from published data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GIB = 2**30

@@ -1,7 +1,5 @@
 """Estimates memory and time of one model on one kind of device, for any number of stages and any microbatch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

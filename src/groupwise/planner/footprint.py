@@ -1,7 +1,5 @@
 """Measures the memory and operations of a stage by running its code on fake tensors."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

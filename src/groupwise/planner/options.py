@@ -1,7 +1,5 @@
 """The planner's options, and checks of their combinations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from groupwise.errors import UserError

@@ -1,7 +1,5 @@
 """Makes the planned model on the meta device, from a known name or a folder, with its adapters."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Connects the processes of a run, and runs it in each of them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Reads from the environment which process of a run this is, if torchrun or srun started several."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -5,8 +5,6 @@ report is the cause, and later ones are consequences. A process that is killed w
 in the processes that work.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Runs the cells of a sweep's folder through Hydra: the basic sweeper over ``cell=…``, and the chosen launcher."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Joins source and target into one sequence of tokens, and pads sequences to tensors."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Implements what all text tasks share: order by length, token losses, the choice of data, and export."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

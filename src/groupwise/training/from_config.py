@@ -1,7 +1,5 @@
 """Makes the clipping engine, thresholds, plan, optimiser, schedule and precision that a configuration asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

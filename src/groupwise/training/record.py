@@ -1,7 +1,5 @@
 """Manages the folder of a run, `results/runs/<hash>`: its files, its state, and the provenance of an exported model."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -39,7 +37,7 @@ class RunRecord:
         self._found = self._state()
 
     @classmethod
-    def open(cls, config: RunConfig) -> RunRecord:
+    def open(cls, config: RunConfig) -> "RunRecord":
         """The record of ``config``, in the folder ``config.resume`` if that is set.
 
         Raises:

@@ -1,7 +1,5 @@
 """Reports metrics to files and a tracker during a run, and formats the lines that it prints at its end."""
 
-from __future__ import annotations
-
 import math
 import os
 import secrets
