@@ -47,7 +47,7 @@ $(STAMP): requirements.txt pyproject.toml
 			"or name another folder: make $(firstword $(MAKECMDGOALS)) VENV=.venv-groupwise" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $(VENV)/.made
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP)
 

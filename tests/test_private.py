@@ -1,8 +1,10 @@
 """`make_private` in a user's loop matches the trainer of `run.py` bit for bit, and a loop over single examples."""
 
+import gc
 import math
 import pickle
 import random
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,27 @@ def test_worker_processes_get_the_data_but_neither_model_nor_losses(monkeypatch)
     monkeypatch.setattr("groupwise.private.dataset_sums.DataLoader", loader)
     task = Augmented()
     start(task, losses=lambda model, batch: task.losses(model, batch), num_workers=1).step()
+
+
+@pytest.mark.parametrize("steps", [1, STEPS])
+def test_workers_end_at_once_after_the_last_step_or_with_an_abandoned_training(steps, monkeypatch):
+    """They are not killed after five seconds, as those of a DataLoader's iterator in a cycle that is collected."""
+    gc.collect()  # trainings of other tests
+    ended = []
+
+    def join(worker, timeout=None):
+        plain(worker, timeout)
+        ended.append(not worker.is_alive())
+
+    plain = BaseProcess.join
+    monkeypatch.setattr(BaseProcess, "join", join)
+    private = start(Augmented(), num_workers=1)
+    for _ in private.steps(steps):
+        pass
+    if steps < STEPS:
+        del private
+        gc.collect()
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -193,8 +192,11 @@ def test_a_run_that_was_killed_just_before_done_is_finished(config: RunConfig) -
 
 
 def test_a_run_that_is_half_removed_is_not_finished(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(entry: Path) -> None:
+        raise KeyboardInterrupt
+
     finished(config)
-    monkeypatch.setattr("groupwise.training.record.remove", lambda entry: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("groupwise.training.record.remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         RunRecord.open(replace(config, overwrite=True)).begin()
     assert not RunRecord.open(config).finished

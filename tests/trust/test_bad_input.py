@@ -5,6 +5,9 @@ import itertools
 import os
 import subprocess
 import sys
+import time
+from collections import deque
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,12 +76,13 @@ def test_each_defect_has_its_verdict(plant, expected, monkeypatch, tmp_path):
             file.unlink()
 
 
-@pytest.mark.parametrize(("seconds", "wait", "expected"), [(600, 0.25, "hung"), (0, 1000, "stopped")])
-def test_endless_attempt_is_stopped(seconds, wait, expected, monkeypatch, tmp_path):
-    import time
-
+@pytest.mark.parametrize(
+    ("never_ends", "wait", "expected"),
+    [(partial(time.sleep, 600), 0.25, "hung"), (lambda: deque(itertools.count(), maxlen=0), 1000, "stopped")],
+)
+def test_endless_attempt_is_stopped(never_ends, wait, expected, monkeypatch, tmp_path):
     monkeypatch.setattr("trust.bad_input.attempt.WAIT", wait)
-    plant = refusing(lambda: [time.sleep(seconds) for _ in itertools.count()])
+    plant = refusing(never_ends)
     assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant, patience=2.0) == expected
 
 

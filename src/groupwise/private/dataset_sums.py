@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import torch
@@ -55,8 +56,6 @@ class DatasetSums(Microbatches):
         self._model = model
         self._at_once = _rows_of(data) if collate_fn is default_collate else None
         """For a `TensorDataset`, a function that reads all examples of a microbatch at once."""
-        self._batches: Iterator[Any] | None = None
-        """The microbatches that worker processes prefetch."""
         self._step = -1
         """The step of the last microbatch."""
 
@@ -100,7 +99,7 @@ class DatasetSums(Microbatches):
     def forget(self) -> None:
         """End the worker processes."""
         super().forget()
-        self._batches = None
+        PREFETCHED.pop(self, None)
 
     def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:
         if self._at_once is not None:
@@ -108,34 +107,40 @@ class DatasetSums(Microbatches):
         reader = _Reader(self.data, self.collate_fn, private.noise.child("data"), private.ranks.replica)
         if not self.num_workers:
             return self._pinned(reader[step, start, rows.tolist()])
-        if self._batches is None or (start == 0 and self._step == step):  # the step starts again
+        if self not in PREFETCHED or (start == 0 and self._step == step):  # the step starts again
             loader = DataLoader(
                 reader,
                 batch_size=None,
-                sampler=self._places(private, step),
+                sampler=_places(proxy(self), proxy(private), step),
                 collate_fn=_identity,
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),  # otherwise the loader would draw seeds from the caller's generator
             )
-            self._batches = iter(loader)
+            PREFETCHED[self] = iter(loader)
         self._step = step
-        return next(self._batches)
+        return next(PREFETCHED[self])
 
     def _pinned(self, batch: Any) -> Any:
         if not (self.pin_memory and torch.cuda.is_available()):
             return batch
         return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
 
-    def _places(self, private: PrivateStep, first: int) -> Iterator[Place]:
-        for step in range(first, private.plan.steps):
-            drawn = private.sampler.indices(step)
-            for start, rows, _ in self.split(private, self.share(drawn, private.ranks), drawn):
-                yield step, start, rows.tolist()
-
     def items(self, rows: Sequence[int]) -> list[Any]:
         """Read examples, without collating them."""
         return _items(self.data, rows)
+
+
+PREFETCHED: WeakKeyDictionary[DatasetSums, Iterator[Any]] = WeakKeyDictionary()
+"""The microbatches that worker processes prefetch. An iterator of a DataLoader that is collected as a part of a cycle
+waits five seconds for each worker. So it is kept here, and not in a training that nobody detached."""
+
+
+def _places(sums: DatasetSums, private: PrivateStep, first: int) -> Iterator[Place]:
+    for step in range(first, private.plan.steps):
+        drawn = private.sampler.indices(step)
+        places = sums.split(private, sums.share(drawn, private.ranks), drawn)
+        yield from [(step, start, rows.tolist()) for start, rows, _ in places]  # a list, as the generator knows `sums`
 
 
 def _items(data: Any, rows: Sequence[int]) -> list[Any]:

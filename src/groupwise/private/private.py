@@ -212,6 +212,8 @@ class Private:
                 module.training = training
         released = core.step()
         seconds = max(time.monotonic() - began, 1e-9)
+        if core.executed == self.plan.steps:
+            self._sums.forget()
         parts = core.ranks.gather((released.loss, released.nonfinite))
         drawn = max(released.drawn, 1)
         shown = {
