@@ -44,7 +44,7 @@ def watch(allowed: Sequence[Path], report: Path) -> None:
             return True
         folder, name = os.path.split(path := os.fsdecode(path))
         real = os.path.join(os.path.realpath(folder), name) if itself else os.path.realpath(path)
-        return f"{real}{os.sep}".startswith(homes) or real.startswith(("/dev/null", "/dev/shm/"))
+        return f"{real}{os.sep}".startswith((*homes, "/dev/null", "/dev/shm/", f"/proc/{os.getpid()}/"))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in NETWORK:

@@ -68,7 +68,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
             continue
         if not RANGES[rules["within"]](value):
             yield f"{key}={value} must be {rules['within']}."
-        if not math.isfinite(value) and not rules["infinite"]:
+        if value == math.inf and not rules["infinite"]:
             yield f"{key}={value} must be finite."
         if rules["most"] < value < math.inf:
             yield f"{key}={value} must be at most {rules['most']:g}."
