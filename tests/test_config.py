@@ -287,6 +287,7 @@ REFUSED = [
     ("data.train_file=../../secret.tsv", "is outside the data set's folder"),
     ("data.train_file=/etc/passwd", "is outside the data set's folder"),
     ("data.train_file=a/../../b", "is outside the data set's folder"),
+    ("model.source='~nobody-of-this-name/x'", "a user who does not exist"),
     (f"seed={2**63}", "must be at most 1e+15"),
     (f"train.batch_size={10**309}", "must be at most 1e+15"),
     ("optim.weight_decay=1e30", "must be at most 1e+15"),

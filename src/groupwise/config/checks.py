@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import why_unwritable
+from groupwise.config.identity import flat_config
 from groupwise.config.keys import CHOICES, LIMITS
 from groupwise.config.schema import BELOW_ONE, INSIDE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean
@@ -76,6 +78,9 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 
 def _places(config: RunConfig) -> Iterator[str]:
     """Folders that cannot be written, and a training file outside its folder. Missing inputs are found later."""
+    for key, text in flat_config(config).items():
+        if isinstance(text, str) and expanduser(text).startswith("~"):
+            yield f"{key}={text} begins with the name of a user who does not exist: give another path."
     for key in WRITTEN:
         value: Any = attrgetter(key)(config)
         if value is not None and (why := why_unwritable(Path(value).expanduser())):
