@@ -51,7 +51,7 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(STAMP)
 
-demo: $(STAMP) ## train one private model on bundled data: about a minute, no network
+demo: $(STAMP) ## train one private model on bundled data: about a minute, no data to download
 	$(BIN)/python run.py task=cifar clip=adaptive_layer scale=demo
 
 test: $(STAMP) ## the fast tests

@@ -66,7 +66,7 @@ def planted_summary(rows: Rows) -> str:
     return (
         f"{len(rows)} bugs, {sum(row['caught'] == 'yes' for row in rows)} caught. The weakest bound with a bug is ε ≥ "
         f"{least['bug_epsilon']} where {least['claimed_epsilon']} is claimed ({least['bug']}); without bugs no "
-        f"bound exceeds {most:.0%} of its claim."
+        f"bound exceeds {most:.1%} of its claim."
     )
 
 

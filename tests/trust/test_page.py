@@ -50,7 +50,7 @@ def test_planted_summary_counts_only_caught_bugs() -> None:
     caught = {"bug": "no noise", "caught": "yes", **bounds}
     missed = {**caught, "bug": "too small a σ", "bug_epsilon": "0.8", "caught": "no"}
     text = planted_summary([caught, missed])
-    assert text.startswith("2 bugs, 1 caught.") and "25%" in text
+    assert text.startswith("2 bugs, 1 caught.") and "25.0%" in text
     assert "ε ≥ 0.8 where 1 is claimed (too small a σ)" in text
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.atomic import why_unwritable
-from groupwise.config.identity import flat_config
-from groupwise.config.keys import CHOICES, LIMITS
+from groupwise.config.keys import CHOICES, LIMITS, key_types
 from groupwise.config.schema import BELOW_ONE, INSIDE, NOT_NEGATIVE, POSITIVE, ClipConfig, RunConfig
 from groupwise.errors import UserError, did_you_mean
 
@@ -78,7 +77,8 @@ def _ranges(config: RunConfig) -> Iterator[str]:
 
 def _places(config: RunConfig) -> Iterator[str]:
     """Folders that cannot be written, and a training file outside its folder. Missing inputs are found later."""
-    for key, text in flat_config(config).items():
+    for key in key_types():
+        text = attrgetter(key)(config)
         if isinstance(text, str) and expanduser(text).startswith("~"):
             yield f"{key}={text} begins with the name of a user who does not exist: give another path."
     for key in WRITTEN:
