@@ -17,7 +17,7 @@ from groupwise.clipping import ClippingEngine, explain, matmul
 from groupwise.clipping.precision import full_float32
 from groupwise.config.identity import load_config
 from groupwise.config.schema import ModelConfig, RunConfig
-from groupwise.errors import UserError, environment_errors, message
+from groupwise.errors import UserError, environment_errors, message, reason
 from groupwise.models.hub import find_source
 from groupwise.pipeline import checkpoint
 from groupwise.pipeline.stage import Stage
@@ -136,7 +136,12 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
     if config.explain:
         return _explain(trainer)
     if state is not None and file is not None:
-        trainer.load_state_dict(state)
+        try:
+            trainer.load_state_dict(state)
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} was altered ({reason(error)}): start afresh with overwrite=true.") from error
         state = {name: state[name] for name in state.keys() - {"model", "optimizer"}}  # the trainer has these now
         print(f"Resuming after step {trainer.private.executed} of {plan.steps}, from {file.name}.")
     if ranks.main:

@@ -162,7 +162,17 @@ def test_a_resumed_run_prints_its_step_and_needs_no_gpu(tmp_path, monkeypatch, c
         patch.setattr(Trainer, "step", lambda self, t: os.kill(os.getpid(), signal.SIGTERM) or step(self, t))
         with pytest.raises(KeyboardInterrupt):
             run(config)
-    assert "Going on" not in capsys.readouterr().out
+    assert "Resuming" not in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").iterdir()
+    for name, altered in (("checkpoint.pt", {"thresholds": 0.5}), ("privacy.json", {"replayed_steps": [1]})):
+        whole = (path := folder / name).read_bytes()
+        if name == "checkpoint.pt":
+            torch.save(torch.load(path) | altered, path)
+        else:
+            path.write_text(json.dumps(json.loads(whole) | altered))
+        with pytest.raises(UserError, match="altered"):
+            run(config)
+        path.write_bytes(whole)
     assert run(config)["plan.steps"] == 4
     assert "Resuming after step 1 of 4, from checkpoint.pt.\n" in capsys.readouterr().out
 

@@ -172,7 +172,9 @@ class RunRecord:
         if start and not (self.folder / "metrics.jsonl").is_file():
             raise UserError(_altered(self.folder / "metrics.jsonl"))
         before = self._read_if_there("privacy").get("replayed_steps", 0)
-        return int(before) + max([row["step"] - start for row in self.metrics()] + [0])
+        if not isinstance(before, int):
+            raise UserError(_altered(self.folder / "privacy.json"))
+        return before + max([row["step"] - start for row in self.metrics()] + [0])
 
     def finish(
         self, metrics: Mapping[str, Any], *, plan: Mapping[str, Any], system: Mapping[str, Any]
