@@ -68,34 +68,6 @@ def folded(text: str) -> str:
     return lines.replace("\xa0", " ")
 
 
-def _headline(plan: "PrivacyPlan") -> str:
-    accountant = "" if plan.note else f"{plan.accountant.upper()}, "  # the note names the accountant that was used
-    figure = f"epsilon = {plan.epsilon:.4g} at delta = {plan.delta:g} ({accountant}upper bound)"
-    if plan.sampling == "shuffle":
-        return (
-            f"Privacy: {figure} as published, not a guarantee: batches are shuffled, but accounted as Poisson samples."
-        )
-    return f"Privacy: {figure} for adding or removing one training example."
-
-
-def _sampling(plan: "PrivacyPlan") -> str:
-    groups = f"{plan.num_groups} clipping group{'s' if plan.num_groups > 1 else ''}"
-    return (
-        f"  {plan.steps} steps with batches of {plan.expected_batch_size:g} expected from {plan.dataset_size} examples "
-        f"({plan.sampling}, rate {plan.sample_rate:.5g}), {groups}."
-    )
-
-
-def _noise(plan: "PrivacyPlan") -> str:
-    sigma = f"  Gaussian noise once a step, noise multiplier sigma = {plan.noise_multiplier:.4f}"
-    if plan.quantile_budget == 0.0:
-        return f"{sigma}, all of it on gradients."
-    return (
-        f"{sigma}; counts use a share r = {plan.quantile_budget:g}: sigma_b = {plan.count_noise_multiplier:.4g} on "
-        f"counts, sigma_new = {plan.gradient_noise_multiplier:.4f} on gradients."
-    )
-
-
 SAMPLINGS = ("poisson", "shuffle")
 
 
@@ -173,12 +145,29 @@ class PrivacyPlan:
 
     def statement(self) -> str:
         """Return the plan as text: the guarantee, the mechanism, its numbers, and what is not covered."""
+        groups = f"{self.num_groups} clipping group{'s' if self.num_groups > 1 else ''}"
+        sampling = (
+            f"  {self.steps} steps with batches of {self.expected_batch_size:g} expected from {self.dataset_size} "
+            f"examples ({self.sampling}, rate {self.sample_rate:.5g}), {groups}."
+        )
         if self.noise_multiplier == 0.0:
-            lines = ["Privacy: none. No noise is added: there is no privacy guarantee.", _sampling(self)]
+            return "\n".join(["Privacy: none. No noise is added: there is no privacy guarantee.", folded(sampling)])
+        accountant = "" if self.note else f"{self.accountant.upper()}, "  # the note names the accountant that was used
+        headline = f"Privacy: epsilon = {self.epsilon:.4g} at delta = {self.delta:g} ({accountant}upper bound) "
+        if self.sampling == "shuffle":
+            headline += "as published, not a guarantee: batches are shuffled, but accounted as Poisson samples."
         else:
-            note = [f"  Note: epsilon was computed {self.note}. It is still an upper bound."] if self.note else []
-            lines = [_headline(self), _sampling(self), _noise(self), *note, _LIMITS]
-        return "\n".join(map(folded, lines))
+            headline += "for adding or removing one training example."
+        noise = f"  Gaussian noise once a step, noise multiplier sigma = {self.noise_multiplier:.4f}"
+        if self.quantile_budget == 0.0:
+            noise += ", all of it on gradients."
+        else:
+            noise += (
+                f"; counts use a share r = {self.quantile_budget:g}: sigma_b = {self.count_noise_multiplier:.4g} on "
+                f"counts, sigma_new = {self.gradient_noise_multiplier:.4f} on gradients."
+            )
+        note = [f"  Note: epsilon was computed {self.note}. It is still an upper bound."] if self.note else []
+        return "\n".join(map(folded, [headline, sampling, noise, *note, _LIMITS]))
 
     def progress(self, step: int) -> float:
         """Return an upper bound on the ε spent after ``step`` steps, for a progress bar.
