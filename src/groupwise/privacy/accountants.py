@@ -94,30 +94,28 @@ LEAST_NOISE, MOST_NOISE = 1e-12, 1e5
 
 
 def epsilon_rdp(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, orders: tuple[float, ...] | None = None
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, orders: tuple[float, ...] = ORDERS
 ) -> float:
     """Return an upper bound on ε at ``delta`` by Rényi DP (Mironov, Talwar & Zhang 2019), add/remove adjacency.
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. The bound is valid for any
-    ``orders`` above 1; the default is `ORDERS`.
+    ``orders`` above 1.
     """
     check_mechanism(noise_multiplier, sample_rate, steps, delta)
-    orders = orders or ORDERS
     return curve_epsilon(rdp_of_steps(noise_multiplier, sample_rate, steps, orders), delta, orders)
 
 
-def curve_epsilon(rdp: NDArray[np.float64], delta: float, orders: tuple[float, ...] | None = None) -> float:
-    """Return ε at δ for RDP at ``orders``, by default `ORDERS` (Canonne, Kamath & Steinke 2020, Proposition 12)."""
+def curve_epsilon(rdp: NDArray[np.float64], delta: float, orders: tuple[float, ...] = ORDERS) -> float:
+    """Return ε at δ for RDP at ``orders`` (Canonne, Kamath & Steinke 2020, Proposition 12)."""
     from dp_accounting.rdp import compute_epsilon
 
-    return float(compute_epsilon(orders or ORDERS, rdp, delta)[0])
+    return float(compute_epsilon(orders, rdp, delta)[0])
 
 
 def rdp_of_steps(
-    noise_multiplier: float, sample_rate: float, steps: int, orders: tuple[float, ...] | None = None
+    noise_multiplier: float, sample_rate: float, steps: int, orders: tuple[float, ...] = ORDERS
 ) -> NDArray[np.float64]:
-    """Return an upper bound on the RDP of T steps at ``orders``, by default `ORDERS`; inf at orders that fail."""
-    orders = orders or ORDERS
+    """Return an upper bound on the RDP of T steps at ``orders``; inf at orders that fail."""
     rdp = int(steps) * _rdp_of_a_step(min(noise_multiplier, MOST_NOISE), sample_rate, orders)
     return np.maximum(rdp, steps * np.array(orders) / (2.0 * MOST_NOISE**2))
 

@@ -38,8 +38,8 @@ def release_gradients(
         expected_batch_size: B = ρN as configured, never the drawn size.
         noise: the run's source. Entries are numbered through all groups.
         step: the number of the logical step. Each step has its own noise.
-        groups_elsewhere: the number of groups on the other devices of a pipeline (Algorithm 2). Each device has its own
-            noise source, and the guarantee covers the groups of all devices together. Only with "equal_budget".
+        groups_elsewhere: the number of groups on the other devices of a pipeline, each with its own noise source; see
+            :func:`noise_stds`.
 
     Returns:
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
@@ -55,14 +55,14 @@ def release_gradients(
     groups, thresholds = sensitivity.groups, sensitivity.thresholds
     sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     stds = noise_stds(thresholds, sizes, noise_multiplier, allocation, groups_elsewhere=groups_elsewhere)
-    sums: list[torch.Tensor] = []
-    for group in groups:
+    sums, each = list[torch.Tensor](), list[float]()
+    for group, std in zip(groups, stds.tolist(), strict=True):
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grad: Any = parameter.grad
             sums.append(grad.to_local() if hasattr(grad, "to_local") else grad)  # this process's shard
-    each = [std for group, std in zip(groups, stds.tolist(), strict=True) for _ in group]
+            each.append(std)
     noise.add_gaussians_(sums, each, step, divisor=expected_batch_size)
     return stds
 

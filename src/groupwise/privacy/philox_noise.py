@@ -69,11 +69,11 @@ def add_(digest: bytes, tensors: Sequence[Numbered], divisor: float) -> None:
             table.append([first - start, std, divisor, len(part)])
             start += len(part)
     parts = [[part for part, _, _ in group] for group in groups]
-    work = partial(_add, kernel, parts, where)
+    work, host = partial(_add, kernel, parts, where), torch.tensor(table, dtype=torch.float64)
     if kernel is noise_ or len(groups) == 1:
-        work(_table(table, where))
+        work(host.to(where, non_blocking=True))
     else:
-        _repeated(work, table, where, tuple((part.data_ptr(), len(part), part.dtype) for part in chain(*parts)))
+        _repeated(work, host, where, tuple((part.data_ptr(), len(part), part.dtype) for part in chain(*parts)))
 
 
 def _add(kernel: Kernel, groups: Sequence[Sequence[Tensor]], where: torch.device, table: Tensor) -> None:
@@ -89,22 +89,18 @@ def _add(kernel: Kernel, groups: Sequence[Sequence[Tensor]], where: torch.device
         torch._foreach_copy_([*parts], sums.to(device).split([len(part) for part in parts]))
 
 
-def _table(rows: list[list[float]], where: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64).to(where, non_blocking=True)
-
-
 _seen: Counter[Sums] = Counter()
 _graphs: dict[Sums, tuple["torch.cuda.CUDAGraph", Tensor]] = {}
 """The sums' addresses -> the graph of a release's kernels, and the table that they read."""
 
 
-def _repeated(work: Callable[[Tensor], None], rows: list[list[float]], where: torch.device, sums: Sums) -> None:
-    """Do the work on a table of these rows, by a CUDA graph once the sums have had the same addresses a few times."""
+def _repeated(work: Callable[[Tensor], None], host: Tensor, where: torch.device, sums: Sums) -> None:
+    """Do the work on the host's table, by a CUDA graph once the sums have had the same addresses a few times."""
     if (known := _graphs.get(sums)) is not None:
-        known[1].copy_(torch.tensor(rows, dtype=torch.float64), non_blocking=True)
+        known[1].copy_(host, non_blocking=True)
         known[0].replay()
         return
-    table = _table(rows, where)
+    table = host.to(where, non_blocking=True)
     if len(_seen) == MAX_SEEN:
         _seen.clear()
     _seen[sums] += 1
