@@ -208,15 +208,13 @@ def releases_epsilon(releases: Iterable[tuple[float, float, int]], delta: float)
     before, bound = math.inf, curve_epsilon(np.sum([rdp_of_steps(*release) for release in releases], axis=0), delta)
     while 0.0 < bound < 0.5 * before:  # refine the mesh as long as it was chosen for a bound that was far too large
         before, mesh = bound, max(MESH * bound / math.sqrt(total), finest)
-        composed = functools.reduce(
-            lambda one, other: one.compose(other),
-            (
-                from_gaussian_mechanism(
-                    sigma, sampling_prob=rate, value_discretization_interval=mesh, log_mass_truncation_bound=rare
-                ).self_compose(steps)
-                for sigma, rate, steps in releases
-            ),
-        )
+        each = [
+            from_gaussian_mechanism(
+                sigma, sampling_prob=rate, value_discretization_interval=mesh, log_mass_truncation_bound=rare
+            ).self_compose(steps)
+            for sigma, rate, steps in releases
+        ]
+        composed = functools.reduce(lambda one, other: one.compose(other), each)
         with np.errstate(over="ignore"):  # a huge ε overflows to inf
             bound = min(bound, float(composed.get_epsilon_for_delta(delta)))
     return bound

@@ -65,10 +65,9 @@ def secret_randomness(
 
     Args:
         noise: the run's source, the same in all its processes. If it is predictable, so are the masks.
-        step: the number of the step.
         start: the position of the microbatch's first example in the process's share of the batch.
-        process: the number of the process.
-        device: the model's device.
+        process: its number.
+        device: the model's.
     """
     place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
     digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(4 * WORDS + 80)
