@@ -52,7 +52,7 @@ class Texts:
         self.starts = np.array([random.integers(1, len(row)) for row in self.rows])
 
     def feed(self) -> TextFeed:
-        return TextFeed(Samples(list(self.rows), self.starts, 0), 0, 16, torch.device("cpu"))
+        return TextFeed(Samples(list(self.rows), 0, self.starts), 0, 16, torch.device("cpu"))
 
 
 def gpt2(blocks: int = 4, words: int = WORDS, **options: Any) -> nn.Module:

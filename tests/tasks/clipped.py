@@ -8,7 +8,7 @@ MODES = (*FEW, "block")
 
 def check_sums(task, examples, mode, loss_of=None):
     """Check sums at thresholds that clip half of the examples; `loss_of(task, i)` may replace the loss of the task."""
-    assert len(set(task._lengths[examples])) > 2, "examples of different lengths are needed"
+    assert len(set(task._train.lengths[examples])) > 2, "examples of different lengths are needed"
     loss_of = loss_of or (lambda task, i: task.losses_of([i])[0])
     loop = looped(task.model, lambda i: loss_of(task, i), examples)
     with attached(task.model, mode) as engine:

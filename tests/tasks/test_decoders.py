@@ -43,7 +43,7 @@ def in_float64(config: RunConfig):
 
 def loss_by_hand(task, example: int) -> torch.Tensor:
     """The loss of one row without padding, mask or positions, from all logits."""
-    if hasattr(task, "_train"):
+    if hasattr(task, "_valid"):
         row, label = torch.as_tensor(task._train.tokens[example]).long(), int(task._train.labels[example])
         return F.cross_entropy(task.model(row[None], use_cache=False).logits[0], torch.tensor(label))
     samples = task._samples["train"]

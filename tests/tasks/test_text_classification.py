@@ -56,13 +56,13 @@ def test_order_by_length_reduces_padding(sst2):
     drawn = np.random.default_rng(0).permutation(60)
     ordered = sst2.order(drawn)
     assert sorted(ordered) == sorted(drawn)
-    lengths = sst2._lengths[ordered]
+    lengths = sst2._train.lengths[ordered]
     assert (np.diff(lengths) <= 0).all()
-    same = drawn[sst2._lengths[drawn] == lengths[30]]
+    same = drawn[sst2._train.lengths[drawn] == lengths[30]]
     assert ordered[lengths == lengths[30]].tolist() == same.tolist(), "equal lengths keep their drawn order"
 
     def padded(examples):
-        return sum(8 * int(sst2._lengths[part].max()) for part in np.split(examples[:56], 7))
+        return sum(8 * int(sst2._train.lengths[part].max()) for part in np.split(examples[:56], 7))
 
     assert padded(ordered) < 0.8 * padded(drawn)
 
@@ -122,7 +122,7 @@ def test_long_texts_are_cut_and_counted():
 def test_data_description_has_sizes_lengths_and_cuts(sst2):
     found = sst2.describe_data()
     assert (found["train_examples"], found["valid_examples"]) == (60, 40) == (sst2.train_size, len(sst2._valid[""]))
-    assert found["longest"] == sst2._lengths.max() and found["max_length"] == 64
+    assert found["longest"] == sst2._train.lengths.max() and found["max_length"] == 64
     assert found["cut_examples"] == found["cut_examples_valid"] == 0
     assert "made up" in found["generated"] and found["sha256"] and found["source"]
     short = make_task(config(data={"max_length": 12}), CPU).describe_data()

@@ -25,7 +25,6 @@ from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.samples import PairEncoder
 from groupwise.tasks.text_generation import DELIMITER
-from groupwise.tasks.text_task import save_network
 from tests.tasks import test_text_classification
 from tests.tasks.clipped import MODES, check_sums
 
@@ -233,7 +232,7 @@ def test_export_stores_tied_weights_once(tmp_path):
     task = make_task(config(), CPU)
     task.model.eval()
     inputs = task.inputs([task._samples["train"].tokens[0]], CPU)
-    save_network(task.model, task.tokenizer, tmp_path, {"seed": 0})
+    task.export(tmp_path, {"seed": 0})
     weights = load_file(tmp_path / "model.safetensors")
     assert sum(w.shape == task.model.lm_head.weight.shape for w in weights.values()) == 1
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -36,7 +36,6 @@ def generate(
         prompts: token ids, at least one each, and fewer than the model has positions.
         settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
             `limit` is not used.
-        device: of the model.
     """
     generator = _generator(model)
     positions = position_limit(generator)
@@ -47,7 +46,7 @@ def generate(
         texts = [""] * len(prompts)
         for batch in _batches(lengths, positions, settings, size):
             some = [prompts[i] for i in batch]
-            new = _search(generator, tokenizer, some, positions, settings, breaks, device)
+            new = _search(generator, tokenizer, some, positions, settings, breaks)
             for index, tokens in zip(batch, new.tolist(), strict=True):
                 texts[index] = _text(tokenizer, tokens)
         return texts
@@ -71,18 +70,12 @@ def _batches(lengths: list[int], positions: int, settings: GenerateConfig, size:
 
 
 def _search(
-    generator: Any,
-    tokenizer: Any,
-    prompts: list[list[int]],
-    positions: int,
-    settings: GenerateConfig,
-    breaks: Tensor,
-    device: torch.device,
+    generator: Any, tokenizer: Any, prompts: list[list[int]], positions: int, settings: GenerateConfig, breaks: Tensor
 ) -> Tensor:
     """New tokens of each prompt's best beam, (n, at most max_new_tokens), padded on the right."""
     from transformers import GenerationConfig
 
-    width = max(map(len, prompts))
+    width, device = max(map(len, prompts)), breaks.device
     end = tokenizer.eos_token_id
     pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     tokens = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)

@@ -95,11 +95,10 @@ CHUNK = 4096
 
 
 @dataclass(frozen=True)
-class Samples:
-    """n sequences of source and target; the targets begin at `starts` (n,); `cut` sequences were truncated."""
+class TokenRows:
+    """n sequences of tokens; `cut` of them were truncated."""
 
     tokens: list[np.ndarray]
-    starts: np.ndarray
     cut: int
 
     def __len__(self) -> int:
@@ -109,6 +108,13 @@ class Samples:
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, (n,)."""
         return np.array([len(row) for row in self.tokens])
+
+
+@dataclass(frozen=True)
+class Samples(TokenRows):
+    """Rows of source and target; the targets begin at `starts` (n,)."""
+
+    starts: np.ndarray
 
     @property
     def target_lengths(self) -> np.ndarray:
@@ -129,9 +135,7 @@ class PairEncoder:
     long by itself is truncated too, and loses its end token.
 
     Args:
-        tokenizer: of a causal model.
         delimiter: the text at the end of every source, which the ending replaces; empty if sources have none.
-        max_length: the most tokens of an example.
 
     Raises:
         UserError: the tokeniser has no end of text.
@@ -169,7 +173,7 @@ class PairEncoder:
             rows.append(np.array([*begin, *source, *ending, *target], dtype=np.int32))
             starts.append(len(begin) + len(source) + len(ending))
             cut += whole > self._most
-        return Samples(rows, np.array(starts, dtype=np.int64), cut)
+        return Samples(rows, cut, np.array(starts, dtype=np.int64))
 
     def prompts(self, sources: Sequence[str], most: int) -> list[list[int]]:
         """Encode sources as prompts of at most `most` tokens, in the format of training."""

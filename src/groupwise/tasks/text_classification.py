@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,31 +16,23 @@ from groupwise.data.text_examples import Labelled, LabelledText
 from groupwise.errors import UserError
 from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
-from groupwise.tasks.samples import CHUNK
+from groupwise.tasks.samples import CHUNK, TokenRows
 from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
 from groupwise.training.task import Split, eval_mode, to_device
 
 
 @dataclass(frozen=True)
-class Examples:
-    """n texts as tokens, with token types if the tokeniser makes them, and labels (n,); `cut` were truncated."""
+class Examples(TokenRows):
+    """n texts as tokens, with token types if the tokeniser makes them, and labels (n,)."""
 
-    tokens: list[np.ndarray]
     types: list[np.ndarray]
     labels: np.ndarray
-    cut: int
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each text, (n,)."""
-        return np.array([len(row) for row in self.tokens])
 
 
 class TextClassification(TextTask):
     """Cross-entropy of each text, and accuracy on one or more validation sets."""
+
+    _train: Examples
 
     def __init__(
         self,
@@ -52,15 +43,8 @@ class TextClassification(TextTask):
         valid: dict[str, Examples],
         description: dict[str, Any],
     ) -> None:
-        super().__init__(config, model, tokenizer, train.lengths, description)
-        self._train, self._valid = train, valid
-
-    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """The model's inputs, (n, T) each, and "labels" (n,).
-
-        T is the length of the longest text; `even` rounds it up to a multiple of 8.
-        """
-        return self._read(self._train, examples, even)
+        super().__init__(config, model, tokenizer, train, description)
+        self._valid = valid
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Cross-entropy of each example, (n,)."""
@@ -72,30 +56,26 @@ class TextClassification(TextTask):
         """{"accuracy": percent, "loss": mean cross-entropy}, and for MNLI "accuracy_mismatched", "loss_mismatched"."""
         found: dict[str, float] = {}
         for name, part in {"": self._train}.items() if split == "train" else self._valid.items():
+            correct, total, count = 0, 0.0, min(limit or len(part), len(part))
+            with eval_mode(self.model), torch.no_grad():
+                for rows in batches_by_length(part.lengths[:count], batch_size):
+                    losses, logits = self._losses(self.model, self._read(part, rows))
+                    correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
+                    total += float(losses.double().sum())
             ending = f"_{name}" if name else ""
-            accuracy, loss = self._evaluate(part, batch_size, limit)
-            found |= {f"accuracy{ending}": accuracy, f"loss{ending}": loss}
+            found |= {f"accuracy{ending}": 100.0 * correct / count, f"loss{ending}": total / count}
         return found
 
-    def _evaluate(self, part: Examples, batch_size: int, limit: int | None) -> tuple[float, float]:
-        correct, total, count = 0, 0.0, min(limit or len(part), len(part))
-        with eval_mode(self.model), torch.no_grad():
-            for rows in batches_by_length(part.lengths[:count], batch_size):
-                losses, logits = self._losses(self.model, self._read(part, rows))
-                correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
-                total += float(losses.double().sum())
-        return 100.0 * correct / count, total / count
-
     def _read(self, part: Examples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """As `read`, with "labels" (n,)."""
         tokens = [part.tokens[i] for i in rows]
         types = [part.types[i] for i in rows] if part.types else None
         labels = to_device(part.labels[np.asarray(rows)], self.device)
         return self.inputs(tokens, self.device, types, self.even_length(tokens) if even else 0) | {"labels": labels}
 
     def _losses(self, model: nn.Module, read: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        labels = read["labels"]
-        logits = self.logits(model, {name: value for name, value in read.items() if name != "labels"})
-        return F.cross_entropy(logits, labels, reduction="none"), logits
+        logits = self.logits(model, read)
+        return F.cross_entropy(logits, read["labels"], reduction="none"), logits
 
 
 def make_text_classification(config: RunConfig, device: torch.device) -> TextClassification:
@@ -137,7 +117,7 @@ def encode(part: Labelled, tokenizer: Any, max_length: int) -> Examples:
         types += [np.array(row, dtype=np.int32) for row in made.get("token_type_ids", [])]
     if not all(map(len, tokens)):
         raise UserError("A text of the data has no token of this tokeniser: remove empty texts, or give another model.")
-    return Examples(tokens, types, np.array(part.labels, dtype=np.int64), cut)
+    return Examples(tokens, cut, types, np.array(part.labels, dtype=np.int64))
 
 
 def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options: Any) -> dict[str, list[list[int]]]:
@@ -149,7 +129,7 @@ def _tokenize(texts: Sequence[tuple[str, str | None]], tokenizer: Any, **options
 
 
 def _describe(config: RunConfig, data: LabelledText, train: Examples, valid: dict[str, Examples]) -> dict[str, Any]:
-    found = describe(config, data.source, data.sha256, train.lengths, train.cut)
+    found = describe(config, data, train)
     for name, part in valid.items():
         ending = f"_{name}" if name else ""
         found |= {f"valid_examples{ending}": len(part), f"cut_examples_valid{ending}": part.cut}

@@ -4,7 +4,7 @@ Only the target's tokens and the end of text count in the loss, as in Li & Liang
 `samples.py` joins source and target in one sequence.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,19 +67,11 @@ class TextGeneration(TextTask):
             "valid": encoder.pairs(_pairs(data.valid)),
             "test": encoder.pairs(_pairs(data.test)),
         }
-        lengths = self._samples["train"].lengths
-        super().__init__(config, model, tokenizer, lengths, _describe(config, data, self._samples))
+        super().__init__(config, model, tokenizer, self._samples["train"], _describe(config, data, self._samples))
         self._task, self._token_loss, self._generate = config.task, config.train.token_loss, config.eval.generate
         self._data, self._encoder, self._max_length = data, encoder, config.data.max_length
         self._context = position_limit(model) - self._generate.max_new_tokens  # tokens that a prompt may have
         self._outputs: list[dict[str, Any]] = []
-
-    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
-        """The model's inputs, (n, T) each, and "labels" (n, P) of the last P tokens, `IGNORED` outside of the target.
-
-        T is the length of the longest sequence; `even` rounds T and P up to multiples of 8.
-        """
-        return self._read(self._samples["train"], examples, even)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Mean (or sum) over each example's own target tokens, (n,)."""
@@ -113,7 +105,6 @@ class TextGeneration(TextTask):
         """The metrics of `evaluate` from the losses of examples, which a pipeline computes itself.
 
         Args:
-            split: of the examples.
             rows: the examples' numbers, (n,).
             outcomes: their losses, the mean or sum over their own target tokens as in training, (n,).
             write: generates texts for a final evaluation; None for others.
@@ -167,6 +158,7 @@ class TextGeneration(TextTask):
         return {"bleu": corpus_bleu(texts, references), "rougeL": e2e_rouge_l(texts, references)}
 
     def _read(self, samples: Samples, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """As `read`, with "labels" (n, P) of the last P tokens, `IGNORED` outside of targets; `even` rounds P up."""
         tokens = [samples.tokens[i] for i in rows]
         starts = samples.starts[np.asarray(rows)]
         length = self.even_length(tokens) if even else max(len(row) for row in tokens)
@@ -186,9 +178,8 @@ class TextGeneration(TextTask):
         """
         labels = read["labels"]
         kept = labels.shape[1] + 1  # the last position predicts nothing
-        inputs = {name: value for name, value in read.items() if name != "labels"}
         limited = {"logits_to_keep": kept} if "logits_to_keep" in self.inputs.accepts else {}
-        return token_losses(self.logits(model, inputs | limited)[:, -kept:-1], labels)
+        return token_losses(self.logits(model, read | limited)[:, -kept:-1], labels)
 
 
 class TextFeed:
@@ -198,10 +189,7 @@ class TextFeed:
     multiple of 8, at most `max_length`.
 
     Args:
-        samples: of one split.
         pad_token: the token at padding; any token gives the same result.
-        max_length: the most tokens of an example.
-        device: of the microbatches.
     """
 
     def __init__(self, samples: Samples, pad_token: int, max_length: int, device: torch.device) -> None:
@@ -253,7 +241,7 @@ def make_text_generation(
     delimiter = DELIMITER if config.task in SUMMARIES else ""
     encoder = PairEncoder(tokenizer, delimiter, config.data.max_length)
     data = choose_data(config, lambda root: PAIRED[config.task](root, config.data.train_file), synthetic_paired)
-    public_text(config, _private(data))  # raises before a model is loaded
+    public_text(config, data)  # raises before a model is loaded
     if build is None:
         model = choose_trainable(load_causal(config.model, tokenizer), config.model).to(device)
     else:
@@ -267,22 +255,17 @@ def make_text_generation(
     return TextGeneration(config, model, tokenizer, data, encoder)
 
 
-def _private(data: PairedText) -> list[str]:
-    """The SHA-256 of the training file, which is the first of the files."""
-    return list(data.sha256.values())[:1]
-
-
 def _pairs(requests: Sequence[Request]) -> list[tuple[str, str]]:
     return [(request.source, reference) for request in requests for reference in request.references]
 
 
 def _describe(config: RunConfig, data: PairedText, samples: dict[Split, Samples]) -> dict[str, Any]:
-    found = describe(config, data.source, data.sha256, samples["train"].lengths, samples["train"].cut)
+    found = describe(config, data, samples["train"])
     inputs: dict[Split, int] = {"valid": len(data.valid), "test": len(data.test)}
     for split, count in inputs.items():
         part = samples[split]
         found |= {f"{split}_examples": len(part), f"{split}_inputs": count, f"cut_examples_{split}": part.cut}
-    if text := public_text(config, _private(data)):
+    if text := public_text(config, data):
         found["public_text"] = text
     return found
 
@@ -291,12 +274,8 @@ PROVENANCE, RECORD = "provenance.json", "vocabulary.json"
 """Records in the folder of weights and tokeniser. They list the SHA-256 of the public files these were made from."""
 
 
-def public_text(config: RunConfig, private: Iterable[str]) -> str:
+def public_text(config: RunConfig, data: PairedText) -> str:
     """A phrase that names the public files that weights and tokeniser were made from; empty without a record.
-
-    Args:
-        config: the run's.
-        private: SHA-256 in hex of the training files.
 
     Raises:
         UserError: a training file that this run claims to protect is among the public files; a broken record.
@@ -307,9 +286,9 @@ def public_text(config: RunConfig, private: Iterable[str]) -> str:
         "vocabulary": recorded(vocabulary, RECORD, "sha256", kind=dict),
         "weights": recorded(weights, PROVENANCE, "data", "sha256", kind=dict),
     }
-    secret = list(private)
+    secret = next(iter(data.sha256.values()))  # of the training file
     for part, files in found.items():
-        for name in (name for name, digest in files.items() if digest in secret and config.clip.grouping != "none"):
+        for name in (name for name, digest in files.items() if digest == secret and config.clip.grouping != "none"):
             raise UserError(
                 f"The {part} of model.source={config.model.source} come from {name}, which this run should "
                 "protect: start from weights of other public text (model.source), or from random weights "

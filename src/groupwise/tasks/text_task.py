@@ -1,6 +1,7 @@
 """Implements what all text tasks share: order by length, token losses, the choice of data, and export."""
 
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from torch import Tensor, nn
 from groupwise.atomic import write_json
 from groupwise.config.checks import GENERATION, IMAGE_MODELS
 from groupwise.config.schema import RunConfig
-from groupwise.data.text_examples import Data, hold_out, keep, sha256_of_files
+from groupwise.data.text_examples import Data, LabelledText, PairedText, hold_out, keep, sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.models.language import MeanPooled, padding_token, position_limit
 from groupwise.models.published import provenance_of
-from groupwise.tasks.samples import IGNORED, ModelInputs
+from groupwise.tasks.samples import IGNORED, ModelInputs, TokenRows
 from groupwise.training.from_config import autocast
 from groupwise.training.model_card import write_model_card
 from groupwise.training.task import Task, rounded
@@ -30,27 +31,35 @@ class TextTask(Task):
     """A task on a transformers model; subclasses add data, losses and metrics.
 
     Args:
-        config: the run's.
-        model: on its device.
-        tokenizer: the model's.
-        lengths: tokens of each training example, (N,).
+        train: the N training examples.
         description: of the data, for the record.
     """
 
     exports = True
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, tokenizer: Any, lengths: np.ndarray, description: dict[str, Any]
+        self, config: RunConfig, model: nn.Module, tokenizer: Any, train: TokenRows, description: dict[str, Any]
     ) -> None:
         self.model = model.train()
         self.tokenizer = tokenizer
-        self.train_size = len(lengths)
+        self.train_size = len(train)
         self.device = next(model.parameters()).device
         self.inputs = ModelInputs(model, padding_token(model))
-        self._lengths, self._description = lengths, description
+        self._train, self._description = train, description
         self.precision = autocast(config.train.precision, self.device)
         network = MeanPooled(model) if config.model.pool == "mean" else model
         self._network = torch.compile(network) if config.train.compile else network
+
+    def read(self, examples: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """The model's inputs, (n, T) each, and "labels".
+
+        T is the length of the longest text; `even` rounds it up to a multiple of 8.
+        """
+        return self._read(self._train, examples, even)
+
+    @abstractmethod
+    def _read(self, part: Any, rows: Sequence[int] | np.ndarray, even: bool = False) -> dict[str, Any]:
+        """As `read`, for any part of the data."""
 
     def describe_data(self) -> dict[str, Any]:
         """Source and SHA-256 of the files, counts, lengths, and how many examples were truncated."""
@@ -58,24 +67,47 @@ class TextTask(Task):
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """Longest first, so that microbatches need little padding; examples of equal length keep their order."""
-        return examples[longest_first(self._lengths[examples])]
+        return examples[longest_first(self._train.lengths[examples])]
 
     def export(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write the model as a transformers folder, or the adapters alone if only adapters are trained."""
-        save_network(self.model, self.tokenizer, folder, provenance)
+        """Write weights, configuration and tokeniser as `save_pretrained` does, and provenance.json with their SHA-256.
+
+        Of a model with adapters, only the adapters are written.
+
+        Raises:
+            UserError: the folder, which is created if it is missing, cannot be written.
+        """
+        model: Any = self.model
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            model.save_pretrained(folder)
+            # Otherwise tokenizer.json would reveal whether an example was too long.
+            self.tokenizer.backend_tokenizer.no_truncation()
+            self.tokenizer.backend_tokenizer.no_padding()
+            vocabulary = Path(self.tokenizer.name_or_path) / "vocabulary.json"  # before the tokeniser gets another path
+            if vocabulary.is_file():
+                shutil.copy(vocabulary, folder)
+            self.tokenizer.save_pretrained(folder)
+            digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
+            note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
+            write_json(folder / "provenance.json", {"sha256": digests, **note, **provenance})
+            if "privacy" in provenance:
+                write_model_card(folder, provenance)
+        except OSError as error:
+            raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
 
     def even_length(self, tokens: Sequence[np.ndarray]) -> int:
         """The length of the longest row, rounded up to a multiple of 8, at most the model's positions."""
         return rounded(max(len(row) for row in tokens), position_limit(self.model))
 
     def logits(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The model's logits, computed in the run's precision and returned in float32 or better.
+        """The model's logits for what `read` gives, computed in the run's precision and returned in float32 or better.
 
         The task's own model runs compiled if `train.compile` is set.
         """
         network = self._network if model is self.model else model
         with self.precision():
-            logits = network(**inputs).logits
+            logits = network(**{name: value for name, value in inputs.items() if name != "labels"}).logits
         return at_least_float32(logits)
 
 
@@ -144,16 +176,8 @@ def choose_data(config: RunConfig, from_files: Callable[[Path], Data], made_up: 
     return data if settings.train_limit is None else keep(data, settings.train_limit)
 
 
-def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np.ndarray, cut: int) -> dict[str, Any]:
-    """The description of a text task's data for the record, without the counts of the evaluation sets.
-
-    Args:
-        config: the run's.
-        source: where the data are from.
-        sha256: SHA-256 of each file.
-        lengths: tokens of each training example, (N,).
-        cut: training examples that were longer than `data.max_length`.
-    """
+def describe(config: RunConfig, data: LabelledText | PairedText, train: TokenRows) -> dict[str, Any]:
+    """The description of a text task's data for the record, without the counts of the evaluation sets."""
     if config.data.holdout:
         settings = f"valid, a share of {config.data.holdout:g} of the training set that is set aside"
     elif config.scale == "lite":
@@ -166,46 +190,16 @@ def describe(config: RunConfig, source: str, sha256: dict[str, str], lengths: np
         settings = "the paper's, found on a fifth of SST-2's training set (appendix A.2), where nothing else is given"
     made_up = {"generated": "made up by this program from a fixed seed; nobody's data"}
     return {
-        "source": source,
-        "sha256": sha256,
-        "train_examples": len(lengths),
+        "source": data.source,
+        "sha256": data.sha256,
+        "train_examples": len(train),
         "max_length": config.data.max_length,
-        "longest": int(lengths.max()),
-        "cut_examples": cut,
+        "longest": int(train.lengths.max()),
+        "cut_examples": train.cut,
         "selected_on": f"settings: {settings}; weights: nothing, the last step's",
         **(made_up if config.data.name == "synthetic" else {}),
         **({} if config.model.fresh else provenance_of(config.model.source)),
     }
-
-
-def save_network(model: nn.Module, tokenizer: Any, folder: Path, provenance: dict[str, Any]) -> None:
-    """Write weights, configuration and tokeniser as `save_pretrained` does, and provenance.json with their SHA-256.
-
-    Args:
-        model: a transformers model; of a model with adapters, only the adapters are written.
-        tokenizer: the model's, a fast one.
-        folder: created if it is missing.
-        provenance: where the weights come from.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)  # type: ignore[operator]
-        # Otherwise tokenizer.json would reveal whether an example was too long.
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
-        if (vocabulary := Path(tokenizer.name_or_path) / "vocabulary.json").is_file():  # before it gets another path
-            shutil.copy(vocabulary, folder)
-        tokenizer.save_pretrained(folder)
-        digests = sha256_of_files(sorted(folder.glob("*.safetensors")), folder)
-        note = {"note": ADAPTERS_ONLY, "base": _base(model)} if hasattr(model, "peft_config") else {}
-        write_json(folder / "provenance.json", {"sha256": digests, **note, **provenance})
-        if "privacy" in provenance:
-            write_model_card(folder, provenance)
-    except OSError as error:
-        raise UserError(f"export={folder} cannot be written ({error}): give another folder.") from error
 
 
 def _base(model: Any) -> str:
