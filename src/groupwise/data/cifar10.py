@@ -73,18 +73,16 @@ def read_batches(root: Path) -> ImageData:
         UserError: a file is missing, or differs from the published one.
     """
     cifar, folder = import_torchvision().datasets.CIFAR10, root / BATCHES_FOLDER
-    arrays: dict[str, np.ndarray] = {}
     try:
-        for split in ("train", "test"):
-            read = cifar(root, train=split == "train")
-            arrays |= {f"x_{split}": read.data, f"y_{split}": np.array(read.targets)}
+        splits = [cifar(root, train=train) for train in (True, False)]
+        images, labels = [split.data for split in splits], [np.array(split.targets) for split in splits]
     except Exception as error:  # of an unpickler too
         raise UserError(
             f"{folder} is incomplete, or not as published ({reason(error)}): replace it, or remove it, and CIFAR-10 is "
             "downloaded again."
         ) from error
     names = [name for name, _ in (*cifar.train_list, *cifar.test_list)] + [cifar.meta["filename"]]
-    return _image_data(arrays, [folder / name for name in names], root, "the standard folder")
+    return _image_data(images, labels, [folder / name for name in names], root, "the standard folder")
 
 
 def read_mosaics(root: Path) -> ImageData:
@@ -101,15 +99,10 @@ def read_mosaics(root: Path) -> ImageData:
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path} is missing; complete the mosaics, or remove the folder {folder}.")
-    images = [_read_mosaic(path) for path in paths]
+    *train, test = map(_read_mosaic, paths)
     labels = np.arange(MOSAIC_GRID**2) // (MOSAIC_GRID**2 // NUM_CLASSES)
-    arrays = {
-        "x_train": np.concatenate(images[:-1]),
-        "y_train": np.tile(labels, len(MOSAIC_TRAIN)),
-        "x_test": images[-1],
-        "y_test": labels,
-    }
-    return _image_data(arrays, paths, root, "lossless mosaics")
+    images = [np.concatenate(train), test]
+    return _image_data(images, [np.tile(labels, len(train)), labels], paths, root, "lossless mosaics")
 
 
 def _read_mosaic(path: Path) -> np.ndarray:
@@ -128,13 +121,11 @@ def _read_mosaic(path: Path) -> np.ndarray:
     return tiles.transpose(0, 2, 1, 3, 4).reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 
 
-def _image_data(arrays: dict[str, np.ndarray], files: list[Path], root: Path, layout: str) -> ImageData:
-    """An `ImageData` of the arrays, (N, H, H, 3) uint8 and (N,), and the SHA-256 of the files."""
-    tensors = {
-        f"x_{split}": torch.from_numpy(np.ascontiguousarray(arrays[f"x_{split}"].transpose(0, 3, 1, 2)))
-        for split in ("train", "test")
-    }
-    tensors |= {f"y_{split}": torch.from_numpy(arrays[f"y_{split}"].astype(np.int64)) for split in ("train", "test")}
-    return ImageData(
-        **tensors, num_classes=NUM_CLASSES, source=f"CIFAR-10, {layout}", sha256=sha256_of_files(files, root)
-    )
+def _image_data(
+    images: list[np.ndarray], labels: list[np.ndarray], files: list[Path], root: Path, layout: str
+) -> ImageData:
+    """An `ImageData` of images (N, H, H, 3) uint8 and labels (N,), to train and to test on, from these files."""
+    x_train, x_test = (torch.from_numpy(np.ascontiguousarray(some.transpose(0, 3, 1, 2))) for some in images)
+    y_train, y_test = (torch.from_numpy(some.astype(np.int64)) for some in labels)
+    digests = sha256_of_files(files, root)
+    return ImageData(x_train, y_train, x_test, y_test, NUM_CLASSES, f"CIFAR-10, {layout}", digests)
