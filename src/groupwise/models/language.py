@@ -45,8 +45,18 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     Raises:
         UserError: as `load_classifier`; or the model is an encoder, which sees future tokens.
     """
-    import_torchvision_first()
-    return _load(settings, make_config(settings, tokenizer), tokenizer, "CausalLM")
+    import_torchvision_first()  # before transformers, whose import would fail
+    import transformers
+
+    config = make_config(settings, tokenizer)
+    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING  # transformers refuses one without a causal head
+    both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", False) is True  # EmbeddingGemma
+    if both_ways or config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
+        raise UserError(
+            f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model, "
+            "such as GPT-2."
+        )
+    return _load(settings, config, tokenizer, "CausalLM")
 
 
 def position_limit(model: nn.Module) -> int:
@@ -76,8 +86,6 @@ def is_head(model: nn.Module, name: str) -> bool:
 def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: str) -> nn.Module:
     import transformers
 
-    if kind == "CausalLM":
-        _refuse_encoder(settings, config)
     if config.model_type == "xlnet":
         raise UserError(f"{named(settings)} is an XLNet, which needs padding on the left: give another model.")
     text = config.get_text_config()
@@ -111,19 +119,6 @@ def padding_token(model: nn.Module) -> int:
     """The model's padding token, or 0 if it has none. A causal classifier reads the last token before the padding."""
     found = model.config.get_text_config().pad_token_id  # type: ignore[operator,union-attr]
     return 0 if found is None else int(found)
-
-
-def _refuse_encoder(settings: ModelConfig, config: Any) -> None:
-    """Refuse a model that sees future tokens; transformers itself refuses one without a causal head."""
-    import transformers
-
-    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-    both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", False) is True  # EmbeddingGemma
-    if both_ways or config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
-        raise UserError(
-            f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model, "
-            "such as GPT-2."
-        )
 
 
 def _build(settings: ModelConfig, automatic: Any, config: Any, options: dict[str, Any]) -> Any:
