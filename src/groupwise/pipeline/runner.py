@@ -156,13 +156,11 @@ class StageRunner:
             On the last stage the examples' losses (n,), in order and without padding examples; None on the others.
         """
         engine = self.engine
-        if engine is None:
-            return self._pass(microbatches, (lambda _: nullcontext(),) * 2, randomness)
 
         def clipped(i: int) -> AbstractContextManager[object]:
-            return engine.backward_of(i, microbatches[i].absent)
+            return nullcontext() if engine is None else engine.backward_of(i, microbatches[i].absent)
 
-        return self._pass(microbatches, (self._forward(engine, microbatches), clipped), randomness)
+        return self._pass(microbatches, clipped, randomness)
 
     def run_flat(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """As `run`, but all stages are one group: two passes, and one all-reduce of the examples' squared norms.
@@ -181,7 +179,7 @@ class StageRunner:
                 yield
             found.append(engine.squared_norms[0])
 
-        losses = self._pass(microbatches, (self._forward(engine, microbatches), norms), randomness)
+        losses = self._pass(microbatches, norms, randomness)
         if not microbatches:
             return losses
         squares = torch.stack(found)  # (microbatches, b)
@@ -196,21 +194,20 @@ class StageRunner:
         def sums(i: int) -> AbstractContextManager[object]:
             return engine.sums_of(i, factors[i])
 
-        self._pass(kept, (self._forward(engine, kept), sums), randomness)
+        self._pass(kept, sums, randomness)
         return losses
 
-    def _forward(self, engine: ClippingEngine, microbatches: Sequence[Microbatch]) -> Around:
-        return lambda i: engine.forward(microbatches[i].examples, i)
-
-    def _pass(
-        self, microbatches: Sequence[Microbatch], passes: tuple[Around, Around], randomness: Around
-    ) -> Tensor | None:
+    def _pass(self, microbatches: Sequence[Microbatch], backward: Around, randomness: Around) -> Tensor | None:
         """Run all microbatches forward and backward; returns their losses (n,) on the last stage."""
         if not microbatches:
             return torch.zeros(0, device=self.device) if self.stage.last else None
-        around = (_within(randomness, passes[0]), _within(randomness, passes[1]))
+        engine = self.engine
+
+        def forward(i: int) -> AbstractContextManager[object]:
+            return nullcontext() if engine is None else engine.forward(microbatches[i].examples, i)
+
         try:
-            losses = self._stepped(microbatches, around)
+            losses = self._stepped(microbatches, (_within(randomness, forward), _within(randomness, backward)))
         except RuntimeError as error:  # torch wraps errors of a pass
             mistake = _mistake(error, self.stage.index)
             if mistake is None:
