@@ -85,7 +85,6 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
 
     Args:
         name: a key of `GLUE`.
-        root: folder of the data.
         hub: a name on the hub, or a local folder in the hub's layout.
         train_file: a training file in the task's folder, in place of train.tsv.
 

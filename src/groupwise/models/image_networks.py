@@ -19,7 +19,6 @@ def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
     at most min(norm_groups, channels // 2).
 
     Args:
-        channels: channels of the layer's input.
         norm_groups: the number of groups asked for (16 in De et al.).
         stem: the input is the 16-channel first convolution, which De et al. normalise in 16 groups of one
             channel. There the bound is min(norm_groups, channels), as in the published network.
@@ -92,10 +91,7 @@ class WideResNet(nn.Module):
     Args:
         depth: 6n + 4 with n >= 1 blocks in each of three stages (10, 16, 22, ...).
         width: factor on the stages' 16, 32 and 64 channels.
-        num_classes: length of the logits.
-        in_channels: channels of the images.
         norm_groups: groups of each GroupNorm; fewer if there are few channels, see `group_count`.
-        weight_standardization: standardise the filters of every convolution.
 
     Raises:
         UserError: a depth that is not 6n + 4.
@@ -145,7 +141,6 @@ def scatter_cnn(num_classes: int, in_channels: int, side: int, norm_groups: int 
     """Two convolutions with tanh on normalised features (Tramèr and Boneh's table 8; 187,210 weights on CIFAR-10).
 
     Args:
-        num_classes: number of logits.
         in_channels: features per position, 243 on CIFAR-10. The features of each example are normalised in groups,
             without trainable parameters.
         side: height and width of the features, 8 on CIFAR-10.

@@ -67,7 +67,6 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
     All processes call it together.
 
     Args:
-        path: of model.pt.
         names: name in the stage → name in the whole model.
         state: the stage's own state dict, the same in every replica.
 

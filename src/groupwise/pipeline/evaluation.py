@@ -30,7 +30,6 @@ class StageLink:
 
     Args:
         stage: the part of the model on this process.
-        device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
     """
 
@@ -42,7 +41,6 @@ class StageLink:
 
         Args:
             first: the input of the first stage, on this device; other stages only use its shape.
-            kwargs: arguments of `stage.hidden`.
 
         Returns:
             The hidden activations on the last stage; None on the others.
@@ -78,7 +76,6 @@ def evaluate_pipeline(
 
     Args:
         task: for data and metrics; its model is not used.
-        split, batch_size, limit, final: as `evaluate` takes them.
     """
     feed = task.feed(split, link.device)
     rows = feed.order(np.arange(min(limit or len(feed), len(feed))))

@@ -39,11 +39,8 @@ def load_stage(
 
     Args:
         settings: with a `source` that is a folder of `save_pretrained`, with one of `FILES`.
-        tokenizer: the model's.
         choose: the whole model on the meta device -> the ranges, such as `partial(choose_ranges, stages=4)`.
-        index: of the stage.
         seed: of the adapters' A.
-        device: of the stage.
         options: as in `cut`.
 
     Raises:

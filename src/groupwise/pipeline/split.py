@@ -89,7 +89,6 @@ def cut(
         model: a causal language model of transformers, bare or with peft's adapters inside; its parameters may be on
             the meta device.
         ranges: blocks [start, stop) of each stage.
-        index: of the stage.
         rematerialize: keep only each block's input for the backward pass, and run the block again there.
         token_loss: mean | sum over each example's own tokens.
         precision: makes the context of every forward pass, such as autocast.
