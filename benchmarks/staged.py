@@ -20,7 +20,7 @@ from groupwise.clipping import ClippingEngine, attach, flat
 from groupwise.clipping.norm_methods import RATES
 from groupwise.pipeline.runner import StageRunner
 from groupwise.planner.accelerators import ACCELERATORS, Accelerator
-from groupwise.planner.estimate import Estimate, kinds
+from groupwise.planner.estimate import Estimate
 from groupwise.planner.footprint import BatchFirst, Kind, Work, cut_out, inputs
 from groupwise.planner.options import PlanOptions
 from groupwise.privacy import NoiseSource, release_gradients
@@ -102,7 +102,7 @@ class Staged:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.estimate = Estimate(options, config)
-        self.ranges = self.estimate.ranges()
+        self.ranges = self.estimate.ranges
 
     @property
     def work(self) -> Work:
@@ -112,13 +112,13 @@ class Staged:
     @property
     def kinds(self) -> list[Kind]:
         """The kind of each stage."""
-        return kinds(self.ranges)
+        return self.estimate.kinds
 
     def predict(self, method: str) -> list[int]:
         """The peak memory of each process in bytes, as the planner predicts it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [memory.peak for memory in self.estimate.memory(self.work, self.ranges, method)]
+            return [memory.peak for memory in self.estimate.memory(self.work, method)]
 
 
 def measure(staged: Staged, methods: Sequence[str]) -> dict[str, list[int]]:

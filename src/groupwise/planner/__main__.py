@@ -63,16 +63,15 @@ def make_plan(estimate: Estimate) -> Plan:
         raise UserError(_why_not(estimate))
     most = largest_microbatch(estimate)
     work = _chosen(estimate, most)
-    ranges = estimate.ranges()
     return Plan(
         options=replace(options, microbatch=work.microbatch),
         parameters=sum(p.numel() for p in estimate.model.parameters()),
         trained=sum(p.numel() for p in estimate.model.parameters() if p.requires_grad),
         most=most,
-        ranges=ranges,
-        memory=estimate.memory(work, ranges),
-        times=estimate.times(work, ranges),
-        plain=estimate.times(work, ranges, "none").per_device,
+        ranges=estimate.ranges,
+        memory=estimate.memory(work),
+        times=estimate.times(work),
+        plain=estimate.times(work, "none").per_device,
     )
 
 
@@ -91,12 +90,12 @@ def _chosen(estimate: Estimate, most: int) -> Work:
         return estimate.work
     sizes = sorted({most, *(1 << i for i in range(most.bit_length()))})
     works = [replace(estimate.work, microbatch=size) for size in sizes]
-    return min(works, key=lambda work: estimate.times(work, estimate.ranges()).per_device)
+    return min(works, key=lambda work: estimate.times(work).per_device)
 
 
 def _why_not(estimate: Estimate) -> str:
     options, work = estimate.options, estimate.work
-    memory = estimate.memory(work, estimate.ranges())
+    memory = estimate.memory(work)
     stage = max(range(len(memory)), key=lambda i: memory[i].peak)
     why = (
         f"{options.model} does not fit on {options.devices} devices with microbatch {work.microbatch}: stage {stage} "
@@ -161,8 +160,7 @@ def _time(seconds: float) -> str:
 def run(options: PlanOptions) -> None:
     """Print the plan."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         print(report(make_plan(Estimate(options))))
 
 

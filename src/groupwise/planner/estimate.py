@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import UserError
 from groupwise.pipeline.runner import held_at_once
-from groupwise.pipeline.split import Ranges, choose_ranges
+from groupwise.pipeline.split import choose_ranges
 from groupwise.planner.footprint import Footprint, Kind, Work, footprint
 from groupwise.planner.options import PlanOptions
 from groupwise.planner.shapes import build, configuration
@@ -115,7 +115,7 @@ IMAGINED_BLOCKS = 3
 
 
 class Estimate:
-    """Memory and time for the options. Methods also take another work or number of stages.
+    """Memory and time for the options; `ranges` are the blocks of each stage. Methods also take another work.
 
     Args:
         options: the planner's options.
@@ -140,6 +140,9 @@ class Estimate:
             rematerialize=options.rematerialize,
         )
         self.model = build(config, options.rank, options.weights_dtype)
+        self.ranges = choose_ranges(self.model, options.devices)
+        last = len(self.ranges) - 1
+        self.kinds = [Kind(stop - start, stage == 0, stage == last) for stage, (start, stop) in enumerate(self.ranges)]
         self.imagined = lru_cache(None)(footprint)
 
     def footprint(self, work: Work, kind: Kind, name: str) -> Footprint:
@@ -150,29 +153,23 @@ class Estimate:
         more = kind.blocks - IMAGINED_BLOCKS
         return Footprint(**{key: value + more * (value - getattr(before, key)) for key, value in vars(last).items()})
 
-    def ranges(self) -> Ranges:
-        """Return the blocks of each stage, with about equal numbers of parameters."""
-        return choose_ranges(self.model, self.options.devices)
-
-    def microbatches(self, work: Work, stages: int) -> int:
+    def microbatches(self, work: Work) -> int:
         """Return J: enough microbatches for a logical batch, and at least one for each stage."""
-        return max(-(-self.options.batch // work.microbatch), stages)
+        return max(-(-self.options.batch // work.microbatch), len(self.kinds))
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def memory(self, work: Work, ranges: Ranges, name: str = "device") -> list[Memory]:
+    def memory(self, work: Work, name: str = "device") -> list[Memory]:
         """Return the peak memory of each stage in a step whose backward passes are `name` of `Passes`."""
-        count = self.microbatches(work, len(ranges))
-
-        def of(stage: int, kind: Kind) -> Memory:
+        found = []
+        for stage, kind in enumerate(self.kinds):
             plain, clipped = self.footprint(work, kind, "none"), self.footprint(work, kind, name)
-            return stage_memory(plain, clipped, len(ranges), stage, count)
-
-        return [of(stage, kind) for stage, kind in enumerate(kinds(ranges))]
+            found.append(stage_memory(plain, clipped, len(self.kinds), stage, self.microbatches(work)))
+        return found
 
     def fullest(self, work: Work) -> int:
         """Return the largest peak memory of a stage, in bytes, with per-device clipping."""
-        return max(memory.peak for memory in self.memory(work, self.ranges()))
+        return max(memory.peak for memory in self.memory(work))
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -191,24 +188,18 @@ class Estimate:
             max(found.backward_operations / rate, reading * (1 + work.rematerialize)),
         )
 
-    def times(self, work: Work, ranges: Ranges, name: str = "device") -> Times:
+    def times(self, work: Work, name: str = "device") -> Times:
         """Return the times of a step whose backward passes are `name` of `Passes`."""
-        device, stages, count = self.options.device, kinds(ranges), self.microbatches(work, len(ranges))
-        forward, backward = zip(*(self.seconds(work, kind, name) for kind in stages), strict=True)
-        norms = tuple(self.seconds(work, kind, "norms")[1] for kind in stages) if name != "none" else backward
-        found = [self.footprint(work, kind, name) for kind in stages]
+        device, count = self.options.device, self.microbatches(work)
+        forward, backward = zip(*(self.seconds(work, kind, name) for kind in self.kinds), strict=True)
+        norms = tuple(self.seconds(work, kind, "norms")[1] for kind in self.kinds) if name != "none" else backward
+        found = [self.footprint(work, kind, name) for kind in self.kinds]
         update = UPDATE_PASSES * max(of.trained for of in found) / device.bandwidth
         message = device.latency + max(of.sent for of in found) / device.link
-        agree = device.latency * math.ceil(math.log2(len(ranges) + 1))  # an all-reduce of a few numbers
+        agree = device.latency * math.ceil(math.log2(len(self.kinds) + 1))  # an all-reduce of a few numbers
 
         def passes(backward: tuple[float, ...]) -> float:
             return duration(count, forward, backward, message) + agree
 
         per_device = passes(backward) + update
         return Times(count, forward, backward, per_device, passes(norms) + per_device)
-
-
-def kinds(ranges: Ranges) -> list[Kind]:
-    """Return the kind of each stage."""
-    last = len(ranges) - 1
-    return [Kind(stop - start, stage == 0, stage == last) for stage, (start, stop) in enumerate(ranges)]
