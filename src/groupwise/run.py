@@ -305,7 +305,7 @@ def start_from(model: nn.Module, given: str) -> None:
     if not path.is_file() and not list(path.parent.glob(escape(f"{path.stem}-") + "*" + escape(path.suffix))):
         raise UserError(f"model.weights={given} has no model.pt: give the folder of a finished run.")
     weights = checkpoint.read_weights(
-        path, model.names() if isinstance(model, Stage) else {name: name for name in model.state_dict()}
+        path, model.names if isinstance(model, Stage) else {name: name for name in model.state_dict()}
     )
     try:
         model.load_state_dict(weights)

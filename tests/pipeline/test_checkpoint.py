@@ -76,9 +76,9 @@ def saves(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     model = make_model(Case())
     stage = cut(model, choose_ranges(model, STAGES), ranks.stage)
-    checkpoint.save_weights(Path(folder) / "model.pt", stage.names(), stage.state_dict(), ranks)
+    checkpoint.save_weights(Path(folder) / "model.pt", stage.names, stage.state_dict(), ranks)
     checkpoint.LARGEST = 10
-    checkpoint.save_weights(Path(folder) / "large.pt", stage.names(), stage.state_dict(), ranks)
+    checkpoint.save_weights(Path(folder) / "large.pt", stage.names, stage.state_dict(), ranks)
     return seen
 
 
@@ -122,8 +122,8 @@ def test_any_number_of_stages_reads_the_weights(ran, name, stages):
         stage = cut(model, choose_ranges(model, stages), index)
         for parameter in stage.parameters():
             torch.nn.init.zeros_(parameter)
-        stage.load_state_dict(checkpoint.read_weights(ran[0] / f"{name}.pt", stage.names()))
-        assert all(torch.equal(tensor, truth[stage.names()[key]]) for key, tensor in stage.state_dict().items())
+        stage.load_state_dict(checkpoint.read_weights(ran[0] / f"{name}.pt", stage.names))
+        assert all(torch.equal(tensor, truth[stage.names[key]]) for key, tensor in stage.state_dict().items())
 
 
 def test_a_small_model_is_also_written_as_one_file(ran):

@@ -71,7 +71,7 @@ def cut_whole(settings, tokenizer, index, adapters=None, stages=3):
 
 def assert_equal(found, wanted):
     assert dict(found.named_parameters()).keys() == dict(wanted.named_parameters()).keys()
-    assert found.names() == wanted.names() and found.training == wanted.training
+    assert found.names == wanted.names and found.training == wanted.training
     for (name, one), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
         assert one.dtype == other.dtype and one.requires_grad == other.requires_grad, name
         assert torch.equal(one, other), name
@@ -107,7 +107,7 @@ def test_a_stage_equals_that_of_the_whole_model_and_reads_nothing_else(kind, sha
     for index in range(3):
         read.clear()
         stage = loaded(settings, tokenizer, index)
-        names = {n.removeprefix("base_model.model.").replace(".base_layer.", ".") for n in stage.names().values()}
+        names = {n.removeprefix("base_model.model.").replace(".base_layer.", ".") for n in stage.names.values()}
         own = {name for name in names if ".lora_" not in name}
         if kind != "llama" and index == 2:  # the head is the embedding, which is in the files under one name
             own = own - {"lm_head.weight"} | {
@@ -129,7 +129,7 @@ def test_adapters_are_initialised_as_by_peft_for_any_number_of_stages(folders, t
         values = {}
         for index in range(stages):
             stage = loaded(settings, tokenizer, index, stages)
-            values |= {stage.names()[name]: p.detach() for name, p in stage.named_parameters() if ".lora_" in name}
+            values |= {stage.names[name]: p.detach() for name, p in stage.named_parameters() if ".lora_" in name}
         found[stages] = values
     assert found[1].keys() == found[3].keys() and len(found[1]) == 6 * BLOCKS
     for name, value in found[1].items():

@@ -137,7 +137,7 @@ def chained(stages, first, kwargs):
         gradient = inputs[i].grad
     gradients = {}
     for stage in stages:
-        names = stage.names()
+        names = stage.names
         gradients |= {names[name]: p.grad for name, p in stage.named_parameters() if p.requires_grad}
     return x.detach(), gradients
 

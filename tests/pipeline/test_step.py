@@ -76,7 +76,7 @@ def run_case(case: Case, ranks: Ranks) -> tuple[dict[str, Tensor], list, list]:
     trainer = make_trainer(case, ranks)
     reports = [trainer.report(ranks.agree(*trainer.step(step))) for step in range(len(BATCHES))]
     stage = trainer.runner.stage
-    names = stage.names()
+    names = stage.names
     weights = {names[name]: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
     thresholds = [] if trainer.private.thresholds is None else trainer.private.thresholds.clip_thresholds.tolist()
     return weights, thresholds, reports

@@ -3,7 +3,8 @@
 import pytest
 
 from groupwise.errors import UserError
-from groupwise.planner.shapes import build, configuration, with_blocks
+from groupwise.pipeline.stage import with_blocks
+from groupwise.planner.shapes import build, configuration
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_adapters_of_gpt3_are_counted_by_hand():
 
 
 def test_rank_0_trains_everything_and_unties_the_head():
-    model = build(with_blocks(configuration("gpt2_xl"), 1), rank=0, dtype="float32")
+    model = build(with_blocks(configuration("gpt2_xl"), 0, 1), rank=0, dtype="float32")
     assert all(p.requires_grad and str(p.dtype) == "torch.float32" for p in model.parameters())
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
 

@@ -49,7 +49,7 @@ def load_stage(
     model = empty_model(settings, tokenizer)
     aliases, weights = _aliases(model, settings.untie), Weights(Path(str(settings.source)))
     stage = cut(model, choose(model), index, **options)
-    names = stage.names()
+    names = stage.names
     filled: dict[int, Tensor] = {}
     for local, empty in stage.state_dict(keep_vars=True).items():
         if id(empty) not in filled:  # tied, as one parameter under two names

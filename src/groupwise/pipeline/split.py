@@ -99,9 +99,11 @@ def cut(
     """
     anatomy = find_parts(model)
     _check_trainable(model, anatomy, ranges)
-    names = {id(module): name for name, module in model.named_modules()}
+    modules = {id(module): name for name, module in model.named_modules()}
     stage = TextStage(anatomy, ranges, index, rematerialize=rematerialize, token_loss=token_loss, precision=precision)
-    stage.remember(names)
+    for name in stage.state_dict():
+        module, _, leaf = name.rpartition(".")
+        stage.names[name] = f"{modules[id(stage.get_submodule(module))]}.{leaf}".lstrip(".")
     return stage.train(model.training)
 
 

@@ -32,7 +32,8 @@ class Stage(nn.Module, ABC):
         super().__init__()
         self.index, self.count = index, count
         self.first, self.last = index == 0, index == count - 1
-        self._names: dict[str, str] = {}
+        self.names: dict[str, str] = {}
+        """Name in `state_dict()` → name in the whole model, so that stages can be joined or split differently."""
 
     def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
         """Run the stage.
@@ -67,16 +68,6 @@ class Stage(nn.Module, ABC):
         """Dtype of the activations between stages: that of the frozen matrices, including the embedding."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         return next((p for p in matrices if not p.requires_grad), matrices[0]).dtype
-
-    def names(self) -> dict[str, str]:
-        """Name in `state_dict()` → name in the whole model, so that stages can be joined or split differently."""
-        return dict(self._names)
-
-    def remember(self, modules: Mapping[int, str]) -> None:
-        """Store the names in the whole model; `modules` maps a module's id to its name. `cut` calls this."""
-        for name in self.state_dict():
-            module, _, leaf = name.rpartition(".")
-            self._names[name] = f"{modules[id(self.get_submodule(module))]}.{leaf}".lstrip(".")
 
 
 class TextStage(Stage):
@@ -163,11 +154,16 @@ def _keep_blocks(body: Any, family: Family, start: int, stop: int) -> None:
         for name in ("layer_idx", "layer_id"):
             if isinstance(number := getattr(module, name, None), int):
                 setattr(module, name, number - start)
-    body.config = copy.deepcopy(body.config)
-    types = getattr(body.config, "layer_types", None)
-    body.config.num_hidden_layers = stop - start
-    if types is not None:
-        body.config.layer_types = types[start:stop]
+    body.config = with_blocks(body.config, start, stop)
+
+
+def with_blocks(config: Any, start: int, stop: int) -> Any:
+    """A copy of a configuration of transformers, for blocks [start, stop) alone."""
+    changed = copy.deepcopy(config)
+    changed.num_hidden_layers = stop - start
+    if getattr(changed, "layer_types", None) is not None:
+        changed.layer_types = changed.layer_types[start:stop]
+    return changed
 
 
 def _neutralize(body: Any, family: Family, *, first: bool, last: bool) -> None:

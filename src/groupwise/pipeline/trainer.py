@@ -135,7 +135,7 @@ class PipelineTrainer(Trainer):
 
     def save_model(self, path: Path) -> None:
         """Write the weights, one file per stage; if the model is small, also as one file `path`."""
-        checkpoint.save_weights(path, self.runner.stage.names(), self.private.weights(), self.private.ranks)
+        checkpoint.save_weights(path, self.runner.stage.names, self.private.weights(), self.private.ranks)
 
     def machine(self) -> dict[str, Any]:
         """The peak memory of each process, in bytes."""

@@ -18,8 +18,8 @@ from groupwise.clipping import ClipPlan, attach, flat, matmul
 from groupwise.clipping.clip_plan import FIRST, Layout
 from groupwise.clipping.norm_methods import RATES
 from groupwise.pipeline.split import cut
-from groupwise.pipeline.stage import Stage
-from groupwise.planner.shapes import build, with_blocks
+from groupwise.pipeline.stage import Stage, with_blocks
+from groupwise.planner.shapes import build
 
 _aten = torch.ops.aten
 _ATTENTION: dict[Any, Callable[..., int]] = {
@@ -132,7 +132,7 @@ def cut_out(work: Work, kind: Kind, device: str = "meta") -> Stage:
     """Return a stage of this kind, from the smallest model that has one, with random weights."""
     before, after = int(not kind.first), int(not kind.last)
     stops = [*[1] * before, before + kind.blocks, *[before + kind.blocks + 1] * after]
-    model = build(with_blocks(work.config, stops[-1]), work.rank, work.dtype, device)
+    model = build(with_blocks(work.config, 0, stops[-1]), work.rank, work.dtype, device)
     ranges = tuple(zip([0, *stops[:-1]], stops, strict=True))
     precision = partial(torch.autocast, "cpu", torch.bfloat16) if work.dtype == "bfloat16" else nullcontext
     return cut(model, ranges, before, rematerialize=work.rematerialize, precision=precision)

@@ -59,15 +59,6 @@ def configuration(name: str) -> Any:
     return config
 
 
-def with_blocks(config: Any, blocks: int) -> Any:
-    """Return the configuration with another number of blocks."""
-    changed = deepcopy(config)
-    changed.num_hidden_layers = blocks
-    if hasattr(changed, "layer_types") and changed.layer_types is not None:
-        changed.layer_types = list(changed.layer_types[:blocks])
-    return changed
-
-
 def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module:
     """Return the causal language model of a configuration, in training mode.
 
