@@ -114,7 +114,7 @@ def build(
 
 
 def _wide_resnet(batch: int, tiny: bool, *, weight_standardization: bool) -> Built:
-    from groupwise.models import WideResNet
+    from groupwise.models.image_networks import WideResNet
 
     model = WideResNet(
         depth=10 if tiny else 16,

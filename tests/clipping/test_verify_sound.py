@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from groupwise.clipping import attach, per_layer, verify
 from groupwise.config.schema import LoraConfig
-from groupwise.models import WideResNet
+from groupwise.models.image_networks import WideResNet
 from tests.clipping.conftest import Checkpointed, Lambda
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_language_models import CAUSAL, CLASSIFIERS, LORA, Case, make_case

@@ -236,7 +236,7 @@ from benchmarks.emulated.step import RATES, EmulatedNoise
 from groupwise.clipping import attach, per_layer
 from groupwise.config.schema import ClipConfig, OptimConfig
 from groupwise.data.images import normalize
-from groupwise.models import WideResNet
+from groupwise.models.image_networks import WideResNet
 from groupwise.privacy import make_plan
 from groupwise.tasks.image_classification import ImageClassification
 from groupwise.training.from_config import autocast, make_optimizer, make_thresholds

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.data import load_images, normalize
-from groupwise.data.images import average_pool, hold_out
+from groupwise.data.image_sets import load_images
+from groupwise.data.images import average_pool, hold_out, normalize
 from groupwise.errors import UserError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.data import load_images
+from groupwise.data.image_sets import load_images
 from groupwise.data.images import ImageData
 from groupwise.errors import UserError
 from groupwise.models import image_features

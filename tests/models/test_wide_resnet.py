@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from groupwise.errors import UserError
-from groupwise.models import WideResNet
-from groupwise.models.image_networks import PreactivationBlock
+from groupwise.models.image_networks import PreactivationBlock, WideResNet
 
 OPTIONS = {"norm_groups": 4, "weight_standardization": True}
 

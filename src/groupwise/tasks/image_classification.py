@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from groupwise.config.checks import IMAGE_MODELS
 from groupwise.config.schema import ModelConfig, RunConfig
-from groupwise.data import ImageData, channel_statistics, hold_out, load_images, normalize
+from groupwise.data.image_sets import load_images
+from groupwise.data.images import ImageData, channel_statistics, hold_out, normalize
 from groupwise.errors import UserError
-from groupwise.models import WideResNet, scatter_cnn
 from groupwise.models.efficientnet import SOURCE, lite0_head
 from groupwise.models.image_features import FEATURES_OF
+from groupwise.models.image_networks import WideResNet, scatter_cnn
 from groupwise.models.published import provenance_of
 from groupwise.training.from_config import autocast
 from groupwise.training.task import Split, Task, eval_mode, row_numbers
 
 Images = tuple[Tensor, Tensor]
-NETWORKS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
 class ImageClassification(Task):
@@ -82,8 +83,8 @@ class ImageClassification(Task):
 def make_image_classification(config: RunConfig, device: torch.device) -> ImageClassification:
     """The task of `data.name`, for the network of `model.name`."""
     settings = config.model
-    if settings.name not in NETWORKS:
-        raise UserError(f"model.name={settings.name} is not known for images: choose {', '.join(NETWORKS)}.")
+    if settings.name not in IMAGE_MODELS:
+        raise UserError(f"model.name={settings.name} is not known for images: choose {', '.join(IMAGE_MODELS)}.")
     data = load_images(config.data.name, Path(config.paths.data).expanduser(), image_size=config.data.image_size)
     if config.data.holdout:
         data = hold_out(data, config.data.holdout)
