@@ -97,7 +97,12 @@ def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
             "There is no language model to load: give model.source, a folder or a name on the hub, or model.fresh=true "
             "with model.architecture, such as gpt2."
         )
-    _check_vocabulary(config, settings, tokenizer)
+    rows = getattr(config, "vocab_size", None)
+    if rows is not None and len(tokenizer) > rows:
+        raise UserError(
+            f"The tokeniser has {len(tokenizer)} tokens, but {named(settings)} embeds only {rows}: give the tokeniser "
+            "of that model (model.tokenizer), or a larger model.shape.vocab_size for fresh weights."
+        )
     _set_dropout(config, settings)
     return config
 
@@ -119,9 +124,7 @@ def _described(settings: ModelConfig, tokenizer: Any) -> Any:
         raise UserError(
             f"model.architecture={architecture} is not a model type of transformers{close}: give one, such as gpt2."
         )
-    config_class = transformers.CONFIG_MAPPING[architecture]
-    shape = _shape(config_class, settings)
-    return _made(config_class, {"vocab_size": len(tokenizer), **_tokens(tokenizer), **shape})
+    return _made(transformers.CONFIG_MAPPING[architecture], {"vocab_size": len(tokenizer)}, settings, tokenizer)
 
 
 def _found(settings: ModelConfig, tokenizer: Any) -> Any:
@@ -138,7 +141,7 @@ def _found(settings: ModelConfig, tokenizer: Any) -> Any:
             "folder that save_pretrained wrote."
         ) from error
     if settings.fresh:
-        return _made(type(config), {**config.to_dict(), **_tokens(tokenizer), **_shape(type(config), settings)})
+        return _made(type(config), config.to_dict(), settings, tokenizer)
     for key, value in _shape(type(config), settings).items():
         if getattr(config, key) != value:
             raise UserError(
@@ -159,28 +162,17 @@ def _shape(config_class: Any, settings: ModelConfig) -> dict[str, Any]:
     return {config_class.attribute_map.get(key, key): value for key, value in settings.shape.items()}
 
 
-def _made(config_class: Any, values: dict[str, Any]) -> Any:
+def _made(config_class: Any, values: dict[str, Any], settings: ModelConfig, tokenizer: Any) -> Any:
+    """A configuration with these values, the tokeniser's special tokens, and `model.shape`."""
     from huggingface_hub.errors import StrictDataclassError
 
+    tokens = {name: number for name in SPECIAL_TOKENS if (number := getattr(tokenizer, name)) is not None}
+    values = {**values, **tokens, **_shape(config_class, settings)}
     try:
         return config_class.from_dict(values)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
         raise UserError(f"model.shape does not fit a {config_class.model_type} ({reason}): correct it.") from error
-
-
-def _tokens(tokenizer: Any) -> dict[str, int]:
-    found = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    return {name: number for name, number in found.items() if number is not None}
-
-
-def _check_vocabulary(config: Any, settings: ModelConfig, tokenizer: Any) -> None:
-    rows = getattr(config, "vocab_size", None)
-    if rows is not None and len(tokenizer) > rows:
-        raise UserError(
-            f"The tokeniser has {len(tokenizer)} tokens, but {named(settings)} embeds only {rows}: give the tokeniser "
-            "of that model (model.tokenizer), or a larger model.shape.vocab_size for fresh weights."
-        )
 
 
 def _set_dropout(config: Any, settings: ModelConfig) -> None:
