@@ -37,7 +37,10 @@ def generate(
         settings: beams, max_new_tokens, length_penalty, and batch_size in prompts, which is halved if memory runs out;
             `limit` is not used.
     """
-    generator = _generator(model)
+    from transformers import GenerationMixin
+
+    # The transformers model inside peft's wrappers; the adapters are in its layers.
+    generator: Any = next(module for module in model.modules() if isinstance(module, GenerationMixin))
     positions = position_limit(generator)
     lengths = [len(prompt) for prompt in prompts]
     breaks = _line_breaks(generator, tokenizer).to(device)
@@ -91,13 +94,6 @@ def _search(
     )
     options = {"generation_config": config, "stopping_criteria": [_line_end(breaks, width)]}
     return generator.generate(tokens, attention_mask=mask, **options)[:, width:]
-
-
-def _generator(model: nn.Module) -> Any:
-    """The transformers model inside peft's wrappers; the adapters are in its layers."""
-    from transformers import GenerationMixin
-
-    return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 
 @contextmanager

@@ -52,9 +52,7 @@ class ModelInputs:
     """
 
     def __init__(self, model: nn.Module, pad_token: int) -> None:
-        inner: Any = model
-        if hasattr(model, "get_base_model"):  # below its adapters
-            inner = inner.get_base_model()
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self._pad_token = pad_token
         self._types = int(getattr(inner.config, "type_vocab_size", 0) or 0)
