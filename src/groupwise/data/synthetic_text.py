@@ -98,10 +98,6 @@ class _Grammar:
         return _MARK.sub(lambda m: self.say(self.rng.choice(self.rules[m[1]])) if m[1] else str(self.names[m[2]]), text)
 
 
-LabelledMaker = Callable[[random.Random, int], Texts]
-PairedMaker = Callable[[random.Random], Request]
-
-
 def make_review(rng: random.Random, label: int) -> Texts:
     """SST-2: a sentence about a film, negative (0) or positive (1); of two clauses, the main clause decides."""
     return follow("reviews", "review", rng, label=label)["text"], None
@@ -151,11 +147,15 @@ def make_dialogue(rng: random.Random) -> Request:
     return Request(instruct("\n".join(turns)), (names["summary"],))
 
 
-LABELLED: dict[str, LabelledMaker] = {
+LABELLED: dict[str, Callable[[random.Random, int], Texts]] = {
     "sst2": make_review,
     **{task: partial(make_pair, task=task) for task in ("qnli", "qqp", "mnli")},
 }
-PAIRED: dict[str, PairedMaker] = {"e2e": make_restaurant, "dart": make_triples_and_texts, "samsum": make_dialogue}
+PAIRED: dict[str, Callable[[random.Random], Request]] = {
+    "e2e": make_restaurant,
+    "dart": make_triples_and_texts,
+    "samsum": make_dialogue,
+}
 
 
 TRAIN, VALID, REQUESTS = 2000, 200, 100
@@ -168,10 +168,22 @@ def synthetic_labelled(task: str) -> LabelledText:
 
     They are the same on every machine; no text is in two sets.
     """
-    make = LABELLED[task]
     rng, seen, classes = random.Random(f"{task} 0"), set[Texts](), GLUE[task].classes
-    train = _labelled(TRAIN, make, len(classes), rng, seen)
-    valid = {name: _labelled(VALID, make, len(classes), rng, seen) for name in GLUE[task].valid}
+
+    def examples(count: int) -> Labelled:
+        """New examples with labels in equal numbers, shuffled."""
+        rows: list[tuple[Texts, int]] = []
+        while len(rows) < count:
+            label = len(rows) % len(classes)
+            texts = LABELLED[task](rng, label)
+            if texts not in seen:
+                seen.add(texts)
+                rows.append((texts, label))
+        rng.shuffle(rows)
+        return Labelled([texts for texts, _ in rows], [label for _, label in rows])
+
+    train = examples(TRAIN)
+    valid = {name: examples(VALID) for name in GLUE[task].valid}
     content = [[part.texts, part.labels] for part in (train, *valid.values())]
     return LabelledText(train, valid, classes, SOURCE, {f"synthetic/{task}": sha256_of_examples(content)})
 
@@ -182,34 +194,20 @@ def synthetic_paired(task: str) -> PairedText:
     The sources have the same form as those of files: linearised tables, dialogues with an instruction. They are the
     same on every machine; no source is in two sets. E2E has four references per source, DART two and SAMSum one.
     """
-    make, rng, seen = PAIRED[task], random.Random(f"{task} 0"), set[str]()
+    rng, seen = random.Random(f"{task} 0"), set[str]()
+
+    def new_request() -> Request:
+        while (request := PAIRED[task](rng)).source in seen:
+            pass
+        seen.add(request.source)
+        return request
+
     train: list[tuple[str, str]] = []
     while len(train) < TRAIN:
-        request = _new_request(make, rng, seen)
+        request = new_request()
         train += [(request.source, reference) for reference in request.references]
     rng.shuffle(train)
-    valid = [_new_request(make, rng, seen) for _ in range(REQUESTS)]
-    test = [_new_request(make, rng, seen) for _ in range(REQUESTS)]
+    valid = [new_request() for _ in range(REQUESTS)]
+    test = [new_request() for _ in range(REQUESTS)]
     content = [train, *([[r.source, r.references] for r in part] for part in (valid, test))]
     return PairedText(train, valid, test, SOURCE, {f"synthetic/{task}": sha256_of_examples(content)})
-
-
-def _labelled(count: int, make: LabelledMaker, classes: int, rng: random.Random, seen: set[Texts]) -> Labelled:
-    """`count` new examples with labels in equal numbers, shuffled."""
-    rows: list[tuple[Texts, int]] = []
-    while len(rows) < count:
-        label = len(rows) % classes
-        texts = make(rng, label)
-        if texts not in seen:
-            seen.add(texts)
-            rows.append((texts, label))
-    rng.shuffle(rows)
-    return Labelled([texts for texts, _ in rows], [label for _, label in rows])
-
-
-def _new_request(make: PairedMaker, rng: random.Random, seen: set[str]) -> Request:
-    while True:
-        request = make(rng)
-        if request.source not in seen:
-            seen.add(request.source)
-            return request
