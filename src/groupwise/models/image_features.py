@@ -7,6 +7,7 @@ trained small networks on it. EfficientNet-Lite0's weights were trained on Image
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -84,12 +85,8 @@ FEATURES_OF = {"scatter_cnn": scattering, "lite0_head": lite0}
 def _replaced(
     data: ImageData, name: str, shape: tuple[int, ...], make: Callable[[], Callable[[Tensor], Tensor]], words: str
 ) -> ImageData:
-    return replace(
-        data,
-        x_train=_features(data.x_train, name, shape, make),
-        x_test=_features(data.x_test, name, shape, make),
-        source=f"{data.source}; {words}",
-    )
+    train, test = (_features(images, name, shape, make) for images in (data.x_train, data.x_test))
+    return replace(data, x_train=train, x_test=test, source=f"{data.source}; {words}")
 
 
 def _features(
@@ -99,18 +96,14 @@ def _features(
     digest = hashlib.sha256(f"{name} {tuple(images.shape)} float16".encode())
     digest.update(images.numpy().tobytes())
     path = cache_folder() / name.split()[0] / f"{digest.hexdigest()[:32]}.npy"
-    try:
+    with suppress(OSError, ValueError, TypeError):  # if it is missing or broken, they are computed again
         found = torch.from_numpy(np.load(path, allow_pickle=False))
         if tuple(found.shape) == (len(images), *shape) and found.dtype == torch.float16:
             return found
-    except (OSError, ValueError, TypeError):
-        pass  # missing or broken: computed again
     features = _computed(images, name, shape, make())
-    try:
+    with suppress(OSError):  # without a cache the next run computes them again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: np.save(file, features.numpy()))
-    except OSError:
-        pass  # without a cache the next run computes them again
     return features
 
 
