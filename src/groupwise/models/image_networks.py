@@ -22,9 +22,6 @@ def group_count(channels: int, norm_groups: int, *, stem: bool = False) -> int:
         norm_groups: the number of groups asked for (16 in De et al.).
         stem: the input is the 16-channel first convolution, which De et al. normalise in 16 groups of one
             channel. There the bound is min(norm_groups, channels), as in the published network.
-
-    Returns:
-        A divisor of `channels`, at least 1.
     """
     bound = max(1, min(norm_groups, channels if stem else channels // 2))
     return max(count for count in range(1, bound + 1) if channels % count == 0)

@@ -60,8 +60,7 @@ def _rematerialize(model: Any) -> None:
         raise UserError(
             f"{type(network).__name__} does not support activation checkpointing: leave model.rematerialize out."
         )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of the newer name, which older releases lack
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of the new name, which older releases lack
         network.gradient_checkpointing_enable({"use_reentrant": False})
 
 

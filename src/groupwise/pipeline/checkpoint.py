@@ -80,14 +80,11 @@ def save_weights(path: Path, names: Mapping[str, str], state: Mapping[str, Tenso
 
 
 def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The weights of a stage, or of the whole model, from files of `save_weights` for any number of stages.
+    """The state dict of a stage, or of the whole model, from files of `save_weights` for any number of stages.
 
     Args:
         path: of model.pt, which may be missing if the stages' files are there.
         names: name in the stage → name in the whole model, from `Stage.names`.
-
-    Returns:
-        A state dict for the stage.
 
     Raises:
         UserError: there are no files, or weights that the stage needs are missing.

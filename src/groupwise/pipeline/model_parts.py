@@ -104,10 +104,6 @@ def find_parts(model: nn.Module) -> ModelParts:
 
 
 def check_known(model_type: str) -> None:
-    """Refuse a model_type that cannot be split.
-
-    Raises:
-        UserError: it is not in `FAMILIES`.
-    """
+    """Raise a `UserError` for a model_type that is not in `FAMILIES`."""
     if model_type not in FAMILIES:
         raise UserError(f"A {model_type} cannot be split into stages: give a model of type {', '.join(FAMILIES)}.")

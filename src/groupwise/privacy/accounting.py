@@ -137,8 +137,7 @@ def _compose(noise_multiplier: float, sample_rate: float, steps: int, delta: flo
     per_mesh = math.sqrt(steps / 2 * math.log(12 / delta_error))  # the error of a mesh of width 1
     half_width = tail + max(eps_error, 2 * (tail + eps_error) * per_mesh / MAX_GRID)
     eps_error = _smooth_grid(half_width, half_width - tail, per_mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that eps_max must be safe, which half_width is
+    with warnings.catch_warnings(action="ignore"):  # it warns that eps_max must be safe, which half_width is
         accountant = PRVAccountant(
             _loss(noise_multiplier, sample_rate),
             max_self_compositions=steps, eps_error=eps_error, delta_error=delta_error, eps_max=half_width,

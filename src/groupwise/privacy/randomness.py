@@ -158,8 +158,7 @@ def _library() -> torch.library.Library:
 @cache
 def _hush() -> None:
     """Trigger and suppress torch's warning, once in a process, that a kernel is replaced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         _library()._destroy()
 
 
