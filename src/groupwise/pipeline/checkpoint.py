@@ -90,15 +90,12 @@ def read_weights(path: Path, names: Mapping[str, str]) -> dict[str, Tensor]:
         UserError: there are no files, or weights that the stage needs are missing.
     """
     files = [path] if path.is_file() else sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
-    wanted: dict[str, list[str]] = {}
-    for own, whole in names.items():
-        wanted.setdefault(whole, []).append(own)
-    found: dict[str, Tensor] = {}
+    wanted, found = set(names.values()), dict[str, Tensor]()
     for file in files:
-        found |= {own: tensor for whole, tensor in load_checkpoint(file).items() for own in wanted.get(whole, ())}
-    if missing := sorted(names.keys() - found.keys()):
+        found |= {whole: tensor for whole, tensor in load_checkpoint(file).items() if whole in wanted}
+    if missing := sorted(own for own, whole in names.items() if whole not in found):
         raise UserError(f"{path} has no {names[missing[0]]}: give the weights of the same model.")
-    return found
+    return {own: found[whole] for own, whole in names.items()}
 
 
 def _shard(path: Path, stage: int) -> Path:

@@ -29,13 +29,10 @@ class SteppedStage(PipelineStage):
     """torch's pipeline stage for one step.
 
     Args:
-        stage: the part of the model.
         microbatches: of the step; each stage reads the fields that it needs.
         held: how many microbatches are between their forward and backward passes at once. Torch makes a receive buffer
             for every microbatch of a step; here only so many are made, and used again.
         around: contexts around the forward and the backward pass of a microbatch.
-        device: of this process.
-        group: the processes of the pipeline.
     """
 
     def __init__(
@@ -120,7 +117,6 @@ class StageRunner:
     Args:
         stage: the part of the model on this process.
         engine: attached to it; None clips nothing.
-        device: of this process.
         group: the processes of the pipeline, in the order of the stages; None takes all.
     """
 
@@ -132,24 +128,21 @@ class StageRunner:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.stage, self.engine, self.device, self.group = stage, engine, device, group
-        if engine is not None:
-            self._prove(engine)
+        if engine is None:
+            return
 
-    def _prove(self, engine: ClippingEngine) -> None:
-        """Check once, on the first output that requires a gradient, that all parameters are clipped."""
-
-        def look(_: Stage, __: Any, output: Tensor) -> None:
+        def check_once(_: Stage, __: Any, output: Tensor) -> None:
+            """Check on the first output that requires a gradient that all parameters are clipped."""
             if output.requires_grad:
                 engine.check_output(output)
                 hook.remove()
 
-        hook = self.stage.register_forward_hook(look)
+        hook = stage.register_forward_hook(check_once)
 
     def run(self, microbatches: Sequence[Microbatch], randomness: Around) -> Tensor | None:
         """Add the stage's clipped sums over these examples to the parameters' .grad; no norms leave this device.
 
         Args:
-            microbatches: of the step.
             randomness: a context around both passes of a microbatch, which fixes its random numbers.
 
         Returns:
