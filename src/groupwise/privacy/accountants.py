@@ -145,8 +145,7 @@ def training_event(noise_multiplier: float, sample_rate: float) -> Any:
     return dp_accounting.PoissonSampledDpEvent(sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
 
 
-MOST_RUNS = 1e5
-"""The largest expected number of runs in a search."""
+MOST_RUNS = 1e5  # in expectation, in a search
 
 
 def logseries_argument(runs: float) -> float:
@@ -162,13 +161,12 @@ def logseries_argument(runs: float) -> float:
 
 
 def best_run_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, runs: float) -> float:
-    """Return an upper bound on ε at ``delta`` of the best of K trainings, by Rényi DP (Papernot & Steinke 2022,
-    Theorem 2, η = 0).
+    """Return an upper bound on ε at ``delta`` of the best of K trainings (Papernot & Steinke 2022, Theorem 2, η = 0).
 
-    Formal guarantee: draw K once from numpy's ``logseries``, with mean ``runs``. Each of the K trainings takes T steps
-    as in :func:`~groupwise.privacy.accounting.epsilon_bounds`, with settings drawn independently from one distribution
-    that does not depend on the data. Then the best model and its settings are (ε, ``delta``)-DP, if scores are computed
-    on examples that ε does not cover, and nothing else is released, not even K.
+    Formal guarantee, by Rényi DP: draw K once from numpy's ``logseries``, with mean ``runs``. Each of the K trainings
+    takes T steps as in :func:`~groupwise.privacy.accounting.epsilon_bounds`, with settings drawn independently from one
+    distribution that does not depend on the data. Then the best model and its settings are (ε, ``delta``)-DP, if scores
+    are computed on examples that ε does not cover, and nothing else is released, not even K.
     Raises :class:`UserError` for arguments out of range.
     """
     from dp_accounting import SelfComposedDpEvent
@@ -187,8 +185,7 @@ increases the variance by at most MESH²ε²/4, or by a share FINEST²/4, which 
 
 
 def epsilon_pld(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """Return an upper bound on ε at ``delta`` by privacy loss distributions, with pessimistic rounding (Doroshenko et
-    al. 2022).
+    """Return an upper bound on ε at ``delta`` by pessimistic privacy loss distributions (Doroshenko et al. 2022).
 
     The guarantee is that of :func:`~groupwise.privacy.accounting.epsilon_bounds`. It is the larger ε of adding and of
     removing an example.

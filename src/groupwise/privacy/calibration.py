@@ -34,10 +34,9 @@ def calibrate(
 ) -> tuple[float, EpsilonBounds]:
     """Find σ such that T steps at rate ρ are (``epsilon``, ``delta``)-DP: add/remove adjacency, Poisson sampling.
 
-    Returns σ and its bounds on ε.
-
     Formal guarantee: ``epsilon_bounds(σ, ρ, T, δ, accountant).upper`` is at most ``epsilon``. It is at least 0.999 of
     ``epsilon``, unless ε(σ) jumps over that range (to 0, once δ alone suffices). Takes about a second.
+    Returns σ and its bounds on ε.
     Raises :class:`UserError` for arguments out of range or a target that no σ reaches.
     """
     check_accountant(accountant)
@@ -84,8 +83,7 @@ def _central_limit(epsilon: float, delta: float, sample_rate: float, steps: int)
 
 
 def solve(curve: Callable[[float], float], target: float, guess: float, most: float = math.inf) -> tuple[float, float]:
-    """Find x with ``curve(x)`` in [(1 - TOLERANCE)·target, target]. If the curve jumps over that range, return the x
-    just after the jump.
+    """Find x with ``curve(x)`` in [(1 - TOLERANCE)·target, target], or just after a jump of the curve over that range.
 
     The curve must be decreasing, and below the target beyond ``most``. This is the secant method on log-log axes, kept
     inside the bracket of earlier values. Raises :class:`UserError` if there is no such x from `LEAST` to `MOST`.

@@ -37,15 +37,12 @@ def release_gradients(
         noise_multiplier: σ_new; 0 adds no noise and gives no guarantee.
         expected_batch_size: B = ρN as configured, never the drawn size.
         noise: the run's source. Entries are numbered through all groups.
-        step: the number of the logical step. Each step has its own noise.
-        groups_elsewhere: the number of groups on the other devices of a pipeline, each with its own noise source; see
-            :func:`noise_stds`.
+        groups_elsewhere: K', on a pipeline's other devices, each with its own noise source; see :func:`noise_stds`.
 
     Returns:
         std_k = σ_new·S·γ_k, float64 of shape (K,): the noise on the sums, before the division by B.
 
-    Raises:
-        UserError: the sensitivity is for another relation than that of plans; and as :func:`noise_stds` does.
+    Raises :class:`UserError` if the sensitivity is for another relation than that of plans, and as :func:`noise_stds`.
     """
     if sensitivity.relation != "add_remove":
         raise UserError(

@@ -38,8 +38,7 @@ class NoiseSource:
     CPU tensors and "Philox" for others. A run fixes the generator when it starts (:meth:`settled`) and saves it in its
     checkpoints, so that it repeats the same noise when it resumes on another device.
 
-    Raises:
-        UserError: a key of fewer than 16 bytes, or an unknown generator.
+    Raises :class:`UserError` for a key of fewer than 16 bytes, or an unknown generator.
     """
 
     def __init__(self, key: bytes, is_secret: bool = True, secure: bool = False, generator: str | None = None) -> None:
@@ -61,8 +60,7 @@ class NoiseSource:
     def from_state(cls, state: Mapping[str, Any]) -> Self:
         """Return the source that :meth:`state_dict` describes.
 
-        Raises:
-            UserError: it is not such a state, or it is of an earlier version, whose noise cannot be repeated.
+        Raises :class:`UserError` for another state, or one of an earlier version, whose noise cannot be repeated.
         """
         names = ("key", "is_secret", "secure", "generator")
         if not all(f"noise_{name}" in state for name in names):
@@ -110,9 +108,8 @@ class NoiseSource:
         layout or the number of threads. Use each (step, stream) for one release only: a second release would get the
         same noise, and the guarantee would be lost.
 
-        Raises:
-            UserError: a narrower dtype (its rounding would distort the noise), a distributed tensor, or a std that is
-                negative or not finite.
+        Raises :class:`UserError` for a narrower dtype (its rounding would distort the noise), a distributed tensor, or
+        a std that is negative or not finite.
         """
         for tensor, std in zip(tensors, stds, strict=True):
             self._check(tensor, std)

@@ -13,8 +13,7 @@ from groupwise.privacy.accountants import EpsilonBounds, check_release, is_whole
 from groupwise.privacy.accounting import check_accountant, epsilon_bounds
 from groupwise.privacy.calibration import calibrate, split_noise
 
-PARTS = 20
-"""Parts of a plan; `PrivacyPlan.progress` computes ε at the end of each."""
+PARTS = 20  # of a plan; `PrivacyPlan.progress` computes ε at the end of each
 
 
 @dataclass(frozen=True)
@@ -183,18 +182,14 @@ class PrivacyPlan:
     def spent(self, executed_steps: int) -> EpsilonReport:
         """Recompute ε for the executed steps. Steps that were repeated with new noise count as well.
 
-        Takes up to two seconds; results are kept for the rest of the process. Raises :class:`UserError` for a negative
-        number of steps.
+        Takes up to two seconds, once in a process. Raises :class:`UserError` for a negative number of steps.
         """
         prv, rdp = self._bounds(executed_steps, "prv"), self._bounds(executed_steps, "rdp").upper
         pld = self._bounds(executed_steps, "pld").upper if self.accountant == "pld" else None
         return EpsilonReport(int(executed_steps), self.delta, self.accountant, prv, rdp, pld, self.is_private)
 
     def spent_epsilon(self, executed_steps: int) -> float:
-        """Return the ``epsilon`` of :meth:`spent`, without the other accountants.
-
-        Raises :class:`UserError` for a negative number of steps.
-        """
+        """Return the ``epsilon`` of :meth:`spent`, without the other accountants; raises as it does."""
         return self._bounds(executed_steps, self.accountant).upper
 
     def to_dict(self) -> dict[str, Any]:
@@ -204,9 +199,7 @@ class PrivacyPlan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Rebuild a plan from :meth:`to_dict`. Raises :class:`UserError` for missing, unknown or invalid values."""
-        names = {field.name for field in fields(cls)}
-        if set(values) != names:
-            odd = ", ".join(sorted(set(values) ^ names))
+        if odd := ", ".join(sorted({field.name for field in fields(cls)} ^ values.keys())):
             raise UserError(f"the saved plan is of another version: {odd} differ; make a new plan with make_plan.")
         return cls(**{**values, "epsilon": float(values["epsilon"])})
 

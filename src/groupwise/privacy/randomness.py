@@ -66,8 +66,6 @@ def secret_randomness(
     Args:
         noise: the run's source, the same in all its processes. If it is predictable, so are the masks.
         start: the position of the microbatch's first example in the process's share of the batch.
-        process: its number.
-        device: the model's.
     """
     place = b"".join(int(number).to_bytes(8, "big", signed=True) for number in (step, process, start))
     digest = hashlib.shake_256(b"groupwise randomness\0" + place + noise.derive("randomness")).digest(4 * WORDS + 80)
@@ -102,11 +100,7 @@ def secret_randomness(
 
 
 def refuse_another_seed() -> None:
-    """Check that torch was not seeded inside `secret_randomness`, since masks would then not follow from the key.
-
-    Raises:
-        UserError: torch's default generators were seeded inside `secret_randomness`.
-    """
+    """Raise a `UserError` if torch was seeded inside `secret_randomness`: masks would not follow from the key."""
     if any(ask() != seed for ask, seed in _seeds):
         raise UserError(
             "torch was seeded (torch.manual_seed, set_seed) while the losses of a microbatch were computed, so their "
