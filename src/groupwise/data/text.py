@@ -107,11 +107,7 @@ def linearise_triples(triples: list[Any]) -> str:
 
 
 def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
-    """Read the columns mr and ref of one file as pairs (linearised MR, reference), one per row.
-
-    Raises:
-        UserError: the file or a column is missing, a cell is empty, or an MR cannot be parsed.
-    """
+    """Read the columns mr and ref of one file as pairs (linearised MR, reference), one per row; see `load_e2e`."""
     import pandas as pd
 
     text = read_text(path, E2E_FILES)
@@ -139,8 +135,7 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
 def read_dart_json(path: Path) -> list[Request]:
     """Read one file: a list of {"tripleset": [[subject, predicate, object], ...], "annotations": [{"text"}, ...]}.
 
-    Raises:
-        UserError: the file is missing or not JSON, or an entry has another form; the message gives its number, from 0.
+    A message about an entry gives its number, from 0; see `load_dart`.
     """
     requests = []
     for number, entry in enumerate(read_json_list(path, DART_FILES)):
@@ -200,11 +195,7 @@ def instruct(dialogue: str) -> str:
 
 
 def read_samsum_json(path: Path) -> tuple[list[tuple[str, str]], int]:
-    """Read one file as (instructed dialogue, summary), and how many rows without a dialogue were dropped.
-
-    Raises:
-        UserError: the file is missing or not JSON, a row lacks a field, or a summary is empty.
-    """
+    """Read one file as (instructed dialogue, summary), and how many rows were dropped; see `load_samsum`."""
     pairs, dropped = [], 0
     for number, row in enumerate(read_json_list(path, SAMSUM_FILES)):
         name = row.get("id", f"number {number}")

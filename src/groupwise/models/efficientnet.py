@@ -79,11 +79,7 @@ def normalised(images: Tensor) -> Tensor:
 
 
 def load_lite0() -> nn.Module:
-    """The network with its weights, in eval mode.
-
-    Raises:
-        UserError: the weights have not been fetched.
-    """
+    """The network with its weights, in eval mode; raises `UserError` if they have not been fetched."""
     from safetensors.torch import load_file
 
     path = f"{find_source(SOURCE)}/model.safetensors"

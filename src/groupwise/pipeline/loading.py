@@ -69,11 +69,7 @@ def load_stage(
 
 
 def empty_model(settings: ModelConfig, tokenizer: Any) -> nn.Module:
-    """`model.source` with its adapters. Parameters are on the meta device, buffers on the CPU.
-
-    Raises:
-        UserError: see `load_stage`.
-    """
+    """`model.source` with its adapters, parameters on the meta device, buffers on the CPU; raises as `load_stage`."""
     import_torchvision_first()  # before transformers, whose import would fail
     import transformers
     from accelerate import init_empty_weights
@@ -126,13 +122,10 @@ SINGLE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 class Weights:
-    """The tensors in a folder of `save_pretrained`, in one file or in shards; they are read one at a time.
+    """The tensors in a folder of `save_pretrained`; they are read one at a time.
 
-    Args:
-        folder: with model.safetensors, or with model.safetensors.index.json and the files that it names.
-
-    Raises:
-        UserError: they cannot be read.
+    They are in model.safetensors, or in the files that model.safetensors.index.json names. Raises `UserError` if they
+    cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,11 +142,7 @@ class Weights:
                 self._files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
     def read(self, *names: str) -> Tensor:
-        """The tensor of the first of these names that is in the files, on the CPU.
-
-        Raises:
-            UserError: none of them is.
-        """
+        """The tensor of the first of these names that is in the files, on the CPU; a `UserError` if none is."""
         name = next((name for name in names if name in self._files), None)
         if name is None:
             raise UserError(

@@ -87,11 +87,7 @@ class ModelParts:
 
 
 def find_parts(model: nn.Module) -> ModelParts:
-    """Find the parts of a causal language model, bare or with peft's adapters inside.
-
-    Raises:
-        UserError: a model of an unknown family.
-    """
+    """Find the parts of a causal language model, bare or with peft's adapters inside; raises as `check_known`."""
     network: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     check_known(getattr(getattr(network, "config", None), "model_type", type(network).__name__))
     family = FAMILIES[network.config.model_type]

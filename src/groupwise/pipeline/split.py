@@ -23,7 +23,6 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
 
     Args:
         model: as for `cut`.
-        stages: S.
         by_hand: the number of blocks of each stage, in place of balancing.
 
     Raises:
@@ -49,7 +48,6 @@ def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: floa
 
     Args:
         costs: of each block, (n,), n >= stages.
-        stages: S.
         entry: cost of the first stage in addition to its blocks.
         exit: cost of the last stage in addition to its blocks.
     """

@@ -18,11 +18,7 @@ from groupwise.tasks.text_task import at_least_float32, per_example, token_losse
 class Stage(nn.Module, ABC):
     """A part of a model, from hidden activations to hidden activations.
 
-    The first stage takes token ids, and the last one returns losses.
-
-    Args:
-        index: 0 ... count - 1.
-        count: number of stages.
+    The first stage (`index` 0) takes token ids, and the last one (`count` - 1) returns losses.
     """
 
     reads: tuple[str, ...] = ()

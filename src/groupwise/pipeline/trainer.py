@@ -31,8 +31,6 @@ class StageSums:
     """The clipped sums of drawn batches on one stage; see `groupwise.training.private_step.BatchSums`.
 
     Args:
-        runner: runs the stage on microbatches.
-        feed: of the training set.
         size: examples of a microbatch; the dropout masks depend on it.
         one_group: whether all stages together are one group (flat); otherwise each stage has groups of its own.
     """

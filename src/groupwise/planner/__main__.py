@@ -53,11 +53,7 @@ class Plan:
 
 
 def make_plan(estimate: Estimate) -> Plan:
-    """Return the whole plan.
-
-    Raises:
-        UserError: the model does not fit.
-    """
+    """Return the whole plan; raises `UserError` if the model does not fit."""
     options = estimate.options
     if estimate.fullest(estimate.work) > options.room:
         raise UserError(_why_not(estimate))
