@@ -1,7 +1,5 @@
 """A minimal training: tasks without evaluation, a sampler of given batches, and a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

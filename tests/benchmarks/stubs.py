@@ -1,7 +1,5 @@
 """Stubs in place of measurements: a result row, and a process whose answers a function computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +27,7 @@ def answering(answer: Callable[..., dict[str, Any]]) -> type:
         def __init__(self, job: Job, limit: float) -> None:
             self.ask = partial(answer, job)
 
-        def __enter__(self) -> Process:
+        def __enter__(self) -> "Process":
             return self
 
         def __exit__(self, *_: object) -> None:

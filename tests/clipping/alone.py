@@ -1,7 +1,5 @@
 """Compare the engine with a loop over single examples; several partitions, thresholds and rules can share a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

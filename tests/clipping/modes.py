@@ -1,7 +1,5 @@
 """Modes of clipping (partition, norm method, direct), and an engine for a mode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GroupNorm in both memory layouts matches a loop over single examples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

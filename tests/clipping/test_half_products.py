@@ -1,7 +1,5 @@
 """Products of bfloat16 rows as on a GPU, simulated on a CPU: clipped sums stay within the bound of their norms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Several groups are clipped together, as on a GPU, to save small operations: sums match the reference."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -302,5 +302,5 @@ def test_host_synchronises_only_for_the_counts(python) -> None:
         }
         assert row["passed"]["uploads"] == uploads
         assert not row["rest"]["waits"]
-        assert row["rest"]["uploads"] == {"privacy/philox_noise.py:_table": 1}
+        assert row["rest"]["uploads"] == {"privacy/philox_noise.py:add_": 1}
         assert row["rest"]["launches"] < 250, "noise of all parameters is drawn together"

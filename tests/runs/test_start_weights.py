@@ -32,7 +32,7 @@ def test_weights_of_three_stages_start_two_stages_and_a_whole_model(tmp_path):
     whole = text_model(0).state_dict()
     for index in range(BLOCKS):
         stage = cut(text_model(0), tuple((i, i + 1) for i in range(BLOCKS)), index)
-        names = stage.names()
+        names = stage.names
         save_checkpoint(tmp_path / f"model-{index}.pt", {names[n]: t for n, t in stage.state_dict().items()})
     other = text_model(1)
     start_from(other, str(tmp_path))
@@ -40,7 +40,7 @@ def test_weights_of_three_stages_start_two_stages_and_a_whole_model(tmp_path):
     for index in range(2):
         stage = cut(text_model(1), ((0, 2), (2, BLOCKS)), index)
         start_from(stage, str(tmp_path / "model.pt"))
-        assert all(torch.equal(tensor, whole[stage.names()[name]]) for name, tensor in stage.state_dict().items())
+        assert all(torch.equal(tensor, whole[stage.names[name]]) for name, tensor in stage.state_dict().items())
 
 
 def test_folders_without_weights_and_weights_of_another_model_are_refused(tmp_path):

@@ -15,9 +15,11 @@ import pytest
 from groupwise.cli import main as command
 from groupwise.config.compose import to_run_config
 from groupwise.errors import UserError
-from trust.bad_input.__main__ import VERDICTS
+from trust.bad_input.__main__ import RESULTS, VERDICTS
 from trust.bad_input.attempt import ROOT, Attempt, attempt_all
-from trust.bad_input.files import kinds, make_templates
+from trust.bad_input.configs import config_attempts
+from trust.bad_input.files import file_attempts, kinds, make_templates
+from trust.bad_input.surroundings import surrounding_attempts
 
 RUN = ("scale=smoke", "clip=flat")
 
@@ -109,6 +111,13 @@ def test_network_connection_fails(monkeypatch, tmp_path):
 
     plant = refusing(lambda: socket.create_connection(("localhost", 1)))
     assert verdict(Attempt("config", RUN), monkeypatch, tmp_path, plant) == "traceback"
+
+
+def test_committed_table_has_a_row_for_each_kind(tmp_path):
+    (tmp_path / "stopped" / "runs").mkdir(parents=True)
+    tried = [*config_attempts(0, 100), *surrounding_attempts(), *file_attempts(0, 60, tmp_path)]
+    with open(RESULTS, newline="") as file:
+        assert [row["kind"] for row in csv.DictReader(file)] == sorted({attempt.kind for attempt in tried})
 
 
 @pytest.mark.slow

@@ -143,8 +143,7 @@ class Private:
     def epsilon(self) -> float:
         """ε of the steps taken so far, at the plan's δ. Computing it can take seconds.
 
-        It is a guarantee only if no result of the run decided when to stop. Otherwise report the plan's ε
-        (docs/privacy.md).
+        It is a guarantee only if no result of the run decided when to stop; otherwise the plan's is (docs/privacy.md).
         """
         return self.plan.spent_epsilon(self.executed)
 
