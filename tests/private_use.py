@@ -1,7 +1,5 @@
 """A correct private training of a small model by `make_private`, from which the tests of misuse deviate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +46,7 @@ class Use:
         own = {"microbatch": MICROBATCH, "noise_source": NoiseSource.from_seed(seed)}
         self.private = make_private(self.model, self.optimizer, data, losses, **{**settings, **own, **options})
 
-    def train(self, steps: int | None = None) -> Use:
+    def train(self, steps: int | None = None) -> "Use":
         for _ in self.private.steps(steps):
             pass
         return self
