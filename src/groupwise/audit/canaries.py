@@ -138,7 +138,11 @@ class CanaryFeed:
             return []
         filled = [(torch.from_numpy(rows), absent) for rows, absent in fill(examples, size, least)]
         return [
-            Microbatch(who.unsqueeze(1), {"labels": who, "weights": row_weights(len(who), absent)}, absent)
+            Microbatch(
+                who.unsqueeze(1).expand(-1, 3),
+                {"labels": who, "weights": row_weights(len(who), absent), "places": who},
+                absent,
+            )
             for who, absent in filled
         ]
 
