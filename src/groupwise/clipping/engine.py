@@ -81,6 +81,8 @@ class ClippingEngine(ThresholdsAndCounts):
         self.norms = norms
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._passes = Passes(ClippedGradients({} if direct else trained), self._table.device)
+        self.plan = ClipPlan()
+        """The layout of each layer call's input, as found by `trace`."""
         self._checked = False
         self._into = None if direct else [self._passes.anchor, *trained.values()]
         """The tensors for which autograd computes gradients: the anchor, and parameters, to detect a bypass."""
@@ -98,15 +100,6 @@ class ClippingEngine(ThresholdsAndCounts):
         self._totals.zero_()
 
     # -- the plan -------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> ClipPlan:
-        """The layout of each layer call's input, as found by `trace`."""
-        return self._passes.plan
-
-    @plan.setter
-    def plan(self, plan: ClipPlan) -> None:
-        self._passes.plan = plan
 
     def trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
         """Find the batch axis of every layer's input in a few forward passes, and add it to `plan`.
@@ -133,7 +126,7 @@ class ClippingEngine(ThresholdsAndCounts):
             def run(rows: list[int], note: Note) -> tuple[Tensor, list[Draw]]:
                 with (
                     self._patches.installed(),
-                    self._passes.forward(len(rows), note=note),
+                    self._passes.forward(len(rows), self.plan, note=note),
                     runs.drawing() as draws,
                 ):
                     return runs.losses(rows).detach(), draws.taken
@@ -197,7 +190,7 @@ class ClippingEngine(ThresholdsAndCounts):
         Raises:
             UserError: called inside another pass.
         """
-        with self._patches.installed(), self._passes.forward(examples, microbatch):
+        with self._patches.installed(), self._passes.forward(examples, self.plan, microbatch):
             yield
 
     def backward(self, losses: Tensor, present: Tensor | None = None) -> None:

@@ -96,10 +96,11 @@ class Pass:
     Args:
         examples: B.
         passes: the engine's passes.
+        plan: the layouts of all inputs.
         note: in a pass of the trace, records each input and returns its layout; otherwise the plan gives the layout.
     """
 
-    def __init__(self, examples: int, passes: "Passes", note: Note | None = None) -> None:
+    def __init__(self, examples: int, passes: "Passes", plan: ClipPlan, note: Note | None = None) -> None:
         self.examples, self.passes, self.traces = examples, passes, note is not None
         self.groups: dict[int, Any] = {}
         """The `GroupPass` of each group, by index, once one of its layers has run."""
@@ -117,7 +118,7 @@ class Pass:
         """Whether activation checkpointing has run a layer again."""
         self.squared_norms_again: dict[int, Tensor] = {}
         """In a backward pass for sums that recomputes layers: the norms of the gradients that it adds up."""
-        self._plan, self._note = passes.plan, note
+        self._plan, self._note = plan, note
         self._counts: dict[str, int] = {}
         self._found: dict[tuple[str, tuple[int, ...]], set[Layout]] = {}
         """The layouts of the forward pass, by label and shape of the input."""
@@ -201,7 +202,7 @@ class Passes:
     """
 
     def __init__(self, gradients: ClippedGradients, device: torch.device) -> None:
-        self.gradients, self.plan = gradients, ClipPlan()
+        self.gradients = gradients
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         """An input of every call, which gets no gradient. With it autograd runs each call's backward."""
         self.running: Pass | None = None
@@ -214,7 +215,9 @@ class Passes:
         return self.running
 
     @contextmanager
-    def forward(self, examples: int, microbatch: Hashable = UNNAMED, note: Note | None = None) -> Iterator[None]:
+    def forward(
+        self, examples: int, plan: ClipPlan, microbatch: Hashable = UNNAMED, note: Note | None = None
+    ) -> Iterator[None]:
         """Run a forward pass of B examples inside. A named one stays pending until `backward(…, microbatch)`, an
         unnamed one until the next forward pass. One that raises is dropped.
 
@@ -225,7 +228,7 @@ class Passes:
             raise UserError("A forward pass was begun inside another pass of the engine: end that one first.")
         if UNNAMED in self._waiting:
             self._waiting.pop(UNNAMED).end()
-        begun = self.running = Pass(examples, self, note)
+        begun = self.running = Pass(examples, self, plan, note)
         try:
             yield
         except BaseException:
