@@ -3,7 +3,7 @@
 A parameter's gradient may come from its group (or from a layer that clips by itself) and from nowhere else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -87,15 +87,15 @@ def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
 
 
 class Attached:
-    """The parameters of a model as they were when an engine was attached.
+    """The parameters of a model as they were when an engine was attached, and checks that they are clipped.
 
     Args:
-        model: the model.
         shards: FSDP2 swaps parameters between shards and whole tensors, so only `requires_grad` is compared.
     """
 
     def __init__(self, model: nn.Module, shards: bool) -> None:
         self._shards = shards
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         self._modules = [(f"{name}.".lstrip("."), module._parameters) for name, module in model.named_modules()]
         self._known = self._now()
 
@@ -119,73 +119,65 @@ class Attached:
                 "values, copy them in place."
             )
 
+    def check_groups(self, groups: Sequence[ClippingGroup], running: Pass) -> None:
+        """Check that the backward pass reached every group, or every layer if layers return their sums themselves.
 
-def check_groups(groups: Sequence[ClippingGroup], running: Pass, names: Mapping[int, str]) -> None:
-    """Check that the backward pass reached every group, or every layer if layers return their sums themselves.
-
-    Args:
-        names: names of the trainable parameters, by id.
-
-    Raises:
-        UserError: naming the group or layer, and one of its parameters; see also `Pass.check_again`.
-    """
-    running.check_again()
-    missing = []
-    for group in groups:
-        silent = [member for member in group.members if group.direct and member.name not in running.reported]
-        if group.index not in running.closed or silent:
-            member = silent[0] if silent else group.members[0]
-            what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
-            name = next(names[id(parameter)] for parameter in member.parameters if parameter is not None)
-            missing.append(f"{what} (parameter {name!r} and the like)")
-    if missing:
-        more = f", nor {len(missing) - 3} others" if missing[3:] else ""
-        raise UserError(
-            f"The losses reach no {', no '.join(missing[:3])}{more}: freeze their parameters, or use them in every "
-            "forward pass (multiplied by 0, if they should have no effect). After replacing a layer call detach(), and "
-            "then make_private (or attach) again."
-        )
-
-
-def check_paths(losses: Tensor, names: dict[int, str], shards: bool = False) -> None:
-    """Walk the autograd graph of the losses: it may reach parameters only through layers that are clipped.
-
-    A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top of
-    the clipped sum.
-
-    Args:
-        losses: the per-example losses, (B,), or any other output of the model.
-        names: names of the trainable parameters, by id.
-        shards: parameters are sharded (FSDP2). While its layer runs, one is a whole tensor, whose name is unknown.
-
-    Raises:
-        UserError: naming the parameter; reentrant checkpointing, whose graph cannot be walked.
-    """
-    seen: set[Any] = set()
-    stack: list[tuple[Any, str]] = [(losses.grad_fn, "the loss")]
-    while stack:
-        node, after = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind, ours = node.name(), getattr(node, "_forward_cls", None)
-        if kind == "CheckpointFunctionBackward":
+        Raises:
+            UserError: naming the group or layer, and one of its parameters; see also `Pass.check_again`.
+        """
+        running.check_again()
+        missing = []
+        for group in groups:
+            silent = [member for member in group.members if group.direct and member.name not in running.reported]
+            found = running.groups.get(group.index)
+            if silent or found is None or not found.received:
+                member = silent[0] if silent else group.members[0]
+                what = f"layer {member.name!r}" if silent else f"layer of group {group.name!r}"
+                name = next(self._names[id(parameter)] for parameter in member.parameters if parameter is not None)
+                missing.append(f"{what} (parameter {name!r} and the like)")
+        if missing:
+            more = f", nor {len(missing) - 3} others" if missing[3:] else ""
             raise UserError(
-                "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
-                "cannot be clipped: use checkpointing with use_reentrant=False."
+                f"The losses reach no {', no '.join(missing[:3])}{more}: freeze their parameters, or use them in every "
+                "forward pass (multiplied by 0, if they should have no effect). After replacing a layer call detach(), "
+                "and then make_private (or attach) again."
             )
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, PerExample):
-            raise UserError(
-                f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, whose "
-                "gradient cannot be split by example: use plain operations instead, or freeze it."
-            )
-        if variable is not None and (id(variable) in names or (shards and isinstance(variable, nn.Parameter))):
-            refuse_bypass(names.get(id(variable), f"of shape {tuple(variable.shape)}"))
-        if isinstance(variable, nn.Parameter):
-            raise UserError(
-                f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, so "
-                "its gradient is not clipped: make it part of the model first, or freeze it."
-            )
-        following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # anchor and input
-        stack.extend((next_node, kind) for next_node, _ in following)
+
+    def check_paths(self, output: Tensor) -> None:
+        """Walk the autograd graph of an output (the losses, say): it may reach parameters only through clipped layers.
+
+        A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top
+        of the clipped sum.
+
+        Raises:
+            UserError: naming the parameter; reentrant checkpointing, whose graph cannot be walked.
+        """
+        seen: set[Any] = set()
+        stack: list[tuple[Any, str]] = [(output.grad_fn, "the loss")]
+        while stack:
+            node, after = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            kind, ours = node.name(), getattr(node, "_forward_cls", None)
+            if kind == "CheckpointFunctionBackward":
+                raise UserError(
+                    "Reentrant checkpointing runs a part of the model inside the backward pass, where its parameters "
+                    "cannot be clipped: use checkpointing with use_reentrant=False."
+                )
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, PerExample):
+                raise UserError(
+                    f"{variable.origin.label} goes into {after.removesuffix('Backward')}, a torch.autograd.Function, "
+                    "whose gradient cannot be split by example: use plain operations instead, or freeze it."
+                )
+            whole = self._shards and isinstance(variable, nn.Parameter)  # as its layer runs: its name is unknown
+            if variable is not None and (whole or id(variable) in self._names):
+                refuse_bypass(self._names.get(id(variable), f"of shape {tuple(variable.shape)}"))
+            if isinstance(variable, nn.Parameter):
+                raise UserError(
+                    f"The losses use a trainable parameter of shape {tuple(variable.shape)} that is not the model's, "
+                    "so its gradient is not clipped: make it part of the model first, or freeze it."
+                )
+            following = node.next_functions[:2] if ours is LayerFunction else node.next_functions  # anchor and input
+            stack.extend((next_node, kind) for next_node, _ in following)

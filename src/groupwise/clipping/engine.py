@@ -8,15 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import (
-    Attached,
-    check_groups,
-    check_losses,
-    check_model,
-    check_options,
-    check_paths,
-    check_rule,
-)
+from groupwise.clipping.checks import Attached, check_losses, check_model, check_options, check_rule
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
 from groupwise.clipping.group_pass import clip_factors_of, close_rest
@@ -87,7 +79,6 @@ class ClippingEngine(ThresholdsAndCounts):
         self._into = None if direct else [self._passes.anchor, *trained.values()]
         """The tensors for which autograd computes gradients: the anchor, and parameters, to detect a bypass."""
         self._attached = Attached(model, shards=direct)
-        self._names = {id(p): name for name, p in trained.items()}
         self._direct = direct
         self.set_thresholds(thresholds)
         calls = LayerCalls(self._passes, methods)
@@ -208,7 +199,7 @@ class ClippingEngine(ThresholdsAndCounts):
         with self._backward(Phase.NORMS if ghost else Phase.CLIP) as running:
             check_losses(losses, running.examples)
             if self._direct or not self._checked:  # later, a bypass shows as a .grad that autograd itself has set
-                check_paths(losses, self._names, self._direct)
+                self._attached.check_paths(losses)
             if ghost:
                 torch.autograd.grad(losses.sum(), self._passes.anchor, retain_graph=True, allow_unused=True)
                 close_rest(running)
@@ -240,7 +231,7 @@ class ClippingEngine(ThresholdsAndCounts):
             UserError: naming the parameter, as `backward` does.
         """
         self._attached.check_same()
-        check_paths(output, self._names, shards=self._direct)
+        self._attached.check_paths(output)
 
     @contextmanager
     def backward_of(self, microbatch: Hashable, absent: int = 0) -> Iterator[None]:
@@ -277,7 +268,7 @@ class ClippingEngine(ThresholdsAndCounts):
         with self._backward(Phase.NORMS, microbatch) as running:
             yield
             close_rest(running)
-            check_groups(self.groups, running, self._names)
+            self._attached.check_groups(self.groups, running)
             self.squared_norms = running.squared_norms
 
     @contextmanager
@@ -301,7 +292,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     def _check_reached(self, running: Pass) -> None:
         close_rest(running)
-        check_groups(self.groups, running, self._names)
+        self._attached.check_groups(self.groups, running)
         self._passes.gradients.check()
         self._checked = True
 

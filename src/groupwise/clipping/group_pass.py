@@ -263,7 +263,6 @@ def close(running: Pass, passes: Sequence[GroupPass]) -> None:
     waiting = []
     for each in passes:
         if each.received:
-            running.closed.add(each.group.index)
             if parts := each.clipped:
                 running.squared_norms[each.group.index] = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:

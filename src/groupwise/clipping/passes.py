@@ -111,7 +111,6 @@ class Pass:
         self.factors: Factors | None = None
         """The factors of the rows in a backward pass for sums; None: all 1."""
         self.squared_norms: dict[int, Tensor] = {}
-        self.closed: set[int] = set()
         self.reported: set[str] = set()
         """Layers that returned their clipped sums to autograd (`direct`)."""
         self.recomputes = False
