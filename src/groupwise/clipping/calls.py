@@ -248,10 +248,6 @@ class ParameterUse(GroupOrigin):
             running.groups[index].copies[parameter] = ReportFunction.apply(report, [], self.calls.passes.anchor, made)
         return running.groups[index].copies[parameter]
 
-    def pairs(self, bias: PerExample) -> bool:
-        """Whether a bias is a parameter of the same group, so that one rule can take both."""
-        return isinstance(bias.origin, ParameterUse) and bias.origin.group is self.group
-
     def linear(self, weight: PerExample, x: Tensor, bias: PerExample | None, layout: Layout | None) -> Tensor:
         """x Wᵀ + b by the rule of linear layers; W is this parameter, rows of it or its transpose."""
         member, values = self._layer(HFConv1DRule if weight.transposed else LinearRule, weight, bias)
@@ -263,16 +259,23 @@ class ParameterUse(GroupOrigin):
         return self.calls.run(member, x, values, layout)
 
     def stepwise_linear(
-        self, weight: PerExample, bias: PerExample | None, like: Tensor, inputs: list[Tensor]
+        self, weight: PerExample, bias: Tensor | None, like: Tensor, inputs: list[Tensor]
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The values of W and b, and zeros (B, T, p) to add to x Wᵀ + b: the rule of linear layers gets their gradient.
-        The caller puts x (B, T, d) into `inputs` before the backward pass; `like` (B, T, ...) has the layout of x."""
-        member, (w, b) = self._layer(LinearRule, weight, bias)
+        """The values of W and b, and zeros (B, T, p) to add to T products x Wᵀ + b, whose gradients are clipped as one.
+
+        Args:
+            weight: W (p, d), this parameter or rows of it.
+            bias: (p,), or None; returned unchanged if the rule of W cannot take it.
+            like: (B, T, ...), a tensor with the layout of x.
+            inputs: the caller puts x, (B, T, d), into this list before the backward pass.
+        """
+        paired = bias if isinstance(bias, PerExample) and weight.pairs(bias) else None
+        member, (w, b) = self._layer(LinearRule, weight, paired)
         layout = self.find(like, meets=False)
         report = enter(self.calls.passes.current, member, layout)
         assert w is not None
         zeros = like.new_zeros(()).expand(*like.shape[:2], len(w))
-        return w, b, ReportFunction.apply(report, inputs, self.calls.passes.anchor, zeros)
+        return w, bias if paired is None else b, ReportFunction.apply(report, inputs, self.calls.passes.anchor, zeros)
 
     def _layer(
         self, kind: type[LayerRule], weight: PerExample, bias: PerExample | None, padding_idx: int | None = None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+import groupwise.clipping.products  # noqa: F401 (registers the products that need no copies)
 from groupwise.clipping.calls import LayerCalls, ParameterUse
 from groupwise.clipping.groups import ClippingGroup
 from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics

@@ -75,6 +75,12 @@ class PerExample(torch.Tensor):
         """Whether a rule can compute products with it."""
         return self.source and self.like.dim() == 2 and not self.like.is_complex() and self.like.numel() > 0
 
+    def pairs(self, bias: Any) -> bool:
+        """Whether one rule can take it and a bias: they are parameters of one group, or rows of these."""
+        if not (self.source and isinstance(bias, PerExample) and bias.source and bias.like.dim() == 1):
+            return False
+        return len(bias.like) == len(self.like) and bias.origin.group is self.origin.group
+
     @classmethod
     def of_rows(cls, rows: Tensor, origin: Any) -> "PerExample":
         """From computed copies (B, *shape)."""

@@ -18,7 +18,7 @@ from groupwise.errors import UserError
 @in_place_of(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b. A bias that is computed, or in another group, is added to the product."""
-    if bias is None or _pairs(weight, bias):
+    if bias is None or (isinstance(weight, PerExample) and weight.pairs(bias)):
         return _product(input, weight, bias)
     made = _product(input, weight) if isinstance(weight, PerExample) else F.linear(input, weight)
     return made if made is NotImplemented else made + bias.to(made.dtype)
@@ -133,30 +133,6 @@ def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool
         )
 
 
-def stepwise_linear(
-    weight: PerExample, bias: Tensor | None, like: Tensor, inputs: list[Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The values of W and b, and zeros (B, T, p) to add to T products x Wᵀ + b, whose gradients are clipped as one.
-
-    Args:
-        weight: W (p, d).
-        bias: (p,), or None.
-        like: (B, T, ...), a tensor with the layout of x.
-        inputs: the caller puts x, (B, T, d), into this list before the backward pass.
-
-    Raises:
-        UserError: the weight is computed.
-    """
-    if not weight.is_matrix or weight.transposed:
-        raise UserError(
-            f"{weight.origin.label} becomes a weight of a recurrent layer by a computation (weight_norm, say): remove "
-            "that, or freeze it."
-        )
-    paired = bias if _pairs(weight, bias) else None
-    values, own, zeros = weight.origin.stepwise_linear(weight, paired, like, inputs)
-    return values, bias if paired is None else own, zeros
-
-
 def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int | None = None) -> Any:
     """x Wᵀ + b by the rule of linear layers, or `NotImplemented`.
 
@@ -175,10 +151,3 @@ def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int
         if layout.order is not Order.SHARED and (layout.axis >= axes or (layout.axis and layout.rows_per_example > 1)):
             return NotImplemented
     return weight.origin.linear(weight, x, bias, layout)
-
-
-def _pairs(weight: Any, bias: Any) -> bool:
-    """Whether both are parameters of one group, or rows of these, that one rule can take as weight and bias."""
-    if not (isinstance(weight, PerExample) and isinstance(bias, PerExample) and weight.source and bias.source):
-        return False
-    return bias.like.dim() == 1 and len(bias.like) == len(weight.like) and bool(weight.origin.pairs(bias))

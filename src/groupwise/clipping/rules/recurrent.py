@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils._pytree import tree_map
 
 from groupwise.clipping.per_example import PerExample, in_place_of, refuse_unbatched
-from groupwise.clipping.products import stepwise_linear
 from groupwise.errors import UserError
 
 State = tuple[Tensor, ...]
@@ -139,12 +138,20 @@ class StepwiseLinear:
         bias: (p,), or None.
         like: (B, T, ...), with the dtype of the products.
         more: (B, T, p), added to the products.
+
+    Raises:
+        UserError: the weight is computed.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, more: Tensor | None = None) -> None:
         self._inputs: list[Any] = []
         if isinstance(weight, PerExample):
-            weight, bias, added = stepwise_linear(weight, bias, like, self._inputs)
+            if not weight.is_matrix or weight.transposed:
+                raise UserError(
+                    f"{weight.origin.label} becomes a weight of a recurrent layer by a computation (weight_norm, say): "
+                    "remove that, or freeze it."
+                )
+            weight, bias, added = weight.origin.stepwise_linear(weight, bias, like, self._inputs)
         else:
             added = like.new_zeros(()).expand(*like.shape[:2], len(weight))
         if torch.is_autocast_enabled(like.device.type):
