@@ -20,7 +20,7 @@ def chosen(model: nn.Module, x: torch.Tensor, **options) -> list[str]:
     with attach(model, per_layer(model), 0.1, **options) as engine:
         clip_batch(engine, lambda x: model(x).flatten(1).square().sum(1), x)
         methods_of_layers = [member.rule.methods for group in engine.groups for member in group.members]
-        return [methods[methods.last] if methods.last else "one" for methods in methods_of_layers]
+        return [methods.chosen[methods.last] if methods.last else "one" for methods in methods_of_layers]
 
 
 @pytest.mark.parametrize(("length", "method"), [(4, "gram"), (500, "materialize"), (1, "one")])
@@ -52,7 +52,7 @@ def test_explain_lists_the_chosen_method_first():
             clip_batch(engine, lambda x: model(x).flatten(1).sum(1), torch.randn(3, 5, 4))
             methods = engine.groups[0].members[0].rule.methods
             lines = explain(engine).splitlines()
-        taken, costs = methods[methods.last], methods.costs[methods.last]
+        taken, costs = methods.chosen[methods.last], methods.costs[methods.last]
         other = next(name for name in costs if name != taken)
         head = ("layer", "type", "input -> output", "norms by")
         row = ("(model)", "Linear", "3×5×4 -> 3×5×4", taken)

@@ -196,7 +196,7 @@ def measure(name: str, law: str, entries: int, seed: int = 0) -> Row:
         reported = float(engine.per_example_norms[0, 0])
         added = _norm([p.grad for p in model.parameters()])
         methods = engine.groups[0].members[0].rule.methods
-    chosen = None if methods.last is None else methods[methods.last]
+    chosen = None if methods.last is None else methods.chosen[methods.last]
     if case.formula and chosen != case.formula:
         raise RuntimeError(f"{name}: the engine chose {chosen}, not {case.formula}")
     return Row(sum(p.numel() for p in model.parameters()), 1 - reported / true, added / (SHARE * true) - 1)

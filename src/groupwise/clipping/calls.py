@@ -5,6 +5,7 @@ and embeddings inside a module's forward. They are created at their first use.
 """
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -298,7 +299,7 @@ class ParameterUse(GroupOrigin):
             n, m = self.parameter[rows[0] or slice(None)].shape
             with torch.device("meta"):
                 module = nn.Embedding(n, m, padding_idx) if kind is EmbeddingRule else nn.Linear(m, n, bias is not None)
-            rule = kind(module, self.calls.methods.for_layer())
+            rule = kind(module, replace(self.calls.methods))
             self.calls.members[key] = ClippedLayer(self.group, self.name, rule, parameters, rows)
         return self.calls.members[key], values
 

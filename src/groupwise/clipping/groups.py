@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -147,7 +147,7 @@ def build_groups(
         made = ClippingGroup(index, group.name, tuple(homes.values()), direct, clip_rule, threshold)
         own_group = len(own) == 1 and all(uses[id(p)] == 1 for p in homes)
         for layer in own:
-            made.members += _members(made, layer, methods.for_layer(own_group))
+            made.members += _members(made, layer, replace(methods, own_group=own_group))
         groups.append(made)
     if direct:
         _check_direct(groups, uses, ghost=methods.save_memory)

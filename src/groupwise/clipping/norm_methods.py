@@ -14,7 +14,7 @@ G. Otherwise the clipped sum is one more product over the whole batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Formula = Literal["auto", "gram", "materialize"]
@@ -82,34 +82,27 @@ def seconds(
     return {"gram": gram + product, "materialize": formed + product}
 
 
-class NormMethods(dict[tuple[Any, ...], str]):
-    """The chosen method for each input and output shape of one layer.
+@dataclass
+class NormMethods:
+    """Chooses the method of one layer, once for each input and output shape.
 
-    Args:
-        formula: "auto", or the method to use wherever a layer has both.
-        rates: of the device; None takes those of its type.
-        save_memory: keep no gradients for reuse (ghost clipping).
-        own_group: the layer is a group by itself, and each of its parameters is used once, so that clipped sums are
-            formed together with the norms.
+    `dataclasses.replace` makes one with the same settings for another layer, without its choices.
     """
 
-    def __init__(
-        self,
-        formula: Formula = "auto",
-        rates: Rates | None = None,
-        save_memory: bool = False,
-        own_group: bool = False,
-    ) -> None:
-        super().__init__()
-        self.formula, self.rates, self.save_memory, self.own_group = formula, rates, save_memory, own_group
-        self.last: tuple[Any, ...] | None = None
-        """The input and output shape of the last call."""
-        self.costs: dict[tuple[Any, ...], dict[str, float]] = {}
-        """Estimated seconds of each method, by shapes."""
-
-    def for_layer(self, own_group: bool = False) -> "NormMethods":
-        """A new instance with the same settings, for another layer of the engine."""
-        return NormMethods(self.formula, self.rates, self.save_memory, own_group)
+    formula: Formula = "auto"
+    """"auto", or the method to use wherever a layer has both."""
+    rates: Rates | None = None
+    """Of the device; None takes those of its type."""
+    save_memory: bool = False
+    """Keep no gradients for reuse (ghost clipping)."""
+    own_group: bool = False
+    """Clipped sums are formed together with the norms: the layer is a group by itself, and uses its parameters once."""
+    chosen: dict[tuple[Any, ...], str] = field(default_factory=dict, init=False)
+    """The method, by shapes."""
+    costs: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict, init=False)
+    """Estimated seconds of each method, by shapes."""
+    last: tuple[Any, ...] | None = field(default=None, init=False)
+    """The shapes of the last call."""
 
     def reuses(self, gradients: int, activations: int) -> bool:
         """Whether the sum reuses gradients that were formed for the norms."""
@@ -124,8 +117,8 @@ class NormMethods(dict[tuple[Any, ...], str]):
             costs: called if the key is new, with the device's rates and the shapes; returns `seconds`.
         """
         self.last = key
-        method = self.get(key)
+        method = self.chosen.get(key)
         if method is None:
             found = self.costs[key] = costs(self.rates or RATES.get(device, RATES["cuda"]), *key)
-            method = self[key] = self.formula if self.formula in found else min(found, key=found.__getitem__)
+            method = self.chosen[key] = self.formula if self.formula in found else min(found, key=found.__getitem__)
         return method

@@ -88,6 +88,6 @@ def _row(member: ClippedLayer) -> tuple[str, ...]:
     if (last := methods.last) is None:
         return (name, kind, "", "one method", "no choice")
     arrow = " -> ".join("×".join(map(str, sizes)) for sizes in last[:2])
-    costs = sorted(methods.costs[last].items(), key=lambda item: item[0] != methods[last])
+    costs = sorted(methods.costs[last].items(), key=lambda item: item[0] != methods.chosen[last])
     text = ", ".join(f"{name} {1e6 * seconds:.1f} µs an example" for name, seconds in costs)
-    return (name, kind, arrow, methods[last], text)
+    return (name, kind, arrow, methods.chosen[last], text)
