@@ -43,8 +43,7 @@ class Draws(TorchDispatchMode):
     """Records torch's random operations inside.
 
     Args:
-        place: names the running module.
-        generators: generators that are passed to an operation are added to these.
+        runs: names the running module; generators that are passed to an operation are added to its own.
         mean: replace random numbers by their expectation (a dropout mask that keeps everything, the middle slope),
             so that an example meets the same numbers alone and in a batch. The model stays in training mode. Operations
             whose number of draws depends on values (`VALUE_DEPENDENT`) always get their expectation, and torch is
@@ -52,16 +51,10 @@ class Draws(TorchDispatchMode):
         forced: a draw, and the number that all equal draws return instead of random numbers.
     """
 
-    def __init__(
-        self,
-        place: Callable[[], str],
-        generators: Generators,
-        mean: bool = False,
-        forced: tuple[Draw, float] | None = None,
-    ) -> None:
+    def __init__(self, runs: "Runs", mean: bool, forced: tuple[Draw, float] | None) -> None:
         super().__init__()
         self.taken: list[Draw] = []
-        self._place, self._generators, self._mean, self._forced = place, generators, mean, forced
+        self._runs, self._mean, self._forced = runs, mean, forced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,7 +64,7 @@ class Draws(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         by_hand = isinstance(given.get("generator"), torch.Generator)
         if by_hand:
-            self._generators.add(given["generator"])
+            self._runs.generators.add(given["generator"])
         name = func.overloadpacket.__name__
         mean = self._mean or name in VALUE_DEPENDENT
         changed = {"dropout_p": 0.0} if "dropout_p" in names else _CHANGED.get(name, lambda _: {})(given)
@@ -83,14 +76,14 @@ class Draws(TorchDispatchMode):
             )
         made = func(*args, **kwargs)
         shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
-        draw = Draw(name, self._place(), shapes, by_hand, bool(changed) or name in _EXPECTED)
+        draw = Draw(name, self._runs.place(), shapes, by_hand, bool(changed) or name in _EXPECTED)
         self.taken.append(draw)
         if self._forced is not None and self._forced[0] == draw:
             made.fill_(self._forced[1])
         if mean and name in _EXPECTED:
             made.copy_(torch.as_tensor(_EXPECTED[name](given)))
         if name in VALUE_DEPENDENT and not self._mean:
-            self._generators.seed_torch(len(self.taken))
+            self._runs.generators.seed_torch(len(self.taken))
         return made
 
 
@@ -174,7 +167,7 @@ class Runs:
 
     @contextmanager
     def drawing(
-        self, mean: bool = False, observe: Observe | None = None, forced: tuple[Draw, float] | None = None
+        self, mean: bool = False, observe: Observe = lambda *_: None, forced: tuple[Draw, float] | None = None
     ) -> Iterator[Draws]:
         """Inside, modules are observed, and random numbers are recorded, or replaced (see `Draws`)."""
         self._open.clear()
@@ -185,21 +178,19 @@ class Runs:
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave))
         try:
-            with Draws(self.place, self.generators, mean, forced) as draws:
+            with Draws(self, mean, forced) as draws:
                 yield draws
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _enter(self, label: str, observe: Observe | None, module: nn.Module, *given: Any) -> None:
-        if observe is not None:
-            observe(f"the input of {label}", given)
+    def _enter(self, label: str, observe: Observe, module: nn.Module, *given: Any) -> None:
+        observe(f"the input of {label}", given)
         self._open.append(label)
         self.autocasts |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
-    def _leave(self, label: str, observe: Observe | None, module: nn.Module, given: Any, made: Any) -> None:
-        if observe is not None:
-            observe(f"the output of {label}", made)
+    def _leave(self, label: str, observe: Observe, module: nn.Module, given: Any, made: Any) -> None:
+        observe(f"the output of {label}", made)
         self._open.pop()
 
     def first_difference(
