@@ -196,7 +196,7 @@ class ClippingEngine(ThresholdsAndCounts):
                 layer; a trainable parameter that the losses do not depend on.
         """
         ghost = self.norms == "ghost"
-        with self._backward(Phase.NORMS if ghost else Phase.CLIP) as running:
+        with self._backward("norms" if ghost else "clip") as running:
             check_losses(losses, running.examples)
             if self._direct or not self._checked:  # later, a bypass shows as a .grad that autograd itself has set
                 self._attached.check_paths(losses)
@@ -250,7 +250,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """
         if self.norms == "ghost":
             raise UserError("norms='ghost' takes two backward passes: use norms_of, then sums_of.")
-        with self._backward(Phase.CLIP, microbatch) as running:
+        with self._backward("clip", microbatch) as running:
             yield
             self._check_reached(running)
             present = running.examples - absent
@@ -265,7 +265,7 @@ class ClippingEngine(ThresholdsAndCounts):
         Raises:
             UserError: no such forward pass; called inside another backward pass; a group that was not reached.
         """
-        with self._backward(Phase.NORMS, microbatch) as running:
+        with self._backward("norms", microbatch) as running:
             yield
             close_rest(running)
             self._attached.check_groups(self.groups, running)
@@ -285,7 +285,7 @@ class ClippingEngine(ThresholdsAndCounts):
         """
         if len(self.groups) != 1:
             raise UserError(f"sums_of is for one group, and this engine has {len(self.groups)}: use backward_of.")
-        with self._backward(Phase.SUMS, microbatch) as running:
+        with self._backward("sums", microbatch) as running:
             running.factors = None if factors is None else Factors.of(factors)
             yield
             self._check_reached(running)

@@ -161,7 +161,7 @@ class GroupPass:
         if layout != FIRST:
             call = _batch_first(call, layout)
         sums: Gradients = ()
-        if running.phase is Phase.SUMS:
+        if running.phase == "sums":
             sums = self.add(member, weighted_sum(call, running.factors))
             if not running.recomputes:
                 return sums
@@ -179,7 +179,7 @@ class GroupPass:
         """Compute a call's squared norms, and keep what its sum needs until the factors are known."""
         rule, member, saved, g, wanted = call.rule, call.member, call.saved, call.g, call.member.wanted
         squares = rule.squared_norms(saved, g, wanted)  # None: to be computed from per-example gradients
-        if phase is Phase.CLIP:
+        if phase == "clip":
             alone, activations, kept = self.calls == 1, 0, 0
             waits = alone and bool(self.group.together)  # so that the small sums of several groups are formed at once
             if squares is None or waits:
@@ -267,11 +267,11 @@ def close(running: Pass, passes: Sequence[GroupPass]) -> None:
                 running.squared_norms[each.group.index] = parts[0] if len(parts) == 1 else torch.cat(parts)
             else:
                 waiting.append(each)
-    if waiting and (running.phase is not Phase.SUMS or running.recomputes):
+    if waiting and (running.phase != "sums" or running.recomputes):
         squares = squares_together([each.total_terms() for each in waiting])
-        if running.phase is Phase.CLIP:
+        if running.phase == "clip":
             _add_sums(waiting, squares)
-        found = running.squared_norms_again if running.phase is Phase.SUMS else running.squared_norms
+        found = running.squared_norms_again if running.phase == "sums" else running.squared_norms
         for each, rows in zip(waiting, squares, strict=True):
             found[each.group.index] = rows
     for each in passes:

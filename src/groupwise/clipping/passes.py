@@ -6,8 +6,7 @@ A pipeline runs the forward passes of several microbatches before the first back
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +81,8 @@ def refuse_bypass(name: str) -> None:
     )
 
 
-class Phase(Enum):
-    """What a backward pass computes: norms and sums, norms alone (ghost, first pass), or sums alone (second)."""
-
-    CLIP = "clip"
-    NORMS = "norms"
-    SUMS = "sums"
+Phase = Literal["clip", "norms", "sums"]
+"""What a backward pass computes: norms and sums, norms alone (ghost, first pass), or sums alone (second)."""
 
 
 class Pass:
@@ -160,7 +155,7 @@ class Pass:
 
     def begin_sums(self, factors: Factors) -> None:
         """Go from the backward pass for norms to the one for sums."""
-        self.phase, self.factors = Phase.SUMS, factors
+        self.phase, self.factors = "sums", factors
         self.reported.clear()
         for group_pass in self.groups.values():
             group_pass.over = group_pass.received = False
