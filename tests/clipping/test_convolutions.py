@@ -14,7 +14,7 @@ from tests.clipping.conftest import BATCH, CASES, make_case
 METHODS = {
     "by groups of channels": {},
     "by windows, as on a GPU": {
-        "_by_groups": lambda rule, x, g: (g.flatten(2) @ rule.geometry.windows(x, g.shape[2:]).mT).view(
+        "_by_groups": lambda rule, x, g: (g.flatten(2) @ rule.windows(x, g.shape[2:]).mT).view(
             len(x), -1, *rule._filter()
         )
     },

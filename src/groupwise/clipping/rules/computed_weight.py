@@ -144,7 +144,7 @@ class WSConv2dRule(ConvRule):
         x, g = saved[0], upcast(g)
         directions, scale, taken = saved[2:]
         x = upcast(x)
-        xx, rows = self.geometry.products(x, g.shape[2:]), positions_first(g)
+        xx, rows = self.products(x, g.shape[2:]), positions_first(g)
         longest = max(*rows.shape[1:], directions.shape[2])
         lengths = xx.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt().unsqueeze(1)
         slack = rounding_slack(torch.bmm(lengths, rows.abs()).squeeze(1), longest)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -42,71 +41,6 @@ _FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 """The methods of torch's own convolutions, which a subclass must not override."""
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """A convolution's hyperparameters, one entry per spatial axis, and its unfolded inputs (im2col)."""
-
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def windows(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """Unfold inputs x (B, c, *space), padding included: a copy (B, K, T), where K is the size of a filter."""
-        padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
-        inner = tuple(slice(pad, pad + n) for n, pad in zip(x.shape[2:], self.padding, strict=True))
-        padded[(slice(None), slice(None), *inner)] = x
-        each, channel, *steps = padded.stride()
-        taps = [step * dilation for step, dilation in zip(steps, self.dilation, strict=True)]
-        moves = [step * stride for step, stride in zip(steps, self.stride, strict=True)]
-        shape, strides = (*x.shape[:2], *self.kernel, *out), (each, channel, *taps, *moves)
-        return padded.as_strided(shape, strides).reshape(len(x), -1, math.prod(out))
-
-    # -- inner products between positions -------------------------------------------------------------------------
-
-    def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[float, float]:
-        """The cost of one example's XXᵀ: operations, and entries written."""
-        pixels, sizes = math.prod(space), list(space)
-        written = float(pixels**2)
-        for axis, kernel in enumerate(self.kernel):
-            sizes[axis] = out[axis]
-            written += (1 + 2 * kernel) * math.prod(sizes) ** 2 if self._gathers(axis) else 0
-        return 2.0 * pixels * pixels * channels, written
-
-    def products(self, x: Tensor, out: Sequence[int]) -> Tensor:
-        """XXᵀ (B, T, T) of the unfolded inputs x (B, c, *space), without unfolding: from inner products of pixels."""
-        space, n = x.shape[2:], len(x)
-        pixels = x.flatten(2).mT.contiguous() if x.device.type == "cpu" else x.flatten(2).mT
-        between = inner_products(pixels, pixels).view(n, *space, *space)
-        for axis in range(len(space)):
-            if self._gathers(axis):
-                between = self._gather(between, axis, space[axis], out[axis])
-        return between.reshape(n, math.prod(out), math.prod(out))
-
-    def _gathers(self, axis: int) -> bool:
-        """Whether unfolding changes an axis: not for kernel 1, stride 1 and no padding."""
-        return (self.kernel[axis], self.stride[axis], self.padding[axis]) != (1, 1, 0)
-
-    def _gather(self, between: Tensor, axis: int, size: int, out: int) -> Tensor:
-        """Sum products between pixels (n, *space, *space) over the taps of one axis, both shifted by the same tap."""
-        left, right = 1 + axis, 1 + axis + (between.dim() - 1) // 2
-        shape = list(between.shape)
-        shape[left] = shape[right] = out
-        total = between.new_zeros(shape)
-        for tap in range(self.kernel[axis]):
-            shift, step = tap * self.dilation[axis] - self.padding[axis], self.stride[axis]
-            first = max(0, -(shift // step))
-            last = min(out, (size - 1 - shift) // step + 1)  # outputs for which this tap is not in the padding
-            if last > first:
-                target, source = [slice(None)] * len(shape), [slice(None)] * len(shape)
-                target[left] = target[right] = slice(first, last)
-                seen = first * step + shift
-                source[left] = source[right] = slice(seen, seen + (last - first - 1) * step + 1, step)
-                total[tuple(target)].add_(between[tuple(source)])
-        return total
-
-
 @register_rule
 class ConvRule(LayerRule):
     """Convolutions: weight (p, c/groups, *k), bias (p,). `saved` begins with (x, weight used)."""
@@ -134,12 +68,10 @@ class ConvRule(LayerRule):
         return self.module.padding_mode != "zeros" or self.module.padding == "same"
 
     @cached_property
-    def geometry(self) -> Geometry:
-        """The convolution's shape."""
-        m = self.module
-        unpadded = self._pads_outside or m.padding == "valid"
-        padding = (0,) * len(m.kernel_size) if unpadded else tuple(m.padding)
-        return Geometry(tuple(m.kernel_size), tuple(m.stride), padding, tuple(m.dilation), m.groups)
+    def padding(self) -> tuple[int, ...]:
+        """The zeros that the kernel adds at both ends of each spatial axis."""
+        unpadded = self._pads_outside or self.module.padding == "valid"
+        return (0,) * len(self.module.kernel_size) if unpadded else tuple(self.module.padding)
 
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias = parameters
@@ -147,13 +79,12 @@ class ConvRule(LayerRule):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output with any weight."""
-        rest: Any = (*self._settings(), self.module.groups)
-        return torch.convolution(x, weight, bias, *rest)
+        return torch.convolution(x, weight, bias, *self._settings())
 
-    def _settings(self) -> tuple[Any, ...]:
-        """Stride, padding, dilation, transposed (False), output padding."""
-        shape = self.geometry
-        return shape.stride, shape.padding, shape.dilation, False, [0] * len(shape.kernel)
+    def _settings(self, examples: int = 1) -> tuple[Any, ...]:
+        """Stride, padding, dilation, transposed (False), output padding, and the groups of channels of all examples."""
+        m = self.module
+        return m.stride, self.padding, m.dilation, False, [0] * len(m.kernel_size), examples * m.groups
 
     def input_gradient(self, saved: Saved, g: Tensor) -> Tensor:
         x, weight = saved[:2]
@@ -161,8 +92,62 @@ class ConvRule(LayerRule):
 
     def _backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
         """The gradients of input, weight and bias that the mask selects."""
-        rest = (*self._settings(), self.module.groups, mask)
-        return torch.ops.aten.convolution_backward(g, x, weight, [self.module.out_channels], *rest)
+        sizes = [self.module.out_channels]
+        return torch.ops.aten.convolution_backward(g, x, weight, sizes, *self._settings(), mask)
+
+    def windows(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """Unfold inputs x (B, c, *space), padding included: a copy (B, K, T), where K is the size of a filter."""
+        padded = x.new_zeros(*x.shape[:2], *(n + 2 * pad for n, pad in zip(x.shape[2:], self.padding, strict=True)))
+        inner = tuple(slice(pad, pad + n) for n, pad in zip(x.shape[2:], self.padding, strict=True))
+        padded[(slice(None), slice(None), *inner)] = x
+        each, channel, *steps = padded.stride()
+        taps = [step * dilation for step, dilation in zip(steps, self.module.dilation, strict=True)]
+        moves = [step * stride for step, stride in zip(steps, self.module.stride, strict=True)]
+        shape, strides = (*x.shape[:2], *self.module.kernel_size, *out), (each, channel, *taps, *moves)
+        return padded.as_strided(shape, strides).reshape(len(x), -1, math.prod(out))
+
+    # -- inner products between positions -------------------------------------------------------------------------
+
+    def products_work(self, channels: int, space: Sequence[int], out: Sequence[int]) -> tuple[float, float]:
+        """The cost of one example's XXᵀ: operations, and entries written."""
+        pixels, sizes = math.prod(space), list(space)
+        written = float(pixels**2)
+        for axis, kernel in enumerate(self.module.kernel_size):
+            sizes[axis] = out[axis]
+            written += (1 + 2 * kernel) * math.prod(sizes) ** 2 if self._gathers(axis) else 0
+        return 2.0 * pixels * pixels * channels, written
+
+    def products(self, x: Tensor, out: Sequence[int]) -> Tensor:
+        """XXᵀ (B, T, T) of the unfolded inputs x (B, c, *space), without unfolding: from inner products of pixels."""
+        space, n = x.shape[2:], len(x)
+        pixels = x.flatten(2).mT.contiguous() if x.device.type == "cpu" else x.flatten(2).mT
+        between = inner_products(pixels, pixels).view(n, *space, *space)
+        for axis in range(len(space)):
+            if self._gathers(axis):
+                between = self._gather(between, axis, space[axis], out[axis])
+        return between.reshape(n, math.prod(out), math.prod(out))
+
+    def _gathers(self, axis: int) -> bool:
+        """Whether unfolding changes an axis: not for kernel 1, stride 1 and no padding."""
+        return (self.module.kernel_size[axis], self.module.stride[axis], self.padding[axis]) != (1, 1, 0)
+
+    def _gather(self, between: Tensor, axis: int, size: int, out: int) -> Tensor:
+        """Sum products between pixels (n, *space, *space) over the taps of one axis, both shifted by the same tap."""
+        left, right = 1 + axis, 1 + axis + (between.dim() - 1) // 2
+        shape = list(between.shape)
+        shape[left] = shape[right] = out
+        total = between.new_zeros(shape)
+        for tap in range(self.module.kernel_size[axis]):
+            shift, step = tap * self.module.dilation[axis] - self.padding[axis], self.module.stride[axis]
+            first = max(0, -(shift // step))
+            last = min(out, (size - 1 - shift) // step + 1)  # outputs for which this tap is not in the padding
+            if last > first:
+                target, source = [slice(None)] * len(shape), [slice(None)] * len(shape)
+                target[left] = target[right] = slice(first, last)
+                seen = first * step + shift
+                source[left] = source[right] = slice(seen, seen + (last - first - 1) * step + 1, step)
+                total[tuple(target)].add_(between[tuple(source)])
+        return total
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
@@ -171,9 +156,9 @@ class ConvRule(LayerRule):
             return squared_row_norms(_over_space(g))
         x, out = saved[0], g.shape[2:]
         kind = f"{x.device.type} bfloat16" if keeps_half(x, g) else x.device.type
-        if self.geometry.groups > 1 or self.methods.choose((x.shape, g.shape), kind, self._costs) == "materialize":
+        if self.module.groups > 1 or self.methods.choose((x.shape, g.shape), kind, self._costs) == "materialize":
             return None
-        held = int(self.geometry.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
+        held = int(self.products_work(x.shape[1], x.shape[2:], out)[1]) + 3 * out.numel() ** 2
         step = max(1, chunk_floats(g) // held)
         parts = (self.examples(saved, g, slice(start, start + step)) for start in range(0, len(g), step))
         squares = torch.cat([self.gram_norms(*part, wanted) for part in parts])
@@ -190,7 +175,7 @@ class ConvRule(LayerRule):
         x, rows = upcast(saved[0]), upcast(g)
         longest = max(rows.shape[2:].numel(), math.prod(self._filter()), rows.shape[1])
         flat = positions_first(rows)
-        squares = norms_from_products(self.geometry.products(x, rows.shape[2:]), inner_products(flat, flat), longest)
+        squares = norms_from_products(self.products(x, rows.shape[2:]), inner_products(flat, flat), longest)
         return squares + squared_row_norms(_over_space(g)) if wanted[1] else squares
 
     def formed_norms(self, saved: Saved, g: Tensor, wanted: Wanted) -> Tensor:
@@ -210,18 +195,18 @@ class ConvRule(LayerRule):
             return None, bias
         gradients, inputs = scale_rows(upcast(g), factors), upcast(x)
         deep = weight.numel() >= MANY_WEIGHTS and len(g) * g.shape[2:].numel() <= FEW_ROWS
-        if deep and g.device.type == "cpu" and self.geometry.groups == 1:
-            seen = self.geometry.windows(inputs, g.shape[2:]).transpose(1, 2).flatten(0, 1)
+        if deep and g.device.type == "cpu" and self.module.groups == 1:
+            seen = self.windows(inputs, g.shape[2:]).transpose(1, 2).flatten(0, 1)
             return matmul.product(gradients.transpose(0, 1).flatten(1), seen).view(weight.shape), bias
         return self._backward(gradients, inputs, upcast(weight), [False, True, False])[1], bias
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
         x, weight = saved[0], None
         if wanted[0]:
-            if x.device.type == "cpu" or self.geometry.groups > 1:
+            if x.device.type == "cpu" or self.module.groups > 1:
                 weight = self._by_groups(upcast(x), upcast(g))
             else:
-                windows = self.geometry.windows(x, g.shape[2:])
+                windows = self.windows(x, g.shape[2:])
                 weight = batched_product(g.flatten(2), windows.mT).view(len(x), -1, *self._filter())
         return weight, _over_space(g) if wanted[1] else None
 
@@ -237,7 +222,7 @@ class ConvRule(LayerRule):
         n, shape = len(x), self._filter()
         like = g.new_empty(1).expand(n * g.shape[1], *shape)
         gradients, inputs = g.reshape(1, -1, *g.shape[2:]), x.reshape(1, -1, *x.shape[2:])
-        rest = (*self._settings(), n * self.geometry.groups, [False, True, False])
+        rest = (*self._settings(n), [False, True, False])
         weights = torch.ops.aten.convolution_backward(gradients, inputs, like, [len(like)], *rest)[1]
         return weights.view(n, -1, *shape)
 
@@ -248,7 +233,7 @@ class ConvRule(LayerRule):
     def _costs(self, rates: Rates, inputs: torch.Size, out: torch.Size) -> dict[str, float]:
         t, p, k = out[2:].numel(), out[1], math.prod(self._filter())
         reused = self.methods.reuses(inputs[0] * p * k, out.numel() + inputs.numel())
-        products = self.geometry.products_work(inputs[1], inputs[2:], out[2:])
+        products = self.products_work(inputs[1], inputs[2:], out[2:])
         return seconds(rates, inputs[0], t, k, p, reused, products)
 
 
