@@ -15,7 +15,7 @@ from tests.clipping.traced import clip_batch, trace_batch
 
 def test_each_filter_has_mean_zero_and_norm_one():
     weight = torch.randn(4, 3, 2, 5, dtype=torch.float64) + 2
-    standard, scale = standardize_weight(weight)
+    standard, scale, _ = standardize_weight(weight)
     assert standard.shape == weight.shape and scale.shape == (4, 1, 1, 1)
     assert standard.mean((1, 2, 3)).abs().max() < 1e-12
     torch.testing.assert_close(standard.square().sum((1, 2, 3)), torch.ones(4, dtype=torch.float64))
@@ -25,7 +25,7 @@ def test_each_filter_has_mean_zero_and_norm_one():
 def test_the_scale_of_a_nearly_constant_filter_is_limited():
     weight = torch.full((1, 1, 1, 2), 0.5)
     weight[0, 0, 0, 0] += 2e-3
-    standard, scale = standardize_weight(weight)
+    standard, scale, _ = standardize_weight(weight)
     assert scale.item() == pytest.approx(100.0)
     assert standard.flatten().tolist() == pytest.approx([0.1, -0.1], rel=1e-3)
 

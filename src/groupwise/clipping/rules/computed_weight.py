@@ -30,18 +30,20 @@ from groupwise.clipping.rules.conv import ConvRule, positions_first
 STANDARDIZATION_EPS = 1e-4
 
 
-def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def standardize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give each output filter mean 0 and squared norm 1; its sum of squared deviations is clamped to at least 1e-4.
 
     Args:
         weight: filters (p, ...); statistics are taken over all axes but the first.
 
     Returns:
-        The standardised weight (same shape) and the scale of each filter, (p, 1, ...).
+        The standardised weight (same shape); the scale of each filter, (p, 1, ...); and whether its sum is not clamped.
     """
-    centred = weight - weight.mean(dim=tuple(range(1, weight.dim())), keepdim=True)
-    scale = centred.square().sum(dim=tuple(range(1, weight.dim())), keepdim=True).clamp_min(STANDARDIZATION_EPS).rsqrt()
-    return centred * scale, scale
+    inside = tuple(range(1, weight.dim()))
+    centred = weight - weight.mean(inside, keepdim=True)
+    squares = centred.square().sum(inside, keepdim=True)
+    scale = squares.clamp_min(STANDARDIZATION_EPS).rsqrt()
+    return centred * scale, scale, squares > STANDARDIZATION_EPS
 
 
 class WSConv2d(nn.Conv2d):
@@ -63,7 +65,7 @@ class WSConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, c, H, W) with the standardised filters: (B, p, H', W')."""
-        weight, _ = standardize_weight(self.weight)
+        weight = standardize_weight(self.weight)[0]
         if self.gain is not None:
             weight = weight * self.gain.view(-1, 1, 1, 1)
         return F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
@@ -86,16 +88,12 @@ class WSConv2dRule(ConvRule):
 
     def forward(self, x: Tensor, *parameters: Any) -> tuple[Tensor, Saved]:
         weight, bias, gain = parameters
-        rows = upcast(weight).flatten(1)
-        centred = rows - rows.mean(1, keepdim=True)
-        squares = centred.square().sum(1, keepdim=True)
-        scale = squares.clamp_min(STANDARDIZATION_EPS).rsqrt()
-        direction, length = centred * scale, torch.ones_like(scale) if gain is None else gain.view(-1, 1)
+        direction, scale, varies = standardize_weight(upcast(weight).flatten(1))
+        length = torch.ones_like(scale) if gain is None else gain.view(-1, 1)
         used = (direction * length).view_as(weight).to(x.dtype)
-        taken = (squares > STANDARDIZATION_EPS).to(scale.dtype)
         directions = torch.stack([direction, torch.full_like(direction, direction.shape[1] ** -0.5)], 1)
         y = self.convolve(x, used, None if bias is None else bias.to(x.dtype))
-        return y, (x, used, directions, scale * length, taken)
+        return y, (x, used, directions, scale * length, varies.to(scale.dtype))
 
     # -- norms and sums -------------------------------------------------------------------------------------------
 
