@@ -50,10 +50,7 @@ def repeat(library: str) -> None:
 
 def used() -> str:
     """The library that is used for large products."""
-    global _used
-    if _used is None:
-        _used = faster()
-    return _used
+    return _used or faster()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,11 +67,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b
 
 
-def batched(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """AB (B, n, m) of a (B, n, k) and b (B, k, m), one product per example; written to `out`, if given."""
+def batched(a: Tensor, b: Tensor) -> Tensor:
+    """AB (B, n, m) of a (B, n, k) and b (B, k, m), one product per example."""
     if not _by_onednn(2 * a.shape[1] * a.shape[2] * b.shape[2], a, b):
-        return torch.bmm(a, b, out=out)
-    out = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
+        return torch.bmm(a, b)
+    out = a.new_empty(len(a), a.shape[1], b.shape[2])
     for one, left, right in zip(out, a, b, strict=True):
         one.copy_(_onednn(left, right.t()))
     return out

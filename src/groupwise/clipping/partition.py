@@ -3,7 +3,7 @@
 Every clipping mode is a partition of the layers into groups.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -80,11 +80,6 @@ def _refuse_mixing(model: nn.Module) -> None:
             refuse_batch_statistics(name, module)
 
 
-def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """All BatchNorm layers with their names. In an attached model they are in eval mode, which mixes no examples."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm))
-
-
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
     """Raise a `UserError` for a BatchNorm that would use the batch's statistics."""
     if module.training or module.running_mean is None:
@@ -137,9 +132,8 @@ def per_block(model: nn.Module) -> Partition:
         rich = [member for member in members if sum(_inside(layer.name, member) for layer in layers) > 1]
         if len(rich) >= 2:
             blocks += rich
-    outermost = [b for b in blocks if not any(_inside(b, other) for other in blocks if other != b)]
     return _group_by(
-        layers, lambda name: next((block for block in outermost if _inside(name, block)), name), merge_shared=True
+        layers, lambda name: next((block for block in blocks if _inside(name, block)), name), merge_shared=True
     )
 
 

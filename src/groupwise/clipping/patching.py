@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import groupwise.clipping.products  # noqa: F401 (registers the products that need no copies)
 from groupwise.clipping.calls import LayerCalls, ParameterUse
 from groupwise.clipping.groups import ClippingGroup
-from groupwise.clipping.partition import Layer, batch_norms, refuse_batch_statistics
+from groupwise.clipping.partition import Layer, refuse_batch_statistics
 from groupwise.clipping.per_example import PerExample
 from groupwise.clipping.rules.base import find_rule
 from groupwise.clipping.rules.linear import LinearRule, frozen_linear
@@ -66,8 +66,9 @@ class Patches:
     ) -> None:
         members = {member.name: member for group in groups for member in group.members}
         self._attributes: list[tuple[dict[str, Any], str, Any]] = [
-            (norm.__dict__, "forward", partial(_run_batch_norm, name, norm, norm.forward))
-            for name, norm in batch_norms(model)
+            (module.__dict__, "forward", partial(_run_batch_norm, name, module, module.forward))
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
         ]
         """The replacements: a module's `__dict__`, an attribute's name, and its value during a pass."""
         for module, rule in _frozen_linear(model):

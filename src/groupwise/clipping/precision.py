@@ -136,11 +136,11 @@ def keeps_half(*tensors: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and t.device.type != "cpu" for t in tensors)
 
 
-def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """AB (B, n, m) of a (B, n, k) and b (B, k, m), added up in at least float32; written to `out`, if given."""
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """AB (B, n, m) of a (B, n, k) and b (B, k, m), added up in at least float32."""
     if keeps_half(a, b) and a.device.type != "cpu":
-        return torch.bmm(a, b, out_dtype=torch.float32, out=out)
-    return batched(upcast(a), upcast(b), out)
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return batched(upcast(a), upcast(b))
 
 
 def product_over_rows(a: Tensor, b: Tensor) -> Tensor:

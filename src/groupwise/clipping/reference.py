@@ -76,11 +76,8 @@ def explain(engine: ClippingEngine) -> str:
     Some layers have only one method (embeddings, normalisations, inputs without a second axis).
     """
     rows = [_HEAD, *(_row(member) for group in engine.groups for member in group.members)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD) - 1)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    ]
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _row(member: ClippedLayer) -> tuple[str, ...]:

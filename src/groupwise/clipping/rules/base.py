@@ -194,7 +194,6 @@ class FoldedRule(LayerRule):
         self.batched = inner.batched  # type: ignore[misc]
 
     def values(self) -> list[Any]:
-        """The inner rule's values."""
         return self.inner.values()
 
     def count(self, g: Tensor) -> int:
@@ -204,20 +203,16 @@ class FoldedRule(LayerRule):
         return max(1, self.inner.chunk(g, wanted) // max(1, self.layout.rows_per_example))
 
     def examples(self, saved: Saved, g: Tensor, rows: slice) -> tuple[Saved, Tensor]:
-        """The saved tensors and output gradients of some examples."""
-        at = self.layout.rows_of(len(g), rows).to(g.device)
-        chosen = tuple(t[at] if i in self.inner.batched and t is not None else t for i, t in enumerate(saved))
-        return chosen, g[at]
+        at: Any = self.layout.rows_of(len(g), rows).to(g.device)  # indices select rows as a slice does
+        return super().examples(saved, g, at)
 
     def without(self, saved: Saved, g: Tensor, dropped: Tensor) -> tuple[Saved, Tensor]:
-        """The same call with zeros in the rows of dropped examples."""
         k = self.layout.rows_per_example
         return super().without(
             saved, g, dropped.repeat(k) if self.layout.order is Order.TILED else dropped.repeat_interleave(k)
         )
 
     def per_example_gradients(self, saved: Saved, g: Tensor, wanted: Wanted) -> Gradients:
-        """(B, *shape) for each wanted parameter."""
         rows = self.inner.all_gradients(saved, g, wanted)
         return tuple(None if r is None else self.layout.examples_first(upcast(r)).sum(1) for r in rows)
 

@@ -209,8 +209,8 @@ def _cell(
     return new if mode == "LSTM" else new[0]
 
 
-CELLS = {"lstm_cell": "LSTM", "gru_cell": "GRU", "rnn_tanh_cell": "RNN_TANH", "rnn_relu_cell": "RNN_RELU"}
-CELL_FUNCTIONS = {name: in_place_of(getattr(torch, name))(partial(_cell, mode)) for name, mode in CELLS.items()}
+for _mode in STEPS:
+    in_place_of(getattr(torch, f"{_mode.lower()}_cell"))(partial(_cell, _mode))
 
 
 def _initial(module: nn.RNNBase, x: Tensor, hx: Any) -> State:
