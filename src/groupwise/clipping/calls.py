@@ -33,12 +33,7 @@ COPIED = 4096
 
 
 class LayerCalls:
-    """Runs the calls of an engine's layers.
-
-    Args:
-        passes: the engine's passes.
-        methods: how the layers' norms are computed.
-    """
+    """Runs the calls of an engine's layers."""
 
     def __init__(self, passes: Passes, methods: NormMethods) -> None:
         self.passes, self.methods = passes, methods
@@ -196,9 +191,7 @@ class ReportFunction(torch.autograd.Function):
 class GroupOrigin:
     """Where a `PerExample` comes from: a parameter, or the output of a layer whose input has no batch axis.
 
-    Args:
-        calls: of the engine's layers.
-        label: the layer's or parameter's name, for messages.
+    Its label names it in messages.
     """
 
     def __init__(self, calls: LayerCalls, label: str) -> None:
@@ -215,14 +208,7 @@ class GroupOrigin:
 
 
 class ParameterUse(GroupOrigin):
-    """A parameter that a module may use directly in its forward: the origin of a `PerExample`.
-
-    Args:
-        calls: of the engine's layers.
-        group: the parameter's group.
-        layer: a layer that owns it.
-        local: its name in that layer.
-    """
+    """A parameter that a module may use directly in its forward; `local` is its name in a layer that owns it."""
 
     def __init__(self, calls: LayerCalls, group: ClippingGroup, layer: Layer, local: str) -> None:
         self.name, self.group, self.module, self.local = layer.full_name(local), group, layer.module, local
@@ -283,11 +269,8 @@ class ParameterUse(GroupOrigin):
     ) -> tuple[ClippedLayer, Values]:
         """A member for single parameters, or rows of them, created at its first use; and the parameters' values.
 
-        Args:
-            kind: its rule: `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`.
-            weight: its weight.
-            bias: its trainable bias, a parameter of the same group; or None.
-            padding_idx: of an embedding.
+        Its rule is `LinearRule`, `HFConv1DRule` (linear, with a weight (d, p)) or `EmbeddingRule`; its bias is a
+        parameter of the same group.
         """
         used = (weight,) if kind is EmbeddingRule else (weight, bias)
         parameters = tuple(None if each is None else each.origin.parameter for each in used)

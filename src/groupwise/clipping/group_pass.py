@@ -68,7 +68,7 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
 
 @dataclass
 class Together:
-    """Groups that close together in one microbatch's pass."""
+    """Groups that close together in one microbatch's pass, often a single one."""
 
     passes: list["GroupPass"]
     waiting: int = 0
@@ -76,13 +76,7 @@ class Together:
 
 
 class GroupPass:
-    """One group in one microbatch's pass: what its layers reported, and the sums so far.
-
-    Args:
-        group: the group.
-        microbatch: the pass.
-        together: the groups that close with it, itself included.
-    """
+    """One group in one microbatch's pass: what its layers reported, and the sums so far."""
 
     def __init__(self, group: ClippingGroup, microbatch: Pass, together: "Together") -> None:
         self.group, self.microbatch, self.together = group, microbatch, together

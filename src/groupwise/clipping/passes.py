@@ -24,11 +24,7 @@ UNNAMED: Hashable = object()
 
 
 class ClippedGradients:
-    """Collects the clipped sums of a model's trainable parameters during a backward pass.
-
-    Args:
-        parameters: the trainable parameters, by name.
-    """
+    """Collects the clipped sums of trainable parameters, which are given by name, during a backward pass."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
@@ -188,12 +184,7 @@ class Pass:
 
 
 class Passes:
-    """The passes of one engine: the current one, and those whose backward pass is pending.
-
-    Args:
-        gradients: collects the clipped sums.
-        device: of the parameters.
-    """
+    """The passes of one engine: the current one, and those whose backward pass is pending."""
 
     def __init__(self, gradients: ClippedGradients, device: torch.device) -> None:
         self.gradients = gradients

@@ -45,12 +45,7 @@ def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
 class Patches:
     """The replacements of an engine: the layers' forwards that clip, and the parameters that modules read.
 
-    Args:
-        model: the model; its BatchNorm layers are refused in training mode.
-        layers: its layers, whose `forward` must be that of their class.
-        groups: their groups.
-        calls: runs layers inside their groups.
-        direct: layers return their parameters' clipped sums to autograd.
+    BatchNorm layers are refused in training mode when they run.
 
     Raises:
         UserError: a layer's forward has been replaced by something else.

@@ -136,12 +136,10 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Runs:
-    """Forward passes of a model that always begin with the same random numbers.
+    """Forward passes of a model that always begin with the same random numbers: the generators are seeded.
 
     Args:
-        model: the model, whose modules are observed.
         losses_of: indices of examples -> their losses, (n,).
-        generators: the generators to seed.
     """
 
     def __init__(self, model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor], generators: Generators) -> None:

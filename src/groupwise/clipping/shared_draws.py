@@ -16,7 +16,6 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     The proof compares two batches that differ in one example: all other examples must get the same masks in both.
 
     Args:
-        runs: of the model.
         examples: two of them run first, then both twice: draws that each example makes for itself double.
 
     Returns:

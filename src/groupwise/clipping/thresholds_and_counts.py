@@ -17,11 +17,7 @@ from groupwise.errors import UserError
 class ThresholdsAndCounts:
     """The groups of a partition with their thresholds and counts; the base class of the engine.
 
-    Args:
-        model: the model.
-        partition: which of its layers are clipped together.
-        groups: the partition's groups.
-        table: their thresholds, (K,); each group holds a view of its entry.
+    Each group holds a view of its entry in the `table` of thresholds, (K,).
     """
 
     def __init__(

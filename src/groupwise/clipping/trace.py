@@ -121,7 +121,6 @@ class Tracer:
 
     Args:
         plan: the layouts that earlier rounds found, by which the calls of this pass run.
-        batches: the batches of the passes.
         fewer: the inputs' shapes in the pass on the smaller batch; None in that pass itself.
     """
 
