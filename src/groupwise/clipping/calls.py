@@ -6,6 +6,7 @@ and embeddings inside a module's forward. They are created at their first use.
 
 import warnings
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,15 +114,8 @@ class LayerCalls:
         with torch.no_grad():
             inputs, lowered = autocast(member.rule.autocast, x, values)
             like, _ = member.rule.forward(inputs, *lowered)
-        made: list[Tensor] = []
         rows = x.unsqueeze(0).expand(self.passes.current.examples, *x.shape)
-
-        def make() -> Tensor:
-            if not made:
-                made.append(self._run_rows(member, rows, values))
-            return made[0]
-
-        return PerExample(make, like, self._output_of(member))
+        return PerExample(cache(lambda: self._run_rows(member, rows, values)), like, self._output_of(member))
 
     def _output_of(self, member: ClippedLayer) -> "GroupOrigin":
         return GroupOrigin(self, f"The output of layer {member.name!r}")

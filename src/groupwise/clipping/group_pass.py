@@ -159,11 +159,7 @@ class GroupPass:
             sums = self.add(member, weighted_sum(call, running.factors))
             if not running.recomputes:
                 return sums
-        if self.calls > 1 and any(
-            len(self.uses[parameter]) > 1 and overlap(self.uses[parameter])
-            for parameter in member.parameters
-            if parameter is not None
-        ):
+        if self.calls > 1 and any(overlap(self.uses[p]) for p in member.parameters if p is not None):
             self.joint_calls.append(call)
             if call.rule.stacks:  # the joint norm of all its calls is computed when the group closes
                 return sums

@@ -70,10 +70,8 @@ class Draws(TorchDispatchMode):
         changed = {"dropout_p": 0.0} if "dropout_p" in names else _CHANGED.get(name, lambda _: {})(given)
         if mean and changed:
             given |= changed
-            args, kwargs = (
-                [given[n] for n in names[: len(args)]],
-                {n: given[n] for n in names[len(args) :] if n in given},
-            )
+            args = [given[n] for n in names[: len(args)]]
+            kwargs = {n: given[n] for n in names[len(args) :] if n in given}
         made = func(*args, **kwargs)
         shapes = tuple(tuple(t.shape) for t in tree_leaves(made) if isinstance(t, Tensor))
         draw = Draw(name, self._runs.place(), shapes, by_hand, bool(changed) or name in _EXPECTED)

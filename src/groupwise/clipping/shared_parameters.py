@@ -22,7 +22,8 @@ from groupwise.clipping.precision import rounding_slack, squared_row_norms, sum_
 def overlap(uses: list[slice | None]) -> bool:
     """Whether two uses of a parameter overlap; a use is a slice of its rows, or None for all."""
     known = sorted((use.start, use.stop) for use in uses if use is not None)
-    return len(known) < len(uses) or any(end > start for (_, end), (start, _) in pairwise(known))
+    some_take_all = len(known) < len(uses)
+    return len(uses) > 1 and (some_take_all or any(end > start for (_, end), (start, _) in pairwise(known)))
 
 
 def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
@@ -62,8 +63,7 @@ def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
         products = [_outer_products(call, local) for call, local in uses]
         known = [outer for outer in products if outer is not None]
         if len(known) == len(uses):
-            for a, b in combinations(known, 2):
-                total.append(a.inner(b).double().mul_(2))
+            total += [a.inner(b).double().mul_(2) for a, b in combinations(known, 2)]
         else:
             total.append(_materialized_cross_terms(uses, examples))
     return total

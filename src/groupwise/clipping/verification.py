@@ -168,9 +168,8 @@ class _Comparison:
 
             def loss_of(example: int) -> Tensor:
                 with FrozenStatistics():
-                    loss = (
-                        runs.losses([example])[0] if self.repeatable else runs.losses(examples)[examples.index(example)]
-                    )
+                    batch = [example] if self.repeatable else examples
+                    loss = runs.losses(batch)[batch.index(example)]
                 alone[example] = loss.detach()
                 return loss * (HEAVY if example == heavy else 1.0)
 

@@ -129,9 +129,7 @@ class WSConv2dRule(ConvRule):
         shares = torch.stack([taken, torch.ones_like(taken)], 2)
         by_filter = rows.transpose(0, 1)
         along = torch.bmm(by_filter, directions.mT)
-        gains = None
-        if wanted[2]:
-            gains = along[:, :, 0].contiguous().t()
+        gains = along[:, :, 0].contiguous().t() if wanted[2] else None
         if not wanted[0]:
             return None, gains
         by_filter.baddbmm_(along * shares, directions, alpha=-1).mul_(scale.unsqueeze(2))
