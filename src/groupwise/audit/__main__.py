@@ -51,11 +51,7 @@ class Finding:
 
 
 def audit_mode(setting: Setting) -> Finding:
-    """Audit a clipping mode.
-
-    Raises:
-        UserError: a setting that cannot be audited.
-    """
+    """Audit a clipping mode; raises `UserError` for a setting that cannot be audited."""
     began = time.monotonic()
     if DESIGNS[setting.design].real:
         plan, bound, share = audit_two_worlds(setting)

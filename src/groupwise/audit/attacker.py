@@ -75,10 +75,6 @@ def log_ratio(evidence: Evidence, sample_rate: float) -> Floats:
     return np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + drawn)
 
 
-AT_ONCE = 500
-"""The number of canaries in one backward pass of the attacker."""
-
-
 class Attacker:
     """Runs steps, and computes the evidence for each canary from their releases.
 
@@ -130,7 +126,7 @@ class Attacker:
     def _expected(self) -> tuple[dict[str, Tensor], Floats]:
         """Return each canary's contribution: clipped gradients (m, d_p) by parameter, float64, and b_k - ½, (m, K)."""
         self._plain.load_state_dict(self._trainer.task.model.state_dict())
-        own = own_gradients(self._losses_of, self._plain, self._m, AT_ONCE)
+        own = own_gradients(self._losses_of, self._plain, self._m)
         own = {name: gradient.double() for name, gradient in own.items()}
         rule = _rule_of(self._clip)
         bits = np.zeros((self._m, len(self._groups)))

@@ -9,19 +9,18 @@ probability at most 1 - `CONFIDENCE`. The number r of guesses must be fixed in a
 be independent (two worlds).
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 from scipy.stats import beta, binom
 
 CONFIDENCE = 0.95
-_LARGEST_EPSILON = 60.0
+LARGEST_EPSILON = 60.0
 
 
 def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float) -> float:
-    """Return the largest ε that ``correct`` right guesses refute, or 0 (Steinke et al. 2023, Theorem 5.2).
+    """Return the largest ε that ``correct`` right guesses refute, rounded down to 1e-4, or 0 (Steinke et al. 2023,
+    Theorem 5.2).
 
     Under (ε, δ)-DP the number of right guesses W has, with F the tail of Binomial(r, 1/(1 + e^-ε)),
     P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
@@ -38,7 +37,13 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float) -> 
         slack = 2.0 * canaries * delta * float(below.max(initial=0.0))
         return bool(binom.sf(correct - 1, guesses, right) + slack < 1.0 - CONFIDENCE)
 
-    return _largest(refuted, _LARGEST_EPSILON)
+    if not refuted(0.0):
+        return 0.0
+    low, high = 0.0, LARGEST_EPSILON
+    while high - low > 1e-4:  # all smaller values are refuted too
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if refuted(middle) else (low, middle)
+    return low
 
 
 def two_worlds_epsilon(scores_out: ArrayLike, scores_in: ArrayLike, delta: float) -> float:
@@ -76,14 +81,3 @@ def _epsilon_of_errors(
 ) -> NDArray[np.float64]:
     ratio = np.maximum((1.0 - delta - false_out) / false_in, (1.0 - delta - false_in) / false_out)
     return np.log(np.maximum(ratio, 1.0))
-
-
-def _largest(refuted: Callable[[float], bool], top: float) -> float:
-    """Return the largest refuted value, rounded down to 1e-4, or 0. All smaller values must be refuted too."""
-    if not refuted(0.0):
-        return 0.0
-    low, high = 0.0, top
-    while high - low > 1e-4:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from groupwise.training.task import Microbatch, Split, Task, fill, row_weights
 
+AT_ONCE = 500
+"""The number of canaries in one backward pass of the attacker."""
 LOUD = 30.0
 """Norm of a canary's gradient in units of the threshold. It is large, so that adaptive thresholds still clip it."""
 
@@ -82,14 +84,11 @@ class Codes(nn.Module):
         return torch.stack(parts).sum(0)
 
 
-def make_canaries(codes: bool, canaries: int, level: float, seed: int) -> nn.Module:
-    """Return `Codes` or `Layers` for m canaries; ``level`` is the largest threshold of a group."""
-    torch.manual_seed(seed)
-    return Codes(canaries, level) if codes else Layers(canaries, LOUD * level)
-
-
 class CanaryTask(Task):
-    """A task of canaries, without an evaluation."""
+    """A task of canaries, without an evaluation.
+
+    In a pipeline it is its own feed, in which a canary's input is its index, for every stage.
+    """
 
     splits = ()
 
@@ -114,19 +113,12 @@ class CanaryTask(Task):
         """Return the number of canaries."""
         return {"train_examples": self.train_size, "source": "canaries"}
 
-    def feed(self, split: Split, device: torch.device) -> "CanaryFeed":
-        """Return the feed of indices for a pipeline."""
-        return CanaryFeed(self.train_size)
-
-
-class CanaryFeed:
-    """A feed in which a canary's input is its index, for every stage; see `groupwise.training.task.Feed`."""
-
-    def __init__(self, canaries: int) -> None:
-        self._canaries = canaries
+    def feed(self, split: Split, device: torch.device) -> "CanaryTask":
+        """Return the feed of indices."""
+        return self
 
     def __len__(self) -> int:
-        return self._canaries
+        return self.train_size
 
     def order(self, examples: np.ndarray) -> np.ndarray:
         """Unchanged."""
@@ -163,13 +155,13 @@ class Present:
 
 
 def own_gradients(
-    losses_of: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, canaries: int, at_once: int
+    losses_of: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, canaries: int
 ) -> dict[str, Tensor]:
     """Return the unclipped gradients of all canaries, (m, d_p) for each parameter name, from a model without an engine.
 
     Canaries have no entries in common, so each one's gradient is a slice of the gradient of all losses together.
     """
-    for who in torch.arange(canaries).split(at_once):
+    for who in torch.arange(canaries).split(AT_ONCE):
         losses_of(model, who).sum().backward()
     found = {name: by_canary(p.grad, canaries) for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()

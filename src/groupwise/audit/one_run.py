@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.audit.attacker import Attacker, Evidence, log_ratio
 from groupwise.audit.bounds import one_run_epsilon
-from groupwise.audit.canaries import LOUD, Block, CanaryTask, Present, make_canaries
+from groupwise.audit.canaries import LOUD, Block, CanaryTask, Codes, Layers, Present
 from groupwise.audit.options import Setting
 from groupwise.build import build_trainer
 from groupwise.config.schema import RunConfig
@@ -92,10 +92,19 @@ def make_trainer(config: RunConfig, task: Task, present: np.ndarray, ranks: Rank
 
 def audit_one_run(setting: Setting) -> tuple[PrivacyPlan, list[Evidence]]:
     """Play in one process, and return the plan and each step's evidence."""
-    model = make_canaries(setting.model == "codes", setting.canaries, level_of(setting), setting.seed)
+    torch.manual_seed(setting.seed)
+    m, level = setting.canaries, level_of(setting)
+    model = Codes(m, level) if setting.model == "codes" else Layers(m, LOUD * level)
+    return _play(setting, model, lambda model, who: model(who))
+
+
+def _play(
+    setting: Setting, model: nn.Module, losses_of: Callable[[nn.Module, Tensor], Tensor], ranks: Ranks | None = None
+) -> tuple[PrivacyPlan, list[Evidence]]:
+    """Train a model of canaries, or this process's stage of one, and return the plan and each step's evidence."""
     plain = copy.deepcopy(model)
-    trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting))
-    attacker = Attacker(trainer, plain, lambda model, who: model(who), setting)
+    trainer = make_trainer(setting.config, CanaryTask(model, setting.canaries), present_canaries(setting), ranks)
+    attacker = Attacker(trainer, plain, losses_of, setting)
     plan = trainer.private.plan
     return plan, [attacker.step(step) for step in range(plan.steps)]
 
@@ -135,14 +144,11 @@ def _stage(config: RunConfig, place: Place, setting: Setting) -> dict[str, Any]:
     """Run one stage's process. The main process returns the evidence of all stages."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.world)
-    ranks, m = Ranks(config.pipeline.stages), setting.canaries
+    ranks = Ranks(config.pipeline.stages)
     torch.manual_seed(setting.seed)
-    stage = CanaryStage(ranks.stage, ranks.stages, m, level_of(setting))
-    plain = copy.deepcopy(stage)
-    trainer = make_trainer(config, CanaryTask(stage, m), present_canaries(setting), ranks)
-    attacker = Attacker(trainer, plain, lambda model, who: model.block(who), setting)  # type: ignore[operator]
-    plan = trainer.private.plan
-    by_stage = ranks.gather([attacker.step(step) for step in range(plan.steps)])
+    stage = CanaryStage(ranks.stage, ranks.stages, setting.canaries, level_of(setting))
+    plan, own = _play(setting, stage, lambda model, who: model.block(who), ranks)  # type: ignore[operator]
+    by_stage = ranks.gather(own)
     dist.destroy_process_group()
     together = [sum(parts[1:], parts[0]) for parts in zip(*by_stage, strict=True)]
     return {"plan": plan.to_dict(), "evidence": together}

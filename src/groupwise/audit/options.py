@@ -68,12 +68,7 @@ DESIGNS = {
 
 
 def make_setting(
-    overrides: Sequence[str],
-    *,
-    design: str = "full",
-    canaries: int | None = None,
-    seed: int = 0,
-    plays: int = PLAYS,
+    overrides: Sequence[str], *, design: str = "full", canaries: int | None = None, seed: int = 0, plays: int = PLAYS
 ) -> Setting:
     """Return the setting of an audit from overrides such as ``clip=... privacy.epsilon=...``; ``task=`` is a real task.
 

@@ -60,11 +60,7 @@ class TrainerWorld:
     """
 
     def __init__(
-        self,
-        trainers: Sequence[Trainer],
-        steps: int,
-        score: Score,
-        together: Callable[[int], object] | None = None,
+        self, trainers: Sequence[Trainer], steps: int, score: Score, together: Callable[[int], object] | None = None
     ) -> None:
         self._trainers, self._steps, self._score = trainers, steps, score
         self._together = together or trainers[0].step
@@ -119,7 +115,7 @@ def audit_two_worlds(setting: Setting) -> tuple[PrivacyPlan, float, float]:
     trainer, other = (trainer_of(setting, 2 * setting.seed + world) for world in (0, 1))
     stds = _by_entry(trainer)
     # The example with the largest contribution, in stds of the noise, for one draw of masks.
-    lengths = [float((_clipped_sum(trainer, [i]) / stds).norm()) for i in range(trainer.task.train_size)]
+    lengths = [float((_clipped_gradient(trainer, i) / stds).norm()) for i in range(trainer.task.train_size)]
     canary = int(np.argmax(lengths))
     own = _mean_gradient(trainer, canary)
     direction = own / stds.square()
@@ -145,11 +141,11 @@ def trainer_of(setting: Setting, noise_seed: int) -> Trainer:
 
 def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
     """Return an example's clipped gradient (P,), averaged over masks that the attacker draws."""
-    return torch.stack([_clipped_sum(trainer, [canary]) for _ in range(MASKS)]).mean(0)
+    return torch.stack([_clipped_gradient(trainer, canary) for _ in range(MASKS)]).mean(0)
 
 
-def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
-    """Return the clipped sum of these examples, (P,) float64, in the order of the model's parameters.
+def _clipped_gradient(trainer: Trainer, example: int) -> Tensor:
+    """Return an example's clipped gradient, (P,) float64, in the order of the model's parameters.
 
     Masks come from the default generator.
     """
@@ -157,10 +153,9 @@ def _clipped_sum(trainer: Trainer, examples: Sequence[int]) -> Tensor:
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)
     trainer.private.clear()
-    for start in range(0, len(examples), trainer.private.sums.size):
-        engine.clip(trainer.task.losses_of, examples[start : start + trainer.private.sums.size])
-    sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
-    return torch.cat([own.flatten() for own in sums]).double()
+    engine.clip(trainer.task.losses_of, [example])
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.task.model.parameters()]
+    return torch.cat([own.flatten() for own in found]).double()
 
 
 def _by_entry(trainer: Trainer) -> Tensor:
