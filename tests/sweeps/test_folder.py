@@ -4,17 +4,20 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+from omegaconf import DictConfig
 
 from groupwise.errors import UserError
 from groupwise.sweeps.folder import begin_sweep
 from groupwise.sweeps.prepare import PlannedSweep
 
 AT_ONCE = 8
+HYDRA = DictConfig({})
 
 
 @pytest.mark.parametrize("cells", [(), None], ids=["our cells", "another sweeper's"])
 def test_simultaneous_sweeps_have_separate_folders(tmp_path, cells):
-    planned, ready = PlannedSweep("table", "mini", tmp_path / "results/sweeps/now-table", cells), Barrier(AT_ONCE)
+    planned = PlannedSweep("table", "mini", tmp_path / "results/sweeps/now-table", cells, HYDRA)
+    ready = Barrier(AT_ONCE)
 
     def begin(_):
         ready.wait()
@@ -28,10 +31,10 @@ def test_simultaneous_sweeps_have_separate_folders(tmp_path, cells):
 
 
 def test_folder_without_a_sweep_is_used(tmp_path):
-    assert begin_sweep(PlannedSweep("table", "mini", tmp_path, ())) == tmp_path
+    assert begin_sweep(PlannedSweep("table", "mini", tmp_path, (), HYDRA)) == tmp_path
 
 
 def test_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "sweep").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        begin_sweep(PlannedSweep("table", "mini", tmp_path / "sweep", ()))
+        begin_sweep(PlannedSweep("table", "mini", tmp_path / "sweep", (), HYDRA))

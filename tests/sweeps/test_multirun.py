@@ -32,7 +32,7 @@ def folder(tmp_path) -> Path:
     ]
     one = plan_sweep([*given, "seed=0,1,2"], CONF)
     two = plan_sweep([*given, "seed=0,1", "parallel.ranks=3"], CONF)
-    return begin_sweep(type(one)(one.name, one.scale, one.folder, one.cells + two.cells))
+    return begin_sweep(type(one)(one.name, one.scale, one.folder, one.cells + two.cells, one.hydra))
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(None, [3, 2]), (2, [2, 1, 2])])

@@ -23,7 +23,7 @@ from groupwise.config.sentences import COMPOSITION_ERRORS, in_one_sentence
 from groupwise.errors import BUG, INTERRUPTED, MISTAKE, ProcessFailed, UserError, exit_code, report, tell_warnings
 from groupwise.sweeps.folder import CELLS, begin_sweep, report_sweep, run_cell
 from groupwise.sweeps.multirun import run_cells
-from groupwise.sweeps.prepare import compose_shared, plan_sweep
+from groupwise.sweeps.prepare import PlannedSweep, plan_sweep
 from groupwise.sweeps.status import finished, lines_of, status
 
 SHOWN = ("run", "info", "help", "hydra_help", "shell_completion")
@@ -56,13 +56,16 @@ def launch(conf: Path, train: Train) -> int:
     try:
         register()
         given = _parse(sys.argv[1:])
+        overrides: list[str] = given.overrides
         if given.config_dir is not None:
             refuse_taken_names(Path(given.config_dir), conf)
+            overrides = [f"hydra.searchpath=['file://{Path(given.config_dir).resolve()}']", *overrides]
         main = hydra.main(version_base="1.3", config_path=str(conf.resolve()), config_name="config")(task)
         if (given.multirun or "hydra.mode=MULTIRUN" in given.overrides) and not any(vars(given)[key] for key in SHOWN):
-            folder = _begin(given, conf)
+            planned = plan_sweep(overrides, conf)
+            folder = _begin(planned, only_list=bool(given.cfg))
             if folder is not None:
-                _multirun(given, conf, folder, main)
+                _multirun(given.overrides, planned.hydra, folder, main)
         else:
             main()
     except SystemExit as end:  # Hydra has printed its help
@@ -108,13 +111,9 @@ def _single(composed: DictConfig) -> RunConfig:
     return config
 
 
-def _begin(given: Namespace, conf: Path) -> Path | None:
-    """Check all cells of a sweep and create its folder; return None if there is nothing to do.
-
-    With ``--cfg`` only list the cells.
-    """
-    planned = plan_sweep(_with_folder(given), conf)
-    if given.cfg:
+def _begin(planned: PlannedSweep, only_list: bool) -> Path | None:
+    """Create the folder of a sweep; return None if there is nothing to do. With ``--cfg`` only list the cells."""
+    if only_list:
         if planned.cells is None:
             raise UserError("hydra/sweeper chooses the cells during the sweep, so there is no list: leave --cfg out.")
         print(*(f"{cell.run}{' (done)' * cell.done}  {cell.name}" for cell in planned.cells), sep="\n")
@@ -133,9 +132,9 @@ def _begin(given: Namespace, conf: Path) -> Path | None:
     return begin_sweep(planned)
 
 
-def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], None]) -> None:
+def _multirun(overrides: Sequence[str], settings: DictConfig, folder: Path, main: Callable[[], None]) -> None:
     """Pass the cells in the folder to Hydra, or the unchanged command line to another sweeper."""
-    program, flags = sys.argv[0], sys.argv[1 + len(given.overrides) :]
+    program, flags = sys.argv[0], sys.argv[1 + len(overrides) :]
     where = f"hydra.sweep.dir='{folder}'"
 
     def multirun(words: Sequence[str]) -> None:
@@ -143,19 +142,11 @@ def _multirun(given: Namespace, conf: Path, folder: Path, main: Callable[[], Non
         main()
 
     if not (folder / CELLS).is_file():
-        multirun(given.overrides)
+        multirun(overrides)
         return
-    settings = compose_shared(_with_folder(given), conf).hydra
     shared = [*settings.overrides.hydra, *settings.overrides.task]  # since their files may set Hydra's keys
     shared = [word for word in shared if not word.startswith("hydra.sweeper.params")]  # the cells are known
     run_cells(folder, settings, lambda words: multirun([*shared, "hydra.sweeper.params=null", *words]))
-
-
-def _with_folder(given: Namespace) -> list[str]:
-    """Return the overrides, with ``--config-dir`` as one of them."""
-    folder = given.config_dir
-    place = [] if folder is None else [f"hydra.searchpath=['file://{Path(folder).resolve()}']"]
-    return [*place, *given.overrides]
 
 
 def _remove(folder: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.checkout import CONF
@@ -58,6 +57,8 @@ class PlannedSweep:
     """The folder of its record."""
     cells: tuple[PlannedCell, ...] | None
     """None if a sweeper such as Optuna chooses the cells while it runs."""
+    hydra: DictConfig
+    """Hydra's own settings, which all cells share."""
 
 
 def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
@@ -66,35 +67,30 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     Raises:
         UserError: a cell is refused; the error names it.
     """
-    whole = compose_shared(overrides, conf)
+    cells = None
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         given = parse(overrides)
-        shared = _shared(given)
+        shared = [str(item.input_line) for item in given if not item.is_sweep_override()]
+        whole = compose("config", shared, return_hydra_config=True)
+        sweeper = whole.hydra.sweeper
         chosen = whole.hydra.runtime.choices.get("sweep")
         named = [item for item in given if item.key_or_group == "sweep"]
         if any(item.is_sweep_override() or isinstance(item.value(), list) for item in named):
             raise UserError("+sweep= names several sweeps: give one sweep at a time.")
-        if chosen and not whole.sweep.grids and not whole.hydra.sweeper.get("params"):
+        if chosen and not whole.sweep.grids and not sweeper.get("params"):
             raise UserError(f"the sweep {chosen} has no grids: list the values of each key under grids in its file.")
         name = str(chosen or "cells")
         folder = Path(OmegaConf.select(whole, "hydra.sweep.dir")).expanduser()
         places = [word for word in shared if word.startswith("hydra.searchpath")]
-        cells = _cells(Compositions(places), whole, given, shared)
+        if sweeper._target_.endswith("BasicSweeper"):
+            of_grids = bool(whole.sweep.grids)
+            words = _of_grids(whole.sweep, given, whole.scale) if of_grids else _of_command_line(sweeper, given, shared)
+            compositions = Compositions(places)
+            cells = tuple(_checked(compositions, *cell) for cell in words)
     exports = [cell.config.export for cell in cells or () if cell.config.export is not None]
     if len(set(exports)) < len(exports):
         raise UserError(f"export={exports[0]} names one folder for several cells: give export=FOLDER/${{seed}}, say.")
-    return PlannedSweep(name, str(whole.scale), folder, cells)
-
-
-def compose_shared(overrides: Sequence[str], conf: Path) -> DictConfig:
-    """The configuration that all cells of ``-m OVERRIDES...`` share, Hydra's own settings included."""
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        shared = _shared(parse(overrides))
-        return compose("config", shared, return_hydra_config=True)
-
-
-def _shared(given: Sequence[Override]) -> list[str]:
-    return [str(item.input_line) for item in given if not item.is_sweep_override()]
+    return PlannedSweep(name, str(whole.scale), folder, cells, whole.hydra)
 
 
 def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
@@ -102,8 +98,6 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
 
     Args:
         name: the name of the file, or the path of another: ``my/sweep/<name>.yaml`` for ``--config-dir my``.
-        scale: of the cells.
-        conf: the folder of the configuration.
 
     Raises:
         UserError: as `read_sweep`, `plan_sweep` and `refuse_taken_name`.
@@ -115,17 +109,6 @@ def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         compositions = Compositions(places) if name.endswith(".yaml") else compositions_of(conf)
         return [_checked(compositions, f"{cell.name} seed={cell.seed}", cell.overrides) for cell in sweep.cells(scale)]
-
-
-def _cells(
-    compositions: Compositions, whole: DictConfig, given: Sequence[Any], shared: Sequence[str]
-) -> tuple[PlannedCell, ...] | None:
-    sweeper = whole.hydra.sweeper
-    if not sweeper._target_.endswith("BasicSweeper"):
-        return None
-    if not whole.sweep.grids:
-        return tuple(_checked(compositions, *cell) for cell in _of_command_line(sweeper, given, shared))
-    return tuple(_checked(compositions, *cell) for cell in _of_grids(whole.sweep, given, whole.scale))
 
 
 def _of_grids(sweep: DictConfig, given: Sequence[Any], scale: str) -> Iterator[tuple[str, list[str]]]:
