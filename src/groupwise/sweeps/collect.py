@@ -135,7 +135,8 @@ def text_rows(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The rows of a file of a run, which must have these keys."""
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with open(path, encoding="utf-8") as file:  # not splitlines, which also splits at U+2028
+            lines = [json.loads(line) for line in file]
         if absent := [key for line in lines for key in keys if key not in line]:
             raise ValueError(f"no {absent[0]}")
     except (OSError, ValueError) as error:
