@@ -45,7 +45,7 @@ CLIP = {
 TIMED = CLIP | {"flat": CLIP["flat"]._replace(label="flat, book-keeping")}
 """For figures that show time: flat clipping has two implementations."""
 ADAPTIVE = CLIP["adaptive_layer"].colour
-BUDGET = {"3": Series("ε = 3", ADAPTIVE, "o", "--"), "8": Series("ε = 8", ADAPTIVE, "s")}
+BUDGETS = (Series("ε = 3", ADAPTIVE, "o", "--"), Series("ε = 8", ADAPTIVE, "s"))
 """For figures of adaptive per-layer clipping only: the mode's colour; budgets differ in marker and line."""
 TASKS = {"cifar": "CIFAR-10", "sst2": "SST-2", "e2e": "E2E"}
 
@@ -59,8 +59,14 @@ class References(NamedTuple):
     """The paper's numbers for cells of the figure: ``cell``, ``value``, ``std``; never connected with ours."""
 
 
-def note(figure: Any, scale: str, text: str) -> None:
-    """Store the caption as the figure's label, which is not drawn."""
+def finish(figure: Any, scale: str, text: str) -> None:
+    """Draw the legend of all panels above them, and store the caption as the figure's label, which is not drawn."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=4)
     which = f": scale={scale} ({SCALES[scale]})" if scale in SCALES else ""
     reduced = "" if scale == PAPER else f"Reduced, no reproduction{which}. "
     figure.set_label(reduced + text)
@@ -71,15 +77,6 @@ def head(axes: Any, title: str, scale: str) -> None:
     axes.set_title(title, loc="left")
     if scale != PAPER:
         axes.set_title("reduced", loc="right", fontsize=6.5, style="italic", color=GREY)
-
-
-def legend(figure: Any) -> None:
-    """The legend of all panels, above them."""
-    found: dict[str, Any] = {}
-    for axes in figure.axes:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=4)
 
 
 def draw_floor(axes: Any, floor: float | None) -> None:

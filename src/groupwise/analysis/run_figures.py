@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from groupwise.analysis.figure_style import (
-    BUDGET,
+    BUDGETS,
     CLIP,
     COLUMN,
     LEARNT,
@@ -19,9 +19,8 @@ from groupwise.analysis.figure_style import (
     WEAK,
     References,
     draw_floor,
+    finish,
     head,
-    legend,
-    note,
     rule,
     seeds_in_words,
     summary,
@@ -69,8 +68,7 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
         rule(axes)
     here.set(ylabel="validation accuracy (%)")
     draw_floor(here, floor)
-    legend(figure)
-    note(figure, scale, f"{words}; dots: single seeds. Stars: the paper's values; it has none without noise.")
+    finish(figure, scale, f"{words}; dots: single seeds. Stars: the paper's values; it has none without noise.")
     return figure
 
 
@@ -97,8 +95,7 @@ def draw_epochs(rows: pd.DataFrame, references: References) -> Any:
         head(axes, f"CIFAR-10, {budget}", scale)
         rule(axes)
     figure.axes[0].set(ylabel="validation accuracy (%)")
-    legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs.")
+    finish(figure, scale, f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs.")
     return figure
 
 
@@ -115,8 +112,7 @@ def draw_target_quantile(rows: pd.DataFrame, references: References) -> Any:
     span = max(np.ptp(axes.get_ylim()) for axes in panels)
     for axes in panels:
         axes.set_ylim(np.mean(axes.get_ylim()) - span / 2, np.mean(axes.get_ylim()) + span / 2)
-    legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
+    finish(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
     return figure
 
 
@@ -130,8 +126,7 @@ def draw_quantile_budget(rows: pd.DataFrame, references: References) -> Any:
     _panel(axes, "sst2", scale, table, table["x"].map(shares.index), 8 * DODGE, references)
     axes.set_xticks(range(len(shares)), [f"{100 * x:g}" for x in shares])
     axes.set(xlabel="share r of the budget for quantiles (%)")
-    legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
+    finish(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
     return figure
 
 
@@ -143,7 +138,7 @@ def _weak_in_words(table: pd.DataFrame, references: References) -> str:
 
 def _against(rows: pd.DataFrame, key: str) -> pd.DataFrame:
     """`summary` by task, budget and `key`, which becomes the column ``x``; sorted by it."""
-    rows = rows.assign(x=pd.to_numeric(rows[key]), budget=rows["privacy.epsilon"].astype(str).str.removesuffix(".0"))
+    rows = rows.assign(x=pd.to_numeric(rows[key]), budget=_budgets(rows))
     return summary(rows, ["task", "budget", "x"], ACCURACY).sort_values("x", kind="stable")
 
 
@@ -159,8 +154,8 @@ def _panel(
         axes.set(xticks=[], yticks=[])
         return
     floor = references.floors.get((task, ACCURACY))
-    for shift, (budget, series) in zip((-step, step), BUDGET.items(), strict=True):
-        own = table["budget"] == budget
+    for shift, series in zip((-step, step), BUDGETS, strict=True):
+        own = table["budget"] == series.label
         if own.any():
             whisker(axes, places[own] + shift, table[own], series, floor=floor)
     draw_floor(axes, floor)
@@ -197,14 +192,12 @@ def draw_against_time(curves: pd.DataFrame, references: References, metrics: tup
         draw_floor(axes, floors.get(metric))
         if weak:
             axes.text(0.5, 0.8, "uninformative", transform=axes.transAxes, ha="center", color=WEAK, fontsize=9)
-    legend(figure)
-    note(figure, scale, f"{seeds_in_words(table['n'])}; {words}")
+    finish(figure, scale, f"{seeds_in_words(table['n'])}; {words}")
     return figure
 
 
 FADED = f" Faded: the generated texts of no mode score {LEARNT:g} points more than a constant prediction."
-QUANTILES = (0.25, 0.50, 0.75, 0.85)
-QUANTILE_LINES: tuple[Literal[":", "-.", "--", "-"], ...] = (":", "-.", "--", "-")
+QUANTILES: dict[float, Literal[":", "-.", "--", "-"]] = {0.25: ":", 0.50: "-.", 0.75: "--", 0.85: "-"}
 """Distinguished by line style, as colours stand for clipping modes."""
 BARS = "#8fbbd9"
 """A light shade of adaptive per-layer clipping, in which the norms are measured."""
@@ -236,7 +229,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, references: References) -> Any:
     panels[0].set_ylabel(f"{norms['example'].nunique()} training examples")
     figure.colorbar(image, ax=panels, label="gradient norm", shrink=0.9, pad=0.01)
     figure.supxlabel("layer of each kind, input to output", fontsize=7.5)
-    note(figure, scale, "Rows: examples. Columns: convolutions with the classifier, then GroupNorm, input to output.")
+    finish(figure, scale, "Rows: examples. Columns: convolutions with the classifier, then GroupNorm, input to output.")
     return figure
 
 
@@ -254,7 +247,7 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, references: References) -> Any:
         for axes, epoch in zip(line, epochs, strict=True):
             values = own["norm"][own["epoch"] == epoch].to_numpy()
             axes.hist(np.clip(values, edges[0], edges[-1]), bins=edges, color=BARS)
-            for share, dashes in zip(QUANTILES, QUANTILE_LINES, strict=True):
+            for share, dashes in QUANTILES.items():
                 label = f"{100 * share:g} % quantile"
                 axes.axvline(np.quantile(values, share), color=LINES, linestyle=dashes, linewidth=0.8, label=label)
             axes.set(yticks=[], xscale="log")
@@ -264,9 +257,8 @@ def draw_gradnorm_sst2(norms: pd.DataFrame, references: References) -> Any:
     figure.supxlabel("gradient norm", fontsize=7.5)
     for axes, epoch in zip(grid[0], epochs, strict=True):
         head(axes, f"epoch {round(20 * epoch) / 20:g}", scale)
-    legend(figure)
     words = f"Gradient norms (logarithmic) of {norms['example'].nunique():,} training examples"
-    note(figure, scale, f"{words}; the outermost bins include all values beyond them.")
+    finish(figure, scale, f"{words}; the outermost bins include all values beyond them.")
     return figure
 
 

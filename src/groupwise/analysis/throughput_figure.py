@@ -13,17 +13,7 @@ from matplotlib.figure import Figure
 
 from groupwise.analysis.benchmark_rows import MACHINE, in_words, was_measured
 from groupwise.analysis.benchmark_tables import WORKLOADS
-from groupwise.analysis.figure_style import (
-    GREY,
-    PAGE,
-    PAPER,
-    TIMED,
-    Series,
-    head,
-    legend,
-    note,
-    rule,
-)
+from groupwise.analysis.figure_style import GREY, PAGE, PAPER, TIMED, Series, finish, head, rule
 from groupwise.errors import UserError
 
 FIGURES = {"throughput": 0, "runtime_breakdown": 1}
@@ -115,8 +105,7 @@ def draw(shown: Panels) -> Any:
         axes.set(xlabel="batch size")
         head(axes, title, shown.scale)
         rule(axes)
-    legend(figure)
-    note(figure, shown.scale, _words(shown))
+    finish(figure, shown.scale, _words(shown))
     return figure
 
 
