@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -37,11 +36,7 @@ METHODS = {
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The rows of a benchmark's CSV.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """The rows of a benchmark's CSV; raises `UserError` if there is no such file."""
     if not path.is_file():
         raise UserError(f"There are no measurements in {path}: run the benchmark first (make bench).")
     return pd.read_csv(path)
@@ -70,13 +65,9 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
     table[last] = groups[last].agg(lambda column: column.iloc[-1])
     table = table.reset_index()
     place = {name: number for number, name in enumerate(in_order(table["method"].unique()))}
-    order = ["workload", *MACHINE, "layers", "batch", "method", "memory_format"]
-    return table.sort_values(
-        order,
-        kind="stable",
-        ignore_index=True,
-        key=lambda column: column.map(place) if column.name == "method" else column,
-    )
+    table["place"] = table["method"].map(place)
+    order = ["workload", *MACHINE, "layers", "batch", "place", "memory_format"]
+    return table.sort_values(order, kind="stable", ignore_index=True).drop(columns="place")
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
@@ -89,8 +80,8 @@ def was_measured(table: pd.DataFrame) -> pd.Series:
     return table["status"] == "ok"
 
 
-def in_words(machine: tuple[Any, ...]) -> str:
-    """A machine configuration, with values in the order of `MACHINE`, as text for captions."""
-    device, hardware, threads, dtype = machine
-    cores = "" if device == "cuda" else f", {threads:g} thread{'' if threads == 1 else 's'}"
-    return f"{hardware}{cores}, {dtype}"
+def in_words(row: pd.Series) -> str:
+    """The machine configuration of a row as text for captions."""
+    threads = row["threads"]
+    cores = "" if row["device"] == "cuda" else f", {threads:g} thread{'' if threads == 1 else 's'}"
+    return f"{row['hardware']}{cores}, {row['dtype']}"

@@ -5,15 +5,7 @@ from functools import partial
 
 import pandas as pd
 
-from groupwise.analysis.benchmark_rows import (
-    MACHINE,
-    METHODS,
-    cells,
-    in_order,
-    in_words,
-    read_rows,
-    was_measured,
-)
+from groupwise.analysis.benchmark_rows import MACHINE, METHODS, cells, in_order, in_words, read_rows, was_measured
 from groupwise.analysis.results import Folders, Page, number
 from groupwise.rows import markdown
 
@@ -60,7 +52,6 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "whole") for kind in KINDS}
         name = ", ".join([WORKLOADS.get(first["workload"], first["workload"]), *_depth(first)])
         name += f", batch {first['batch']:g}"
-        machine = in_words(tuple(first[column] for column in MACHINE))
         ratios = [
             f"{one[column].item():.2f}" if len(one) else "–"
             for one in best.values()
@@ -68,7 +59,7 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         ]
         others = max((best[peer]["whole"].item() for peer in PEERS if len(best[peer])), default=None)
         ours = best["adaptive_layer"]["whole"].item() if len(best["adaptive_layer"]) else None
-        lines.append([name, machine, *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
+        lines.append([name, in_words(first), *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])
     heads = [head for kind in KINDS.values() for head in (f"{kind}: speed", "memory")]
     return markdown(["workload", "on", *heads, "per layer relative to the fastest peer"], lines)
 
@@ -109,9 +100,8 @@ def _caption(first: pd.Series, lines: pd.DataFrame) -> str:
     versions = [f"{name} {first[name]}" for name in ("torch", "opacus") if isinstance(first[name], str)]
     versions += sorted({name for name in lines["peer"] if isinstance(name, str)})
     commits = sorted({f"`{str(line.commit)[:7]}`{' + changes' if line.dirty else ''}" for line in lines.itertuples()})
-    where = in_words(tuple(first[name] for name in MACHINE))
     title = WORKLOADS.get(first["workload"], first["workload"])
-    return f"**{title}**: {', '.join(parts)}. {where}; {', '.join(versions)}; commit {', '.join(commits)}."
+    return f"**{title}**: {', '.join(parts)}. {in_words(first)}; {', '.join(versions)}; commit {', '.join(commits)}."
 
 
 def _span(rounds: pd.Series) -> str:

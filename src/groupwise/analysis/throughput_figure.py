@@ -86,7 +86,7 @@ def panels(name: str, table: pd.DataFrame) -> Panels:
         measured[measured["method"].isin(SERIES)],
         measured[measured["method"] == AGAIN],
         absent,
-        f"{WORKLOADS.get(workload, workload)}, {depths[machine]:g} layers, on {in_words(machine)}",
+        f"{WORKLOADS.get(workload, workload)}, {depths[machine]:g} layers, on {in_words(here.iloc[0])}",
         PAPER if depths[machine] >= DEPTH and machine[0] == "cuda" else "reduced",
     )
 
