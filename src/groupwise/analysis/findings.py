@@ -1,10 +1,7 @@
 """Tests the paper's claims on the measured rows.
 
 A claim is tested on paired differences, between runs that share a seed and differ only in the setting of the claim.
-Seeds are clusters; budgets, epochs and tasks are fixed effects. So the test is a t-test with one number per seed, the
-mean over budgets, epochs and tasks. If the effect has a trend over log ε (F-test at 5 %), each ε is tested separately.
-All p values of the page are adjusted together by Holm's method. "Alike" and "no worse" are claims of equivalence, with
-a margin.
+Seeds are clusters; budgets, epochs and tasks are fixed effects. `rules` has the rules for a verdict.
 """
 
 import math
@@ -259,12 +256,6 @@ def _paper(contrast: Contrast, sweep: Sweep, folders: Folders) -> pd.DataFrame:
     return differences(contrast, values)
 
 
-HEAD = (
-    *("claim", "on", "scale", "ε", "paper", "measured"),
-    *("95 % interval", "seeds × places", "p", "Holm", "verdict"),
-)
-
-
 def verdicts(folders: Folders) -> list[Verdict]:
     """Every claim with its verdict, at each scale that has rows; raises as `judge` does."""
     return decide([verdict for claim in CLAIMS for verdict in judge(claim, folders)])
@@ -272,6 +263,7 @@ def verdicts(folders: Folders) -> list[Verdict]:
 
 def findings_table(found: Sequence[Verdict]) -> str:
     """The table of verdicts in Markdown."""
+    head = ["claim", "on", "scale", "ε", "paper", "measured", "95 % interval", "seeds × places", "p", "Holm", "verdict"]
     rows = []
     for verdict in found:
         measured = verdict.measured
@@ -291,7 +283,7 @@ def findings_table(found: Sequence[Verdict]) -> str:
                 verdict.word + (f" ({verdict.why})" if verdict.why else ""),
             ]
         )
-    return markdown(list(HEAD), rows)
+    return markdown(head, rows)
 
 
 def summary(found: Sequence[Verdict]) -> str:
@@ -330,11 +322,7 @@ def p_in_words(p: float) -> str:
 
 
 def page(folders: Folders) -> Page:
-    """The page of every claim and the rules for a verdict; its summary is also in docs/findings.md.
-
-    Raises:
-        UserError: as `judge`.
-    """
+    """The page of every claim and the rules for a verdict, with its summary for docs/findings.md; raises as `judge`."""
     found = verdicts(folders)
     return Page(findings_page(found), f"{len(found)} claims", {"summary": summary(found)})
 

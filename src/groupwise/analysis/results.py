@@ -66,8 +66,7 @@ def make_each(names: Iterable[str], make: Callable[[str], str]) -> int:
 def read_paper(name: str, folder: Path = Folders.paper) -> pd.DataFrame:
     """The paper's table `name`, with numbers `value` and `std`; `printed` is the paper's text of both.
 
-    Raises:
-        UserError: there is no such table.
+    Raises `UserError` if there is no such table.
     """
     path = folder / f"{name}.csv"
     if name not in (*TABLES, *HYPERPARAMETERS):
@@ -201,14 +200,13 @@ def read_measured(
     refuse(path, frame, ~np.array(known), f"is not a cell and seed of the sweep {sweep.name} at scale={scale}")
     refuse(path, frame, frame.duplicated(["cell", "seed"]), "is there twice")
     refuse(path, frame, frame.duplicated("hash"), "has the hash of another row, so the two are one run")
+    for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
+        frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
     for cell, metrics in (wanted or {}).items():
         for metric in metrics if (own := frame["cell"] == cell).any() else ():
             if metric not in frame:
                 refuse(path, frame, own, f"has no {metric}, which its table shows")
-            odd = ~np.isfinite(pd.to_numeric(frame[metric], errors="coerce"))
-            refuse(path, frame, own & odd, f"has a {metric} that is not a finite number")
-    for metric in {metric for metrics in (wanted or {}).values() for metric in metrics} & set(frame):
-        frame[metric] = pd.to_numeric(frame[metric], errors="coerce")
+            refuse(path, frame, own & ~np.isfinite(frame[metric]), f"has a {metric} that is not a finite number")
     frame = frame.assign(seed=frame["seed"].astype(int), **{"git.dirty": frame["git.dirty"] == "True"})
     return Measured(frame.sort_values(["cell", "seed"]).reset_index(drop=True), expected, scale)
 

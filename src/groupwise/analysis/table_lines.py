@@ -16,12 +16,13 @@ from groupwise.analysis.results import (
     read_floors,
     read_paper,
     run_in_words,
+    seeds_of,
     settings_of,
     why_uninformative,
 )
 from groupwise.analysis.statistics import compare, summarise
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import Sweep, read_sweep
+from groupwise.sweeps.cells import PAPER, Sweep, read_sweep
 
 
 def table_lines(name: str, folders: Folders) -> pd.DataFrame:
@@ -57,7 +58,7 @@ def table_lines(name: str, folders: Folders) -> pd.DataFrame:
 
 def _places(paper: pd.DataFrame, sweep: Sweep, path: Path) -> list[list[str]]:
     """For each number: its cell, the two cells of a difference, or none."""
-    known = list(dict.fromkeys(cell.name for cell in sweep.cells("paper")))
+    known = list(dict.fromkeys(cell.name for cell in sweep.cells(PAPER)))
     places = []
     for text in paper["cell"]:
         selectors = text.split(MINUS) if text else []
@@ -79,22 +80,19 @@ def _wanted(paper: pd.DataFrame, places: Sequence[Sequence[str]]) -> dict[str, l
 
 def _line(number: Mapping[Any, Any], source: Measured | None, sweep: Sweep, floors: Floors) -> dict[str, Any]:
     cells = number["cells"]
-    values, used, flags, expected = pd.Series(dtype=float), pd.DataFrame(), [], None
+    values, used, flags = pd.Series(dtype=float), pd.DataFrame(), []
     if source is not None:
         values, used = _values(source, cells, number["metric"])
         flags = list(dict.fromkeys(flag for cell in cells for flag in source.flags_of(cell)))
-        expected = min(len(source.expected[cell]) for cell in cells)
-    elif cells:
-        expected = min(sum(cell.name == name for cell in sweep.cells("paper")) for name in cells)
+    seeds = seeds_of(sweep, PAPER) if source is None else source.expected
+    expected = min((len(seeds[cell]) for cell in cells), default=0)
     summary = summarise(list(values))
     scale = source.scale if source is not None and summary.n else ""
     weak = ""
     if len(used):
-        task = settings_of(cells[0]).get("task", "")
-        weak = why_uninformative(
-            task, number["metric"], float(used.groupby("cell")[number["metric"]].mean().max()), floors
-        )
-    status, why = compare(number, summary, expected or 0, scale, cells, sweep, weak)
+        best = float(used.groupby("cell")[number["metric"]].mean().max())
+        weak = why_uninformative(settings_of(cells[0]).get("task", ""), number["metric"], best, floors)
+    status, why = compare(number, summary, expected, scale, cells, sweep, weak)
     return {
         "row": number["row"],
         "column": number["column"],
@@ -103,7 +101,7 @@ def _line(number: Mapping[Any, Any], source: Measured | None, sweep: Sweep, floo
         "paper_std": number["std"],
         "mean": summary.mean,
         "n": summary.n,
-        "expected": expected or 0,
+        "expected": expected,
         "std": summary.std,
         "low": summary.low,
         "high": summary.high,
