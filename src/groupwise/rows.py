@@ -57,11 +57,7 @@ def table_path(folder: Path, sweep: str, scale: str, kind: str = "") -> Path:
 
 
 def read_table(path: Path) -> list[Row]:
-    """The rows of a table as text; an empty list if there is no file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The rows of a table as text, none if there is no file; raises `UserError` if it cannot be read."""
     if not path.is_file():
         return []
     try:

@@ -45,10 +45,7 @@ def coverage(folders: Folders) -> pd.DataFrame:
     """One row per cell of each table and figure.
 
     Columns: sweep, cell, `SHOWN`, status, why. A column named by a scale counts seeds ("2 of 3"), or is empty if the
-    scale does not have the cell.
-
-    Raises:
-        UserError: a sweep is missing, or rows are invalid.
+    scale does not have the cell. Raises `UserError` if a sweep is missing, or rows are invalid.
     """
     floors = read_floors(folders.measured)
     lines = []

@@ -34,11 +34,7 @@ OTHER_PAGES = ("findings", "coverage", "searches", "benchmarks")
 
 
 def render(results: Path, out: Path) -> str:
-    """The page for the file `out`. The same inputs give the same page.
-
-    Raises:
-        UserError: a table has not been made yet.
-    """
+    """The page for the file `out`; raises `UserError` if a table is missing. The same inputs give the same page."""
     pages = {name: results / "tables" / f"{name}.md" for name in (*TABLES, *OTHER_PAGES, *HYPERPARAMETERS)}
     if missing := next((path for path in pages.values() if not path.is_file()), None):
         raise UserError(f"There is no {missing}: make it with make tables figures.")

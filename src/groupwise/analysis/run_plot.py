@@ -22,11 +22,7 @@ LABELLED = 6
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """The run's metrics, one row per step; NaN if a metric was not computed.
-
-    Raises:
-        UserError: there are no metrics yet.
-    """
+    """The run's metrics, one row per step, NaN if not computed; raises `UserError` if there are no metrics yet."""
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
         metrics = pd.read_json(StringIO(text[: text.rfind("\n") + 1]), lines=True)  # the last line may be incomplete

@@ -19,8 +19,7 @@ def searches(sweeps: Path, measured: Path) -> dict[tuple[str, str], Path]:
 def page(folders: Folders) -> Page:
     """The page of every cell of every search, with its mean over seeds; the best cell of each group is marked.
 
-    Raises:
-        UserError: rows that cannot be read, or have no headline metric.
+    Raises `UserError` for rows that cannot be read, or have no headline metric.
     """
     parts = [
         "# Searches, and comparisons that are not the paper's",

@@ -210,11 +210,7 @@ SETTINGS = {
 
 
 def table_page(name: str, folders: Folders) -> str:
-    """A table of results with its notes, in Markdown.
-
-    Raises:
-        UserError: as `table_lines`.
-    """
+    """A table of results with its notes, in Markdown; raises as `table_lines` does."""
     return as_markdown(*_content(name, folders))
 
 
@@ -225,11 +221,7 @@ def _content(name: str, folders: Folders) -> tuple[str, str, pd.DataFrame, list[
 
 
 def write_table(name: str, folders: Folders, out: Path) -> str:
-    """Write a table of results; returns what to print.
-
-    Raises:
-        UserError: as `table_lines`.
-    """
+    """Write a table of results; returns what to print, and raises as `table_lines` does."""
     content = _content(name, folders)
     lines = content[2]
     write_text(out / f"{name}.csv", lines.to_csv(index=False, lineterminator="\n"))

@@ -19,8 +19,7 @@ def register_resolvers() -> None:
 def by(name: object, table: Mapping[Any, Any]) -> Any:
     """``${by:${model.name},{roberta_large:512,*:1024}}``: the first entry whose pattern matches the name.
 
-    Raises:
-        UserError: no pattern matches.
+    Raises `UserError` if none matches.
     """
     for pattern, value in table.items():
         if fnmatchcase(str(name), str(pattern)):

@@ -55,8 +55,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Text: a folder or a name on the hub; null uses `source`."""
     trains: str = one_of("all", "all", "attention", "bias", "lora")
-    """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters
-    and head)."""
+    """Text: all | attention (self-attention and head) | bias (biases and head) | lora (adapters and head)."""
     pool: str = one_of("first", "first", "mean")
     """Classifiers: the head reads the first token, or the mean of all tokens."""
     lora: LoraConfig = field(default_factory=LoraConfig)

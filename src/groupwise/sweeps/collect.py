@@ -19,7 +19,7 @@ from groupwise.sweeps.prepare import table_cells
 OTHER_FILES = {"curves": ("hash", "step", "seconds"), "texts": ("hash", "input", "source", "reference", "output")}
 """The other files of a sweep, and their first columns."""
 SAMPLES = 3
-"""The number of test inputs whose generated texts are kept."""
+"""The number of test inputs whose generated texts are kept, evenly spaced, so that none is picked by hand."""
 
 
 def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> list[str]:
@@ -29,10 +29,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
 
     Args:
         what: a file of `sweeps/`, or the path of another file, as for `table_cells`.
-        scale: of the cells.
-        runs: the folder of the runs.
         out: the folder of the tables.
-        conf: the folder of the configuration.
 
     Returns:
         Lines to print: the number of rows, missing cells, dropped rows.
@@ -117,11 +114,7 @@ def curve_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def text_rows(folder: Path) -> list[dict[str, Any]]:
-    """A run's generated texts for `SAMPLES` evenly spaced inputs of the test set, so that none is picked by hand.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """A run's generated texts for `SAMPLES` evenly spaced inputs of the test set; raises `UserError` if unreadable."""
     path = folder / "outputs-test.jsonl"
     lines = _lines(path, "source", "references", "output") if path.is_file() else []
     found = []

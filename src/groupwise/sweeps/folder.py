@@ -29,8 +29,7 @@ CELLS = "cells.json"
 def begin_sweep(planned: PlannedSweep) -> Path:
     """Make the folder and list the cells in it; returns it, with a number added if the name is taken.
 
-    Raises:
-        UserError: it cannot be written.
+    Raises `UserError` if it cannot be written.
     """
     folder, number = planned.folder, 1
     try:
@@ -64,11 +63,7 @@ def cell_file(folder: Path, key: str) -> Path:
 
 
 def read_cells(folder: Path) -> list[dict[str, Any]]:
-    """The cells of a sweep, as `begin_sweep` wrote them.
-
-    Raises:
-        UserError: this is not a sweep's folder.
-    """
+    """The cells of a sweep, as `begin_sweep` wrote them; raises `UserError` if this is not a sweep's folder."""
     try:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError) as error:

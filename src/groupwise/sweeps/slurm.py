@@ -25,8 +25,7 @@ LAUNCHER = "SlurmLauncher"
 def job_words(launcher: DictConfig, processes: int) -> list[str]:
     """Overrides of Hydra's launcher for cells with `processes` processes, on as few nodes as its settings allow.
 
-    Raises:
-        UserError: the processes cannot be split evenly.
+    Raises `UserError` if the processes cannot be split evenly.
     """
     most = launcher.tasks_per_node
     nodes = math.ceil(processes / max(1, most))

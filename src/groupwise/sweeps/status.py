@@ -68,11 +68,7 @@ def lines_of(cells: Sequence[State]) -> list[str]:
 
 
 def status(folder: Path, each: bool = False) -> list[str]:
-    """The lines to print on the sweep in `folder`; with `each`, one more line per cell.
-
-    Raises:
-        UserError: it is not a sweep's folder.
-    """
+    """The lines to print on the sweep in `folder`, with `each` one more per cell; raises as `read_cells` does."""
     cells = [state_of(folder, cell) for cell in read_cells(folder)]
     scale = json.loads((folder / CELLS).read_text(encoding="utf-8")).get("scale", "")
     counts = Counter(cell.kind for cell in cells)
