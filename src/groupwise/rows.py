@@ -8,11 +8,11 @@ A run's row is its `result.json`: the hash, every key of the configuration, then
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from groupwise.atomic import write_text
@@ -96,9 +96,11 @@ def load_runs(folder: str | Path = "results/runs") -> pd.DataFrame:
 
 def csv_text(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """A table as CSV; None is an empty field."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([head, *rows])
-    return out.getvalue()
+    # Written with "\r\n" first: before Python 3.13, a field is quoted only for characters of the line end.
+    lines: list[str] = []
+    file = SimpleNamespace(write=lambda line: lines.append(line.removesuffix("\r\n") + "\n"))
+    csv.writer(file).writerows([head, *rows])
+    return "".join(lines)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

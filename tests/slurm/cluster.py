@@ -1,7 +1,5 @@
 """Starts sweeps on the one-node cluster of scripts/slurm, and inspects or kills their jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 UP = "SLURM_ONE" in os.environ and subprocess.run(["sinfo"], capture_output=True).returncode == 0
@@ -91,7 +89,7 @@ class Cell:
     def restarts(self) -> int:
         return int(self.shown["Restarts"])
 
-    def under_way(self, steps: int = 20) -> Cell:
+    def under_way(self, steps: int = 20) -> Self:
         """Wait until it has trained for this many steps."""
         until(lambda: self.steps >= steps, f"{self.job} trains")
         return self

@@ -117,15 +117,15 @@ def test_curves_have_the_evaluations_of_runs_with_eval_curve(conf, runs, tmp_pat
 
 def test_texts_are_those_of_evenly_spaced_inputs(conf, cells, runs):
     folder = runs / cells[1].hash[:12]
-    lines = [{"source": f"in {i}", "output": f"out\u2028{i}", "references": [f"ref {i}", "other"]} for i in range(10)]
+    lines = [{"source": f"in {i}", "output": f"out\u2028\r{i}", "references": [f"ref {i}", "other"]} for i in range(10)]
     (folder / "outputs-test.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     for _ in range(2):  # the second time from the table alone
         gather(conf, runs)
-        with open(runs.with_name("out") / "table_smoke_texts.csv") as file:
+        with open(runs.with_name("out") / "table_smoke_texts.csv", newline="") as file:
             rows = list(csv.DictReader(file))
         assert [(row["cell"], row["seed"], row["input"]) for row in rows] == [("clip=ghost", "0", i) for i in "036"]
         assert [(row["source"], row["reference"], row["output"]) for row in rows] == [
-            (f"in {i}", f"ref {i}", f"out\u2028{i}") for i in (0, 3, 6)
+            (f"in {i}", f"ref {i}", f"out\u2028\r{i}") for i in (0, 3, 6)
         ]
         shutil.rmtree(folder, ignore_errors=True)
 
