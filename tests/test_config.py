@@ -223,6 +223,7 @@ REFUSED = [
     ("train.batch_size=null train.sample_rate=2", "at most 1"),
     ("eval.shots=4", "nothing to clip"),
     ("eval.shots=-1 clip=none", "zero or more"),
+    ("eval.shots=4 clip=none export=folder", "export=folder cannot be combined with eval.shots"),
     ("eval.prompt_set=3", "at most 2"),
     ("model.trains=heads", "attention, bias, lora"),
     ("model.lora.rank=0", "greater than zero"),

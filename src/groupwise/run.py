@@ -157,8 +157,6 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
 
 def _export_finished(config: RunConfig, record: RunRecord, row: dict[str, Any]) -> None:
     """Export the model of a finished run to `export=FOLDER`, as at the end of a run."""
-    if config.pipeline.stages > 1 or config.eval.shots is not None:
-        raise UserError(f"export={config.export} is not possible for this finished run: leave it out.")
     task = make_task(config, torch.device("cpu"))
     _check_exports(config, task)
     start_from(task.model, str(record.folder))

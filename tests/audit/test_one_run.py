@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from groupwise.audit import one_run as game
-from groupwise.audit.__main__ import COLUMNS, MODES, audit_mode, everything, main, row_of
+from groupwise.audit.__main__ import MODES, audit_mode, everything, main, row_of
 from groupwise.audit.options import make_setting
 from groupwise.privacy import mechanism
 
@@ -60,8 +60,7 @@ def test_same_seed_gives_the_same_audit():
     assert row_of(audit_mode(asked)) == row_of(audit_mode(asked))
 
 
-def test_row_has_all_columns_and_audits_are_distinct():
-    assert tuple(row_of(audit_mode(make_setting(["clip=flat", *QUICK], canaries=100)))) == COLUMNS
+def test_audits_are_distinct():
     assert len(everything()) == len({str(cell) for cell in everything()}) > 50
 
 

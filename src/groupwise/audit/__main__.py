@@ -131,11 +131,6 @@ MODES = (
     *("flat", "ghost", "fixed_layer", "adaptive_layer", "fixed_block", "adaptive_block"),
     *("adaptive_flat", "per_device", "adaptive_device"),
 )
-COLUMNS = (
-    *("mode", "model", "noise", "quantile_budget", "dropout", "design", "steps", "sample_rate", "groups", "delta"),
-    *("canaries", "guesses", "correct", "confidence", "seed"),
-    *("epsilon_claimed", "epsilon_lower"),
-)
 Cell = tuple[str, Sequence[str]]
 """A design and overrides."""
 
@@ -172,13 +167,13 @@ def audit_all(given: argparse.Namespace) -> int:
         rows.append(row_of(finding))
         print(f"[{number}/{len(todo)}] {describe(finding)}", file=sys.stderr)
     rows.sort(key=lambda row: [_number(text) for text in row.values()])
-    write_text(TABLE, csv_text(COLUMNS, (row.values() for row in rows)))
+    write_text(TABLE, csv_text(rows[0], (row.values() for row in rows)))
     print(f"{len(rows)} audits; {broken} bounds above their claim. {TABLE}")
     return 1 if broken else 0
 
 
 def row_of(finding: Finding) -> dict[str, str]:
-    """Return the row of a finding, with `COLUMNS` as keys."""
+    """Return the row of a finding in `TABLE`."""
     setting, plan = finding.setting, finding.plan
     config = setting.config
     rule = "" if config.clip.rule == "min" else f" {config.clip.rule}"

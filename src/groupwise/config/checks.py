@@ -130,6 +130,8 @@ def _together(config: RunConfig) -> Iterator[str]:
         yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must be in [-100, 100]."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots does not train, so there is nothing to clip: add clip=none."
+    if config.eval.shots is not None:
+        yield from _not_for("eval.shots", config, "export")
 
 
 def _privacy(config: RunConfig) -> Iterator[str]:

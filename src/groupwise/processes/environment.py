@@ -60,7 +60,7 @@ def find_place(config: RunConfig, environment: Mapping[str, str] = os.environ) -
     if place is not None and place.world != world:
         if not place.main:
             sys.exit(2)  # the main process reports it
-        launcher = "torchrun" if "RANK" in environment else "srun"
+        launcher = "torchrun" if place.meeting == "env://" else "srun"
         raise UserError(
             f"{launcher} started {place.world} processes, but pipeline.stages={config.pipeline.stages} times "
             f"parallel.ranks={config.parallel.ranks} makes {world}: start {world}, or change one of the two."
