@@ -29,9 +29,10 @@ CONSTANT = (
     "rounding, so give others; else please report this for built-in layers"
 )
 NOT_ALONE = (
-    "Random numbers are drawn by Python or numpy, or by an unusual operation of torch, and cannot be repeated for an "
-    "example alone. So examples are compared within their batch only: make sure that padding is masked, and that no "
-    "loss depends on the size of its batch; or draw by torch.rand or torch.randn."
+    "Random numbers are drawn by Python or numpy, or by an unusual operation of torch, or every loss is 0 or NaN at "
+    "their expectation. So they cannot be repeated for an example alone, and examples are compared within their batch "
+    "only: make sure that padding is masked, and that no loss depends on its batch (its size, or how many tokens are "
+    "masked in it)."
 )
 MANY = 64
 """The most rows in the larger of the two batches that are compared."""
@@ -79,7 +80,7 @@ def verify(
     with unchanged(engine.model) as generators, moved_parameters(engine.model), _kept(engine):
         runs = Runs(engine.model, losses_of, generators)
         buffers = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
-        repeatable = check_draws(runs, some)
+        repeatable = check_draws(runs, some) and _have_losses_at_mean(runs, some)
         if not repeatable:
             warnings.warn(NOT_ALONE, stacklevel=2)
         _check_buffers(engine, buffers)
@@ -90,14 +91,22 @@ def verify(
         compare = _Comparison(engine, runs, repeatable, tolerance, loss_tolerance)
         many = min(most, MANY) if repeatable and len(some) > 1 else 1  # else copies would draw other numbers
         worst, norms = compare.batch(some + Random(0).choices(some, k=max(0, many - len(some))))
-        if not norms.isfinite().any():
+        if not (norms.isfinite() & (norms > 0)).any():
             raise UserError(
-                f"None of the {len(some)} examples that are checked before training has a finite loss and gradient, so "
-                "training would leave them all out: look for NaN in the data, the weights or the loss."
+                f"None of the {len(some)} examples that are checked before training has a finite loss and a gradient "
+                "other than 0, so nothing can be compared: look for NaN in the data, the weights or the loss, and for "
+                "losses that are 0."
             )
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
         return max(worst, compare.batch(some[:fewer][::-1], heavy=some[0])[0])
+
+
+def _have_losses_at_mean(runs: Runs, examples: Sequence[int]) -> bool:
+    """Whether some loss is finite and not 0 with the draws at their expectation (`torch.rand(n) < 0.15` masks none)."""
+    with runs.drawing(mean=True) as draws:
+        losses = runs.losses(examples).detach()
+    return not draws.taken or bool((losses.isfinite() & (losses != 0)).any())
 
 
 @contextmanager
@@ -164,7 +173,7 @@ class _Comparison:
         for parameter in engine.model.parameters():
             parameter.grad = None
         alone: dict[int, Tensor] = {}
-        with runs.drawing(mean=True):  # around the backward pass too, where checkpointed layers draw again
+        with runs.drawing(mean=self.repeatable):  # around the backward pass too, where checkpointed layers draw again
 
             def loss_of(example: int) -> Tensor:
                 with FrozenStatistics():
@@ -191,7 +200,7 @@ class _Comparison:
     def _check_losses(self, examples: list[int], found: Tensor, alone: Tensor) -> None:
         for row in moved_losses(found, alone, self.loss_tolerance):
             i, n = examples[row], len(examples)
-            seen = self.runs.first_difference([i], [i] * n, [0], mean=True)
+            seen = self.runs.first_difference([i], [i] * n, [0], mean=self.repeatable)
             raise UserError(
                 f"Example {i} has loss {float(alone[row]):.6g} alone but {float(found[row]):.6g} in a batch: a "
                 f"layer or the loss mixes the examples of a batch{seen}, so no example's influence is bounded: compute "
