@@ -1,7 +1,7 @@
 """Checks the data that are passed to `make_private`, and how examples are read."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
@@ -91,7 +91,14 @@ def _feature(leaf: Any) -> str:
     return repr(leaf.item()) if leaf.numel() == 1 else f"{bool(leaf.isnan().any())} {bool(leaf.any())}"
 
 
-def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None:
+def read_items(data: Any, rows: Sequence[int]) -> list[Any]:
+    """Read examples: together if the dataset has ``__getitems__``, otherwise one after the other."""
+    if hasattr(data, "__getitems__"):
+        return list(data.__getitems__(list(rows)))
+    return [data[row] for row in rows]
+
+
+def check_items(data: Any, rows: list[int]) -> None:
     """Check that reading several examples does not mix them.
 
     An example without random augmentation must be the same in a batch and alone. Other examples must stay the same if
@@ -105,9 +112,9 @@ def check_items(read: Callable[[list[int]], list[Any]], rows: list[int]) -> None
     def digests(rows: list[int]) -> list[str]:
         with generators.kept():
             generators.seed(0)
-            return list(map(digest, read(rows)))
+            return list(map(digest, read_items(data, rows)))
 
-    alone, alone_again = ([digest(read([row])[0]) for row in rows] for _ in range(2))
+    alone, alone_again = ([digest(read_items(data, [row])[0]) for row in rows] for _ in range(2))
     batch, batch_again = digests(rows), digests(rows)
     replaced = [*digests([*rows[:-1], rows[0]])[:-1], batch[-1]]
     for row, one, two, three, four, five in zip(rows, alone, alone_again, batch, batch_again, replaced, strict=True):

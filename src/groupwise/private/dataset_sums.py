@@ -3,18 +3,19 @@
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from groupwise.clipping.unchanged import Generators
 from groupwise.privacy import NoiseSource, secret_randomness
+from groupwise.private.data import read_items
 from groupwise.training.graphs import Graphs
 from groupwise.training.microbatches import Microbatches
 from groupwise.training.private_step import LossesOf, PrivateStep
@@ -28,14 +29,8 @@ class DatasetSums(Microbatches):
     """Clipped sums of batches of a dataset.
 
     Args:
-        model: the model, the first argument of `losses`.
-        data: the dataset, with ``__len__`` and ``__getitem__``.
-        losses: a function of (model, batch) that returns one loss for each of the batch's examples, (b,).
-        size: see `Microbatches`.
-        graphs: see `Microbatches`.
-        collate_fn: makes a batch of a list of examples, as in ``torch.utils.data.DataLoader``.
-        num_workers: the number of processes that read examples, as in ``DataLoader``.
-        pin_memory: whether tensors are copied to pinned memory, as in ``DataLoader``.
+        size, graphs: see `Microbatches`.
+        model, data, losses, others: see `groupwise.make_private`.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class DatasetSums(Microbatches):
         @cache
         def items() -> dict[int, Any]:
             with Generators(()).kept():
-                return dict(zip(map(int, rows), self.items(rows), strict=True))
+                return dict(zip(map(int, rows), read_items(self.data, rows), strict=True))
 
         if now:
             items()
@@ -84,17 +79,13 @@ class DatasetSums(Microbatches):
         batch = self._batch(private, step, start, rows)
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
-        def losses(batch: Any) -> Tensor:
-            return self.losses(self._model, _own(batch))
-
-        def losses_of(some: Any) -> Tensor:
-            return losses(batch) if some is rows else again(some)
+        def losses_of(batch: Any, some: Any) -> Tensor:
+            return self.losses(self._model, _own(batch)) if some is rows else again(some)
 
         if self.graphs is None or present is None:
-            return private.clip(losses_of, rows, present)  # type: ignore[arg-type]
-        device = private.device
-        batch = tree_map(lambda leaf: to_device(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
-        return self.graphs.clip(private, rows, present, batch, losses, again)
+            return private.clip(partial(losses_of, batch), rows, present)  # type: ignore[arg-type]
+        batch = tree_map_only(Tensor, lambda leaf: to_device(leaf, private.device), batch)
+        return self.graphs.clip(private, rows, present, batch, losses_of)
 
     def forget(self) -> None:
         """End the worker processes."""
@@ -124,11 +115,7 @@ class DatasetSums(Microbatches):
     def _pinned(self, batch: Any) -> Any:
         if not (self.pin_memory and torch.cuda.is_available()):
             return batch
-        return tree_map(lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch)
-
-    def items(self, rows: Sequence[int]) -> list[Any]:
-        """Read examples, without collating them."""
-        return _items(self.data, rows)
+        return tree_map_only(Tensor, Tensor.pin_memory, batch)
 
 
 PREFETCHED: WeakKeyDictionary[DatasetSums, Iterator[Any]] = WeakKeyDictionary()
@@ -139,15 +126,8 @@ waits five seconds for each worker. So it is kept here, and not in a training th
 def _places(sums: DatasetSums, private: PrivateStep, first: int) -> Iterator[Place]:
     for step in range(first, private.plan.steps):
         drawn = private.sampler.indices(step)
-        places = sums.split(private, sums.share(drawn, private.ranks), drawn)
+        places = sums.split(private, drawn)
         yield from [(step, start, rows.tolist()) for start, rows, _ in places]  # a list, as the generator knows `sums`
-
-
-def _items(data: Any, rows: Sequence[int]) -> list[Any]:
-    """Read examples: together if the dataset has ``__getitems__``, otherwise one after the other."""
-    if hasattr(data, "__getitems__"):
-        return list(data.__getitems__(list(rows)))
-    return [data[row] for row in rows]
 
 
 def _rows_of(data: Any) -> Callable[[np.ndarray], list[Tensor]] | None:
@@ -173,7 +153,7 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, place: Place) -> Any:
         step, start, rows = place
         with secret_randomness(self.noise, step, start, process=self.process):
-            return self.collate_fn(_items(self.data, rows))
+            return self.collate_fn(read_items(self.data, rows))
 
 
 def _own(value: Any) -> Any:

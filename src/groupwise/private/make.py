@@ -157,7 +157,7 @@ def make_private(
         quiet = secret_randomness(source.child("trace"), 0, device=device)
         with quiet, unfitted(model):
             rows = choose_examples(dataset, dataset_size)
-            check_items(sums.items, rows)
+            check_items(dataset, rows)
             losses_of = sums.losses_of(rows, now=True)  # now, so that random augmentation does not look like dropout
             if microbatch is None:
                 fits = choose_microbatch(losses_of, model, device, np.array(rows), dataset_size)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from groupwise.errors import UserError
 from groupwise.training.plain import PLAIN
 
 if TYPE_CHECKING:
-    from groupwise.training.private_step import LossesOf, PrivateStep
+    from groupwise.training.private_step import PrivateStep
 
 WARM_UP = 2
 """The number of microbatches of a shape that run eagerly before capture, while libraries choose their kernels."""
@@ -78,12 +79,7 @@ class Recorded:
 
 
 class Graphs:
-    """Runs microbatches, as CUDA graphs from the third microbatch of a shape on.
-
-    Args:
-        recorder: captures the graphs on the model's device.
-        model: the model that is trained.
-    """
+    """Runs microbatches of a model, as CUDA graphs from the third microbatch of a shape on."""
 
     def __init__(self, recorder: CudaRecorder, model: nn.Module) -> None:
         self.recorder, self._model = recorder, model
@@ -99,20 +95,15 @@ class Graphs:
         rows: np.ndarray,
         present: Tensor,
         batch: Any,
-        losses: Callable[[Any], Tensor],
-        again: "LossesOf",
+        losses_of: Callable[[Any, Any], Tensor],
     ) -> Tensor:
         """Do the same as `PrivateStep.clip`, as a CUDA graph where that is possible. Call it in `recorder.running()`.
 
         Args:
-            rows: the indices of the examples, (b,), fillers included.
-            present: (b,), False for filler rows.
+            rows, present: see `PrivateStep.clip`.
             batch: the examples: tensors on the device, numbers and text, in tuples, lists and dicts.
-            losses: a function of the batch that returns one loss for each row, (b,).
-            again: a function of some of the rows that returns their losses, for the trace.
-
-        Returns:
-            The losses, (b,), detached, and 0 for filler rows.
+            losses_of: a function of the batch and `rows` that returns their losses, (b,), or of other rows, which are
+                not in the batch, for the trace.
 
         Raises:
             UserError: the batch contains anything else; the losses of a graph differ from those of an eager pass.
@@ -121,18 +112,14 @@ class Graphs:
 
         def add(leaves: list[Any]) -> Tensor:
             present, batch = tree_unflatten(leaves, spec)
-
-            def losses_of(some: Any) -> Tensor:
-                return losses(batch) if some is rows else again(some)
-
-            return private.clip(losses_of, rows, present)  # type: ignore[arg-type]  # an array is a sequence too
+            return private.clip(partial(losses_of, batch), rows, present)  # type: ignore[arg-type]  # as a sequence
 
         engine = private.engine
         key = self._key(leaves, spec, engine)
         if key is None:
             return add(leaves)
         if (known := self._recorded.get(key)) is not None:
-            self._launch(known, leaves, lambda: losses(batch) * present)
+            self._launch(known, leaves, lambda: losses_of(batch, rows) * present)
             if engine is not None:
                 engine.squared_norms = known.squared_norms
                 engine.repeated(len(rows))
@@ -154,11 +141,7 @@ class Graphs:
         self.recorder.forget()
 
     def _launch(self, known: Recorded, leaves: list[Any], losses: Callable[[], Tensor]) -> None:
-        """Launch a graph on these inputs. At launches 1, 2, 4, 8, … compare its losses with an eager forward pass.
-
-        Raises:
-            UserError: the losses differ.
-        """
+        """Launch a graph on these inputs. At launches 1, 2, 4, 8, … compare its losses with an eager forward pass."""
         for held, leaf in zip(known.inputs, leaves, strict=True):
             if isinstance(leaf, Tensor):
                 held.copy_(leaf)
@@ -178,9 +161,6 @@ class Graphs:
 
         These are shapes and dtypes, plain values of the batch, whether rows are masked, the modes of modules, and the
         addresses of parameters, buffers and gradients. Returns None if a gradient is None or sparse.
-
-        Raises:
-            UserError: a tensor of the batch is on another device, or the batch contains other objects.
         """
         parameters = list(self._model.parameters())
         device = parameters[0].device

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from groupwise.training.graphs import Graphs
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.ranks import Ranks
 from groupwise.training.task import Task, to_device
 
 ROUNDED = 16
@@ -31,9 +31,9 @@ class Microbatches(ABC):
         self.size, self.graphs = size, graphs
         self.rounds = self.keeps_gradients = graphs is not None
 
-    def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
-        """The part of a batch that this process computes, (n,), in the order in which it forms microbatches."""
-        return ranks.share(drawn)
+    def order(self, drawn: np.ndarray) -> np.ndarray:
+        """Sort the examples of a batch in the order in which they form microbatches."""
+        return drawn
 
     @abstractmethod
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
@@ -57,7 +57,7 @@ class Microbatches(ABC):
         finite and rows were not masked, it starts again with masks. This is safe, as nothing was released before, and
         the step's noise does not change.
         """
-        share, engine = self.share(drawn, private.ranks), private.engine
+        engine = private.engine
 
         def sums(size: int) -> Tensor:
             private.clear()
@@ -66,7 +66,7 @@ class Microbatches(ABC):
                 self.size = size
                 if private.device.type == "cuda":
                     torch.cuda.empty_cache()
-            return self._run_all(private, step, share, drawn)
+            return self._run_all(private, step, drawn)
 
         if engine is not None:
             engine.masks_rows = private.in_shards  # with shards a batch cannot start again, as other processes wait
@@ -77,16 +77,14 @@ class Microbatches(ABC):
                 loss = halve_on_oom(self.size, sums, "continuing", alone=not private.in_shards)
         return loss
 
-    def split(
-        self, private: PrivateStep, share: np.ndarray, drawn: np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Split a share into microbatches: yields the start of each, its rows, and how many of its last are fillers.
+    def split(self, private: PrivateStep, drawn: np.ndarray) -> Iterator[tuple[int, np.ndarray, int]]:
+        """Split this process's share of a batch into microbatches: yields start, rows and number of fillers of each.
 
         With shards all processes run the same number of microbatches, as each needs the others' parameters. A process
         that has no examples left uses the first example of the batch as a filler. If sizes are rounded, fillers are
         copies of the last row.
         """
-        replicas = private.ranks.replicas
+        share, replicas = private.ranks.share(self.order(drawn)), private.ranks.replicas
         most = -(-len(drawn) // replicas) if private.in_shards else len(share)
         usual = min(self.size, private.plan.expected_batch_size / replicas)
         for start in range(0, most, self.size):
@@ -98,9 +96,9 @@ class Microbatches(ABC):
             fillers = min(fillers, self.size - len(rows))
             yield start, np.append(rows, rows[-1:].repeat(fillers)) if fillers else rows, fillers
 
-    def _run_all(self, private: PrivateStep, step: int, share: np.ndarray, drawn: np.ndarray) -> Tensor:
+    def _run_all(self, private: PrivateStep, step: int, drawn: np.ndarray) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=private.device)
-        for start, rows, fillers in self.split(private, share, drawn):
+        for start, rows, fillers in self.split(private, drawn):
             present = np.arange(len(rows)) < len(rows) - fillers if self.rounds or fillers else None
             with private.microbatch(step, start):
                 on_device = None if present is None else to_device(present, private.device)
@@ -109,27 +107,26 @@ class Microbatches(ABC):
 
 
 class TaskSums(Microbatches):
-    """Clipped sums of batches of a task.
-
-    Args:
-        task: reads the examples, and computes their losses.
-        size, graphs: see `Microbatches`.
-    """
+    """Clipped sums of batches of a task; see `Microbatches`."""
 
     def __init__(self, task: Task, size: int, graphs: Graphs | None = None) -> None:
         super().__init__(size, graphs)
         self.task = task
 
-    def share(self, drawn: np.ndarray, ranks: Ranks) -> np.ndarray:
-        """See `Microbatches`; in the task's order, so that all replicas get examples of similar sizes."""
-        return ranks.share(self.task.order(drawn))
+    def order(self, drawn: np.ndarray) -> np.ndarray:
+        """The task's order, so that all replicas get examples of similar sizes."""
+        return self.task.order(drawn)
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`."""
         if self.graphs is None or present is None:
             return private.clip(self.task.losses_of, rows, present)  # type: ignore[arg-type]  # an array is a sequence
-        losses, read = partial(self.task.losses, self.task.model), partial(self.task.read, even=True)
-        return self.graphs.clip(private, rows, present, read(rows), losses, lambda some: losses(read(some)))
+        task, read = self.task, partial(self.task.read, even=True)
+
+        def losses_of(batch: Any, some: Any) -> Tensor:
+            return task.losses(task.model, batch if some is rows else read(some))
+
+        return self.graphs.clip(private, rows, present, read(rows), losses_of)
 
 
 CHECKED = 5
