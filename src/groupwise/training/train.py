@@ -62,12 +62,16 @@ def train(
     elapsed = float(state.get("seconds", 0.0))
     evaluating = float(state.get("evaluation_seconds", 0.0))
     began = saved = time.monotonic()
-    there = {step for step in kept_steps(config, plan) if any(record.folder.glob(f"weights-{step}[.-]*"))}
-    kept = kept_steps(config, plan) - ranks.broadcast(there)  # weights that may be published already are not replaced
+    kept = {step for step in kept_steps(config, plan) if not any(record.folder.glob(f"weights-{step}[.-]*"))}
+    kept = ranks.broadcast(kept)  # weights that may be published already are not replaced
 
     def save() -> None:
         seconds = elapsed + time.monotonic() - began
         trainer.save(record.checkpoint, {"seconds": seconds, "evaluation_seconds": evaluating})
+
+    def keep(step: int) -> None:
+        if step in kept:
+            trainer.save_model(record.folder / f"weights-{step}.pt")
 
     def measure(final: bool) -> dict[str, float]:
         """The metrics of the current model, and the seconds of training so far."""
@@ -81,8 +85,7 @@ def train(
     with Progress(plan, start, plan.steps, disable=not ranks.main) as bar, _stop_flag() as stop:
         if start == 0:
             save()  # so that the noise key is on disk before the first release
-        if start in kept:
-            trainer.save_model(record.folder / kept_name(start))
+        keep(start)
         for step in range(start, plan.steps):
             parts = trainer.step(step)
             evaluates = every is not None and step + 1 < plan.steps and (step + 1) % every == 0
@@ -96,12 +99,12 @@ def train(
             for tracker in trackers:
                 tracker.log(step + 1, {**metrics, "epsilon_bound": plan.progress(step + 1)})
             bar.step(step + 1, f"valid {headline} {found[f'valid/{headline}']:.1f}" if found else "")
-            keeps, last = step + 1 in kept, step + 1 == plan.steps  # the final evaluation may fail
-            if due or stopping or last or keeps:  # the steps before kept weights, which may be published, never rerun
+            last = step + 1 == plan.steps  # the final evaluation may fail
+            # The steps before kept weights, which may be published, must never run again.
+            if due or stopping or last or step + 1 in kept:
                 save()
                 saved = time.monotonic()
-            if keeps:
-                trainer.save_model(record.folder / kept_name(step + 1))
+            keep(step + 1)
             if stopping:
                 raise KeyboardInterrupt
         if any(ranks.gather(len(stop))):  # a signal during the last checkpoint
@@ -147,11 +150,6 @@ def _begin(
 def kept_steps(config: RunConfig, plan: PrivacyPlan) -> set[int]:
     """The steps after which `train.keep` saves the weights; an epoch after the last step is the last step."""
     return {min(plan.steps, round(epoch * plan.dataset_size / plan.expected_batch_size)) for epoch in config.train.keep}
-
-
-def kept_name(step: int) -> str:
-    """The name of the file with the weights after `step` steps."""
-    return f"weights-{step}.pt"
 
 
 def evaluate(config: RunConfig, trainer: Trainer, final: bool = False) -> dict[str, float]:
