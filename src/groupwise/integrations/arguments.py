@@ -73,11 +73,7 @@ INSTEAD = {"n_gpu": "set CUDA_VISIBLE_DEVICES=0", "world_size": "start one proce
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what cannot be private; set ``max_grad_norm`` to 0, with a warning if it was given.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Raise a `UserError` for what cannot be private; set ``max_grad_norm`` to 0, with a warning if it was given."""
     for name, values in SUPPORTED.items():
         value = getattr(args, name)
         if value not in values:

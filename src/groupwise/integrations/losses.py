@@ -22,7 +22,7 @@ GIVE_LOSSES = "give PrivateTrainer(losses=...), a function of (model, inputs) th
 def cross_entropies(
     model: nn.Module, inputs: dict[str, Any], *, shifted: bool = False, smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropies of b examples, (b,).
+    """Cross-entropies of b examples, (b,); raises `UserError` for labels of another type or shape.
 
     Logits (b, C) go with labels (b,). For logits (b, T, V) and labels (b, T) it is the mean over an example's tokens.
 
@@ -31,9 +31,6 @@ def cross_entropies(
             encoder-decoder gets them, as it makes the decoder's inputs from them.
         shifted: the logits at position t are those of token t + 1, as in a causal model.
         smoothing: label smoothing, the share of each target that is spread over all classes or tokens.
-
-    Raises:
-        UserError: labels of another type or shape.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -89,7 +86,7 @@ def span_losses(model: nn.Module, inputs: dict[str, Any], *, masked: bool = True
 def find_losses(
     model: nn.Module, read: Callable[..., Any], rows: Sequence[Any], tolerance: float, smoothing: float = 0.0
 ) -> LossesOf:
-    """The per-example losses that agree with the loss that the model itself computes from labels.
+    """The per-example losses that agree with the model's own loss; raises `UserError` if none of those known does.
 
     Args:
         model: returns a ``loss`` if it gets labels.
@@ -97,9 +94,6 @@ def find_losses(
             labels are classes or numbers, all at once.
         tolerance: of the difference, relative to a loss of at least 1.
         smoothing: label smoothing, which the model's own loss does not have.
-
-    Raises:
-        UserError: none of the known losses agrees, or the model computes no loss.
     """
     candidates: tuple[LossesOf, ...] = (cross_entropies, partial(cross_entropies, shifted=True))
     examples = [read([row]) for row in rows]

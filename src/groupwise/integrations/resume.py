@@ -31,11 +31,7 @@ def keep_key(folder: Path, noise: NoiseSource) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse to start a run in a folder where another run can be resumed. The key of a finished run is gone.
-
-    Raises:
-        UserError: a key is there, and a checkpoint of the same run.
-    """
+    """Raise a `UserError` if the folder has an unfinished run: a key, and a checkpoint of the same run."""
     path = key_path(folder)
     own = NoiseSource.from_state(load_checkpoint(path)).derive("checkpoint") if path.exists() else None
     if own and any(load_checkpoint(state).get("of_key") == own for state in folder.glob(f"checkpoint-*/{STATE}")):
@@ -48,8 +44,7 @@ def check_new(folder: Path) -> None:
 def find(folder: Path, asked: str | os.PathLike[str] | bool) -> Path:
     """The checkpoint to resume from: ``asked``, or the last one for True.
 
-    Raises:
-        UserError: there is none, it is incomplete, or it is outside of ``folder``, beside which the key is.
+    Raises `UserError` if there is none, or it is incomplete or outside of ``folder``, beside which the key is.
     """
     found = asked if isinstance(asked, str | os.PathLike) else get_last_checkpoint(str(folder))
     if found is None or not all((Path(found) / name).exists() for name in (STATE, OPTIMIZER_NAME, TRAINER_STATE_NAME)):
@@ -70,11 +65,7 @@ def save(folder: Path, private: Private) -> None:
 
 
 def load(folder: Path, private: Private) -> None:
-    """Resume from a checkpoint whose weights and optimiser have been loaded, with its key.
-
-    Raises:
-        UserError: other settings, the key of another run, or no key.
-    """
+    """Resume from a checkpoint whose weights and optimiser were loaded; raises `UserError` without the run's key."""
     saved, path, core = load_checkpoint(folder / STATE), key_path(folder.absolute().parent), private.core
     if not path.exists():
         raise UserError(

@@ -35,12 +35,7 @@ INSTEAD = {
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimiser is not wrapped, and has exactly the trainable parameters of the model.
-
-    Raises:
-        UserError: it is wrapped, or of a type that private steps cannot use; a parameter is missing, or is not the
-            model's.
-    """
+    """Raise a `UserError` if the optimiser is wrapped, unsuitable, or has other parameters than the model trains."""
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise UserError(f"{type(optimizer).__name__} does not work with private steps: use SGD or Adam, for example.")
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # by Accelerate or Lightning

@@ -21,11 +21,7 @@ from groupwise.training.plain import PLAIN
 
 
 def length_of(data: Any) -> int:
-    """The number of examples, N.
-
-    Raises:
-        UserError: the data have no length or no indices, or are columns and not examples, such as a pandas table.
-    """
+    """The number of examples, N; raises `UserError` for data without it, or of columns, such as a pandas table."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
             f"data is a {type(data).__name__} without __len__ or __getitem__, which Poisson sampling needs: give a "
@@ -43,12 +39,7 @@ def length_of(data: Any) -> int:
 
 
 def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset, and the arguments of a DataLoader for reading it: those given, else those of the DataLoader.
-
-    Args:
-        data: a dataset, or a DataLoader, whose sampler and batch size are not used.
-        given: arguments of a DataLoader by name; None if an argument was not given.
-    """
+    """The dataset, and the arguments of a DataLoader for reading it: ``given`` if not None, else the DataLoader's."""
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
         return data, asked
@@ -102,10 +93,7 @@ def check_items(data: Any, rows: list[int]) -> None:
     """Check that reading several examples does not mix them.
 
     An example without random augmentation must be the same in a batch and alone. Other examples must stay the same if
-    the last one of the batch is replaced, with the same seed of the default generators.
-
-    Raises:
-        UserError: an example changed.
+    the last one of the batch is replaced, with the same seed of the default generators. Otherwise raises `UserError`.
     """
     generators = Generators(())
 

@@ -26,13 +26,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def resolve_clip(clip: str | ClipConfig | Partition, threshold: float, settings: Mapping[str, Any]) -> ClipConfig:
-    """Make the clipping configuration for the name of a mode, a `ClipConfig`, or a partition.
+    """Make the clipping configuration for a mode, a `ClipConfig` or a partition, with ``settings``: its other fields.
 
-    Args:
-        settings: other fields of `ClipConfig`, by name.
-
-    Raises:
-        UserError: a mode or setting is unknown, out of range, or has no effect; there would be no clipping.
+    Raises `UserError` if a mode or setting is unknown, out of range, or has no effect, or nothing would be clipped.
     """
     threshold, settings = plain(threshold), plain(settings)
     given = settings if threshold == ClipConfig.threshold else {"threshold": threshold, **settings}
@@ -71,14 +67,11 @@ def resolve_plan(
     budget: Mapping[str, Any],
     length: Mapping[str, Any],
 ) -> PrivacyPlan:
-    """Make the privacy plan of a run, or check the given one.
+    """Make the privacy plan of a run, or check the given one; raises `UserError` if arguments do not make one.
 
     Args:
         budget: epsilon and noise_multiplier; None if not given.
         length: batch_size, epochs, steps and delta; None if not given.
-
-    Raises:
-        UserError: arguments are missing, too many, or out of range; the given plan is for another run.
     """
     given = sum(value is not None for value in (*budget.values(), plan))
     if given != 1:

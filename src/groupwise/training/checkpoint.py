@@ -73,16 +73,9 @@ def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str,
 def load_newest(
     path: Path, read: Callable[[Path], dict[str, Any]] = load_checkpoint, ranks: Ranks | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Read the last checkpoint. If that fails, read the one before it, with a warning on stderr.
+    """Read the last checkpoint, at ``path``. If that fails, read the one before it, with a warning on stderr.
 
-    All processes of a run must call this together, and get the same checkpoint.
-
-    Args:
-        path: the path of the last checkpoint.
-        read: a function that reads a checkpoint with all of its files, and raises `UserError` if it cannot.
-
-    Returns:
-        The path and the content of the checkpoint.
+    All processes of a run must call this together. They get the path and the content of the same checkpoint.
 
     Raises:
         UserError: there is no checkpoint that all processes can read.
@@ -90,8 +83,7 @@ def load_newest(
     ranks = ranks or Ranks()
     problems: list[str] = []
     for candidate in (path, previous(path)):
-        state: dict[str, Any] = {}
-        problem = None
+        state, problem = dict[str, Any](), None
         try:
             state = read(candidate)
         except UserError as error:

@@ -22,15 +22,13 @@ EXPORT = "provenance.json"
 def earlier_runs(weights: str | None, source: str | None, files: Iterable[str] = ()) -> list[Entry]:
     """List all runs that the starting weights come from, directly or through other runs.
 
-    A run on public files does not count as public if this run protects one of these files.
+    A run on public files does not count as public if this run protects one of these files. Raises `UserError` if a
+    record beside the weights cannot be read.
 
     Args:
         weights: `model.weights`: the folder of a run, or a file in it; None if it is not set.
         source: the folder of `model.source`; None if it is not a folder.
         files: SHA-256 of the files that this run protects.
-
-    Raises:
-        UserError: a record beside the weights cannot be read.
     """
     if weights is None:
         found = [] if source is None else _entries(Path(source))

@@ -13,10 +13,9 @@ from groupwise.privacy.randomness import refuse_another_seed
 
 @contextmanager
 def unfitted(model: nn.Module) -> Iterator[None]:
-    """Detect modules that set buffers or parameters from the first batch, in the passes before training.
+    """In the passes before training, raise a `UserError` if a buffer or parameter has other values at the end.
 
-    Raises:
-        UserError: a buffer or parameter has other values at the end, but the same shape.
+    Some modules set them from the first batch. Those of another shape, which were made lazily, are not compared.
     """
 
     def totals() -> dict[tuple[str, torch.Size], str]:
@@ -35,11 +34,7 @@ def unfitted(model: nn.Module) -> Iterator[None]:
 
 
 class StepGuard:
-    """Checks a model while the clipped sums of a batch are computed.
-
-    Args:
-        model: the model that is trained privately.
-    """
+    """Checks a model while the clipped sums of a batch are computed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -47,11 +42,7 @@ class StepGuard:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """The context in which the clipped sums of a batch must be computed.
-
-        Raises:
-            UserError: a parameter has a hook; a buffer or parameter was changed.
-        """
+        """Compute a batch's clipped sums inside: a hook, or a changed buffer or parameter, raises `UserError`."""
         for name, parameter in self._trainable.items():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise UserError(
@@ -71,12 +62,9 @@ class StepGuard:
 
     @contextmanager
     def losses(self) -> Iterator[None]:
-        """The context in which the losses of a microbatch must be computed.
+        """Compute the losses of a microbatch inside: seeding torch, or setting a gradient, raises `UserError`.
 
         Each `.grad` is None inside, so that the losses cannot read the clipped sums of earlier microbatches.
-
-        Raises:
-            UserError: torch was seeded; a parameter got a gradient.
         """
         sums = [parameter.grad for parameter in self._trainable.values()]
         for parameter in self._trainable.values():

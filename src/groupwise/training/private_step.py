@@ -87,13 +87,8 @@ class PrivateStep:
         model: the model, whose trainable parameters are released.
         engine: the clipping engine that is attached to the model; None trains without clipping, noise and guarantee.
         thresholds: C_k of the engine's groups; None without an engine.
-        plan: the privacy plan, which sets all noise scales.
         noise: the source of the run's randomness, the same in all processes.
         allocation: how the noise is allocated to the groups: "global", "equal_budget" or "weighted".
-        optimizer: the optimiser of the trainable parameters.
-        device: the device of the model.
-        sums: computes the clipped sums of a batch.
-        ranks: the processes of the run.
     """
 
     model: nn.Module
@@ -299,11 +294,7 @@ class PrivateStep:
         return whole(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, except for the plan and the key, which the caller handles.
-
-        Raises:
-            UserError: the state was saved with CUDA graphs, and this step has none, or vice versa.
-        """
+        """Restore a `state_dict`, except for the plan and the key, which the caller handles."""
         if state.get("cuda_graph", self.sums.keeps_gradients) != self.sums.keeps_gradients:
             raise UserError(
                 f"The state was made with cuda_graph={state['cuda_graph']}: give the same value, as graphs pad "

@@ -14,11 +14,7 @@ ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
 class Progress(tqdm):  # type: ignore[type-arg]
     """A progress bar on stderr: steps, an upper bound of the ε spent so far, and the time left; a context manager.
 
-    Args:
-        plan: the privacy plan of the training.
-        start: the number of steps that were taken before.
-        end: the number of the last step.
-        **others: other arguments of tqdm.
+    It starts after step `start`, and ends with step `end`.
     """
 
     monitor_interval = 0  # tqdm's monitor thread would write lines more often

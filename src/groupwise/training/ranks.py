@@ -29,9 +29,6 @@ class Ranks:
         stages: S, the number of pipeline stages; the number of processes must be a multiple of it.
         device: the device of this process, for small sums if the backend cannot send CPU tensors (NCCL).
         timeout: how long a process waits for the others; None is torch's default.
-
-    Raises:
-        UserError: the number of processes is not a multiple of S.
     """
 
     def __init__(self, stages: int = 1, device: torch.device | str = "cpu", timeout: timedelta | None = None) -> None:

@@ -38,10 +38,9 @@ class RunRecord:
 
     @classmethod
     def open(cls, config: RunConfig) -> "RunRecord":
-        """The record of ``config``, in the folder ``config.resume`` if that is set.
+        """The record of ``config``, in ``config.resume`` if that is set.
 
-        Raises:
-            UserError: that folder has no run, or a run of another configuration. The message names the settings.
+        Raises `UserError` if that folder has no run of the same configuration. The message names the settings.
         """
         if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
@@ -73,11 +72,7 @@ class RunRecord:
         return bool(self._checkpoints()) and not (self.config.overwrite and self._lock is None)
 
     def read(self, name: str) -> dict[str, Any]:
-        """Read ``<name>.json``, for example privacy, data, or result, the flat row of a finished run.
-
-        Raises:
-            UserError: the file is missing or was altered.
-        """
+        """Read ``<name>.json`` (privacy, data, result, ...); raises `UserError` if it is missing or was altered."""
         path = self.folder / f"{name}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -91,10 +86,8 @@ class RunRecord:
         """Make and lock the folder, and write the configuration, the state of git and the environment.
 
         If there is no checkpoint, the files of an interrupted run are removed. `resumed_from` is the checkpoint that
-        was loaded. If it is the one before the last, it replaces the last, which is damaged.
-
-        Raises:
-            UserError: another process is running the same configuration, or has run it since `open`.
+        was loaded. If it is the one before the last, it replaces the last, which is damaged. Raises `UserError` if
+        another process is running the same configuration, or has run it since `open`.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._lock or lock(self.folder / ".lock")
@@ -247,11 +240,9 @@ PROMISED = ("private", "neighbours_differ_by", "earlier", "total")
 def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
     """The provenance of an exported model, from an explicit list of fields.
 
-    Args:
-        record: the record of the run, with privacy.json written.
-        description: the description of the data. It is included only if they are public, or no noise was added.
-        metrics: the final metrics. If noise was added, only those on held-out examples are included, and with
-            `data.holdout`, which holds out a part of the training set, only those on the test set.
+    The description of the data and all metrics are included only if the data are public, or no noise was added.
+    Otherwise only metrics on held-out examples are; with `data.holdout`, which holds out a part of the training set,
+    only those on the test set.
     """
     git, privacy = record.read("git"), record.read("privacy")
     provenance: dict[str, Any] = {

@@ -107,11 +107,8 @@ class FilesTracker:
     """Writes metrics to metrics.jsonl in the run's folder, and to the configured tracker.
 
     The caller names metrics without a guarantee ``nonprivate/...``. A tracker is imported only if it is used. If it
-    fails during the run, there is one warning, and it gets no more metrics.
-
-    Args:
-        record: the record of the run, after `begin`.
-        step: the step of the checkpoint from which the run resumes; 0 for a new run.
+    fails during the run, there is one warning, and it gets no more metrics. `step` is that of the checkpoint from which
+    the run resumes.
 
     Raises:
         UserError: the tracker cannot start.
@@ -119,8 +116,7 @@ class FilesTracker:
 
     def __init__(self, record: RunRecord, step: int = 0) -> None:
         name = record.config.tracker.name
-        self._record = record
-        self._beside: Any = None
+        self._record, self._beside = record, None
         if name not in BESIDE:
             return
         try:

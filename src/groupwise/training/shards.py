@@ -25,16 +25,9 @@ from groupwise.training.ranks import Ranks
 def shard(
     model: nn.Module, engine: ClippingEngine | None, clip: ClipConfig, device: torch.device
 ) -> ClippingEngine | None:
-    """Shard `model` over all processes, block by block, and attach clipping again.
+    """Shard `model` over all processes, block by block. Detaches its engine, if there is one, and returns a new one.
 
-    Args:
-        engine: the engine that is attached to the model, which is detached; None without clipping.
-
-    Returns:
-        The engine of the sharded model; None without clipping.
-
-    Raises:
-        UserError: layers share parameters or have no rule, or groups have several layers and norms are not "ghost".
+    Raises `UserError` if layers share parameters, or groups have several layers and norms are not "ghost".
     """
     groups = per_block(model)
     blocks = [group.name for group in groups if all(layer.startswith(f"{group.name}.") for layer in group.layers)]
@@ -54,11 +47,7 @@ def shard(
 
 
 def use_shards(model: nn.Module, ranks: Ranks) -> None:
-    """Check a model that the user has sharded, and set FSDP2 to sum its gradients.
-
-    Raises:
-        UserError: a parameter is not sharded over all processes in one dimension; there is a MixedPrecisionPolicy.
-    """
+    """Check that the user has sharded a model over all processes in one dimension, and make FSDP2 sum its gradients."""
     if not isinstance(model, FSDPModule):
         raise UserError("Only parts of the model are sharded: call fully_shard on the whole model too, last.")
     for name, parameter in model.named_parameters():
@@ -107,11 +96,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Shard the tensors of the model and the optimiser in a state that `whole` returned.
-
-    Args:
-        trainable: the parameters of the optimiser, in its order.
-    """
+    """Shard the tensors in a state that `whole` returned; `trainable` are the optimiser's parameters, in its order."""
     named = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: _like(value, named.get(name)) for name, value in state["model"].items()}
     moments = {
