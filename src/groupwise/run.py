@@ -148,7 +148,7 @@ def _run(config: RunConfig, record: RunRecord, device: torch.device, ranks: Rank
         record.begin(file)
     ranks.barrier()  # no process writes to the folder before the main process has made and cleared it
     try:
-        return train(config, record, trainer, state or {}, earlier)
+        return train(record, trainer, state or {}, earlier)
     finally:
         record.close()
         if trainer.private.engine is not None:

@@ -44,7 +44,7 @@ def session(folder, ranks, stops=False, resumes=False):
     if ranks.main:
         record.begin()
     try:
-        return train(config, record, trainer, state)
+        return train(record, trainer, state)
     except KeyboardInterrupt:
         return "stopped"
     finally:

@@ -31,14 +31,11 @@ CURVE = 100
 """The number of times that a run logs its adaptive thresholds."""
 
 
-def train(
-    config: RunConfig,
-    record: RunRecord,
-    trainer: Trainer,
-    state: dict[str, Any],
-    earlier: Sequence[Entry] = (),
-) -> dict[str, Any]:
+def train(record: RunRecord, trainer: Trainer, state: dict[str, Any], earlier: Sequence[Entry] = ()) -> dict[str, Any]:
     """Train up to the last step, evaluate, compute the spent ε, and write and close the record.
+
+    SIGINT or SIGTERM raises KeyboardInterrupt after the current step and its checkpoint, but at once during the final
+    evaluation.
 
     Args:
         record: the record of the run; `begin` was called in the main process. The other processes use only its path.
@@ -47,15 +44,10 @@ def train(
 
     Returns:
         The result row in the main process, and {} in all others.
-
-    Raises:
-        UserError: more was spent than planned; a file cannot be written.
-        KeyboardInterrupt: SIGINT or SIGTERM arrived. It is raised after the current step and its checkpoint, but at
-            once during the final evaluation.
     """
-    plan, ranks, headline = trainer.private.plan, trainer.private.ranks, trainer.task.headline
-    start = trainer.private.executed
-    privacy = _begin(record, trainer, start, state, earlier) if ranks.main else {}
+    config, headline = record.config, trainer.task.headline
+    plan, ranks, start = trainer.private.plan, trainer.private.ranks, trainer.private.executed
+    privacy = _begin(record, trainer, state, earlier) if ranks.main else {}
     trackers = [FilesTracker(record, start)] if ranks.main else []
     epoch = plan.dataset_size / plan.expected_batch_size
     every = None if config.eval.every is None else max(1, round(config.eval.every * epoch))
@@ -122,14 +114,11 @@ def train(
     return _close(record, trainer, final, privacy, seconds, throughput)
 
 
-def _begin(
-    record: RunRecord, trainer: Trainer, start: int, state: dict[str, Any], earlier: Sequence[Entry]
-) -> dict[str, Any]:
+def _begin(record: RunRecord, trainer: Trainer, state: dict[str, Any], earlier: Sequence[Entry]) -> dict[str, Any]:
     """Write data, privacy and seeds before the first step, and check earlier files; returns the entries on privacy."""
+    plan, start, before = trainer.private.plan, trainer.private.executed, counted(earlier)
     replayed = record.replayed(start) if state else 0
-    data, plan = trainer.task.describe_data(), trainer.private.plan
-    record.write_data(data)
-    before = counted(earlier)
+    record.write_data(trainer.task.describe_data())
     epsilon, delta = total(before, plan.epsilon, plan.delta)
     privacy = {
         "plan": plan.to_dict(),
