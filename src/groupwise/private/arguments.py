@@ -34,8 +34,9 @@ INSTEAD = {
 """Names in other libraries that `make_private` does not have -> what to do instead."""
 
 
-def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UserError` if the optimiser is wrapped, unsuitable, or has other parameters than the model trains."""
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UserError` for a wrapped or unsuitable optimiser, one that does not have exactly the trainable
+    parameters of the model, or one with state (such as momentum) from steps that were not private."""
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise UserError(f"{type(optimizer).__name__} does not work with private steps: use SGD or Adam, for example.")
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # by Accelerate or Lightning
@@ -53,6 +54,12 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             raise UserError(
                 f"Parameter {name!r} is trainable but not in the optimizer: freeze it before make_private, or add it."
             )
+    values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in values):
+        raise UserError(
+            f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
+            "still influence the model: make a new optimizer for the same parameters."
+        )
 
 
 Given = ParamSpec("Given")
@@ -60,10 +67,9 @@ T = TypeVar("T")
 
 
 def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
-    """Make `make_private` refuse names that are neither its arguments nor fields of `ClipConfig`.
+    """Make `make_private` refuse names that are neither its arguments nor fields of `ClipConfig`, and suggest others.
 
-    This happens before the call. So the error for Opacus' ``module`` and ``data_loader`` gives the right names, where
-    Python would only say that ``model`` and ``data`` are missing.
+    For Opacus' ``module`` and ``data_loader`` Python would only say that ``model`` and ``data`` are missing.
     """
     known = {*inspect.signature(make).parameters} | {field.name for field in fields(ClipConfig)}
     known -= {"name", "grouping", "mapping"}
@@ -81,16 +87,6 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
         return make(*values, **named)
 
     return call
-
-
-def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UserError` if the optimiser has state (such as momentum) from steps that were not private."""
-    moved = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in moved):
-        raise UserError(
-            f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
-            "still influence the model: make a new optimizer for the same parameters."
-        )
 
 
 def check_model(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_count, check_fresh, check_model, check_parameters, knows_names
+from groupwise.private.arguments import check_count, check_model, check_optimizer, knows_names
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.private.private import Private
@@ -116,8 +116,7 @@ def make_private(
     for module in model.modules():
         if hasattr(module, "reshard"):  # FSDP2, after a forward pass
             module.reshard()  # type: ignore[operator]
-    check_parameters(model, optimizer)
-    check_fresh(optimizer)
+    check_optimizer(model, optimizer)
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
     given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}

@@ -24,7 +24,7 @@ from groupwise.private.arguments import (
     PRIVATE_OPTIMIZERS,
     TRAINED,
     check_count,
-    check_parameters,
+    check_optimizer,
     trainings_of,
     were_trained,
 )
@@ -101,8 +101,9 @@ class Private:
         """`settings` may not change when the training resumes."""
         self._names = [group.name for group in core.engine.groups]
         self._restore = undo
-        """Its callbacks restore the model."""
-        self._hook = core.optimizer.register_step_pre_hook(self._before_optimizer)
+        """Its callbacks restore the model and the optimiser."""
+        undo.callback(core.optimizer.register_step_pre_hook(self._before_optimizer).remove)
+        undo.callback(core.sums.forget)
         self._modes = {module: module.training for module in core.model.modules()}
         self._closed = self._agreed = self._resumed = self._earlier = False
         self._process = os.getpid()
@@ -233,7 +234,7 @@ class Private:
             )
         core = self.core
         if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._optimized:
-            check_parameters(core.model, core.optimizer)
+            check_optimizer(core.model, core.optimizer)
             raise UserError(
                 "The optimizer has other parameters than when make_private was called: call private.detach(), then "
                 "make_private again."
@@ -381,8 +382,6 @@ class Private:
         """End the training, and restore the model and the optimiser. No further steps can be taken."""
         if not self._closed:
             self._closed = True
-            self._sums.forget()
-            self._hook.remove()
             self._restore.close()
             for module in self.core.model.modules():
                 TRAINED.pop(module, None)
