@@ -18,23 +18,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The calls of `pin_memory` and `to`, which need no GPU here."""
     done: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: done.append(("pin",)) or self)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: done.append(("pin", self)) or self)
     monkeypatch.setattr(Tensor, "to", lambda self, *args, **options: done.append(("to", *args, options)) or self)
     return done
 
 
 def test_a_copy_to_a_gpu_is_pinned_and_does_not_wait(calls: list[tuple[Any, ...]]) -> None:
-    to_device(torch.arange(3), CUDA)
-    assert calls == [("pin",), ("to", CUDA, {"non_blocking": True})]
-
-
-def test_an_expanded_tensor_is_copied_as_it_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[Tensor] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    monkeypatch.setattr(Tensor, "to", lambda self, *_, **__: self)
-    to_device(torch.arange(3).expand(2, 3), CUDA)
-    assert pinned[0].is_contiguous() and pinned[0].tolist() == [[0, 1, 2]] * 2
+    to_device(torch.arange(3).expand(2, 3), CUDA)  # an expanded tensor cannot be pinned as it is
+    (pin, pinned), moved = calls
+    assert pin == "pin" and pinned.is_contiguous() and pinned.tolist() == [[0, 1, 2]] * 2
+    assert moved == ("to", CUDA, {"non_blocking": True})
 
 
 def test_values_and_row_numbers_are_unchanged() -> None:
