@@ -29,6 +29,7 @@ from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_o
 from groupwise.training.microbatches import CHECKED, TaskSums, examples_to_trace
 from groupwise.training.private_step import BatchSums, PrivateStep
 from groupwise.training.ranks import Ranks
+from groupwise.training.shards import shard
 from groupwise.training.step import Trainer
 from groupwise.training.task import Microbatch, Task
 
@@ -107,8 +108,6 @@ def _task_sums(
     if ranks.replicas > 1:
         ranks.copy_([*task.model.parameters(), *task.model.buffers()])
         if config.parallel.kind == "fsdp":
-            from groupwise.training.shards import shard
-
             engine = shard(task.model, engine, config.clip, device)
     size = microbatch or 1
     graphs = Graphs(recorder_of(device), task.model) if config.train.cuda_graph else None

@@ -38,7 +38,7 @@ def length_of(data: Any) -> int:
     return len(data)
 
 
-def unpack_loader(data: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def unpack_loader(data: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
     """The dataset, and the arguments of a DataLoader for reading it: ``given`` if not None, else the DataLoader's."""
     asked = {name: value for name, value in given.items() if value is not None}
     if not isinstance(data, DataLoader):
@@ -120,10 +120,7 @@ def _numel(leaf: Any) -> int:
 
 
 def digest(item: Any) -> str:
-    """The SHA-256 of an example: of dtype, shape and bytes of tensors and arrays, and of numbers and strings.
-
-    Of any other object only the type is included.
-    """
+    """The SHA-256 of an example: of tensors, arrays, numbers and strings, and of the types of other objects."""
     leaves, spec = tree_flatten(item)
     found = sha256(repr(spec).encode())
     for leaf in leaves:
@@ -139,10 +136,7 @@ def digest(item: Any) -> str:
 
 
 def fingerprint(data: Any, noise: NoiseSource) -> str | None:
-    """A digest of the first, middle and last example, to compare the data of several processes.
-
-    The default generators are seeded from the noise key. None if an example differs each time it is read.
-    """
+    """A digest of the first, middle and last example, read with randomness from the key; None if they still differ."""
     digests = set()
     for _ in range(2):
         with secret_randomness(noise.child("print"), 0):

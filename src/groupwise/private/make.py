@@ -26,8 +26,9 @@ from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.guards import unfitted
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
 from groupwise.training.microbatches import CHECKED
-from groupwise.training.private_step import PrivateStep, are_shards
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Ranks
+from groupwise.training.shards import are_shards, reshard, sum_gradients, use_shards
 
 
 @knows_names
@@ -113,14 +114,11 @@ def make_private(
     if not isinstance(noise_source, NoiseSource | None):
         raise UserError(f"noise_source is {noise_source!r}: give a groupwise.privacy.NoiseSource, or leave it out.")
     check_model(model)
-    for module in model.modules():
-        if hasattr(module, "reshard"):  # FSDP2, after a forward pass
-            module.reshard()  # type: ignore[operator]
+    reshard(model)  # after a forward pass
     check_optimizer(model, optimizer)
     if noise not in ALLOCATIONS:
         raise UserError(f"noise={noise!r} is unknown: choose one of {', '.join(ALLOCATIONS)}.")
-    given = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
-    dataset, reading = unpack_loader(data, given)
+    dataset, reading = unpack_loader(data, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
     dataset_size = length_of(dataset)
     if not model.training:
         warn(
@@ -134,8 +132,6 @@ def make_private(
     sharded = are_shards(model.parameters())
     with ExitStack() as undo:
         if sharded:
-            from groupwise.training.shards import reshard, sum_gradients, use_shards
-
             use_shards(model, ranks)
             undo.callback(reshard, model)  # also where the trace failed
             undo.callback(sum_gradients, model, average=True)

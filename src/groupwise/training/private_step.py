@@ -5,7 +5,7 @@ differ only in how they compute the clipped sums of a batch (`BatchSums`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +31,7 @@ from groupwise.privacy.secure_noise import SecurePoissonSampler
 from groupwise.training.guards import StepGuard
 from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Ranks
+from groupwise.training.shards import are_shards, in_shards, reshard, whole
 
 LossesOf = Callable[[Sequence[int]], Tensor]
 """A function of the indices of n examples that returns their losses, (n,), each computed from its own example alone."""
@@ -41,16 +42,13 @@ class BatchSums(Protocol):
 
     size: int
     """The largest number of examples in a microbatch."""
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients are set to zero between batches and not to None, as CUDA graphs write to their memory."""
+    keeps_gradients: bool
+    """Whether gradients are set to zero between batches and not to None, as CUDA graphs write to their memory."""
 
     def add(self, private: "PrivateStep", step: int, drawn: np.ndarray) -> Tensor:
-        """Call `PrivateStep.clear`, and set `.grad` to the clipped sums of this process's share of a batch.
+        """Call `PrivateStep.clear`, and set `.grad` to the clipped sums of this process's share of the batch `drawn`.
 
-        `drawn` has the indices of the whole batch of step `step`, (n,) int64. Returns the sum of the losses of the
-        share, (), which is not private.
+        `drawn` has the indices of the whole batch, (n,) int64. Returns the sum of the losses of the share, ().
         """
 
 
@@ -135,10 +133,7 @@ class PrivateStep:
         """Take one step of Algorithm 1: one batch, one release, one update.
 
         A step that fails before the noise is added has released nothing. The next call repeats it, with the same batch
-        and noise.
-
-        Raises:
-            UserError: the call is inside another step. See also `StepGuard` and `ClippingEngine.clip`.
+        and noise. See `StepGuard` and `ClippingEngine.clip` for errors.
         """
         if self.running:
             raise UserError("A private step began inside another one: call step() outside of the losses.")
@@ -187,19 +182,13 @@ class PrivateStep:
         self._rewind = None
 
     def clip(self, losses_of: LossesOf, rows: Sequence[int], present: Tensor | None = None) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients, without TF32.
+        """Add the clipped sums of a microbatch to the gradients; returns its losses, (b,), detached, 0 for filler rows.
 
         Args:
             losses_of: returns the losses of the microbatch, (b,), or of some of its examples.
             rows: the indices of the microbatch's examples, (b,).
             present: (b,), False for filler rows, which are not in the batch. Their losses are multiplied by 0, and
                 their norms are not counted. None if there are no fillers.
-
-        Returns:
-            The losses, (b,), detached, and 0 for filler rows.
-
-        Raises:
-            UserError: see `StepGuard.losses` and `ClippingEngine.clip`.
         """
         if self.engine is None:
             losses = losses_of(rows) if present is None else losses_of(rows) * present
@@ -279,19 +268,13 @@ class PrivateStep:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        return self._whole(state)
+        return whole(state) if self.in_shards else state
 
     def weights(self) -> dict[str, Any]:
         """The model's part of `state_dict`."""
         self.reshard()
-        return self._whole(self.model.state_dict())
-
-    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self.in_shards:
-            return state
-        from groupwise.training.shards import whole
-
-        return whole(state)
+        state = self.model.state_dict()
+        return whole(state) if self.in_shards else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`, except for the plan and the key, which the caller handles."""
@@ -301,11 +284,8 @@ class PrivateStep:
                 "microbatches, so a repeated step would have other dropout masks with the same noise."
             )
         if self.in_shards:
-            from groupwise.training.shards import in_shards
-
             self.reshard()
-            moved = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            state = in_shards(state, self.model, moved)
+            state = in_shards(state, self.model, self.optimizer)
         used = state["matmul"]  # a name in version 0.4.0
         matmul.repeat(used if isinstance(used, str) else used[self.process])
         self.model.load_state_dict(state["model"])
@@ -320,14 +300,7 @@ class PrivateStep:
     def reshard(self) -> None:
         """Shard the parameters that a forward pass without a backward pass has left gathered."""
         if self.in_shards:
-            from groupwise.training.shards import reshard
-
             reshard(self.model)
-
-
-def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether `fully_shard` was called on the model of these parameters."""
-    return any(hasattr(parameter, "to_local") for parameter in parameters)
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:

@@ -5,15 +5,13 @@ sums are added over the replicas and sharded (reduce-scatter). Each replica adds
 stream, so the whole gradient gets noise once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from groupwise.clipping import ClippingEngine, per_block
 from groupwise.config.schema import ClipConfig
@@ -29,6 +27,8 @@ def shard(
 
     Raises `UserError` if layers share parameters, or groups have several layers and norms are not "ghost".
     """
+    from torch.distributed.fsdp import fully_shard  # imported here, because it takes a second
+
     groups = per_block(model)
     blocks = [group.name for group in groups if all(layer.startswith(f"{group.name}.") for layer in group.layers)]
     if engine is not None:
@@ -48,7 +48,7 @@ def shard(
 
 def use_shards(model: nn.Module, ranks: Ranks) -> None:
     """Check that the user has sharded a model over all processes in one dimension, and make FSDP2 sum its gradients."""
-    if not isinstance(model, FSDPModule):
+    if model not in sharded(model):
         raise UserError("Only parts of the model are sharded: call fully_shard on the whole model too, last.")
     for name, parameter in model.named_parameters():
         shard: Any = parameter
@@ -60,7 +60,7 @@ def use_shards(model: nn.Module, ranks: Ranks) -> None:
                 "shard over all processes in one dimension."
             )
     for module in sharded(model):
-        policy: Any = module._get_fsdp_state()._mp_policy
+        policy = module._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.reduce_dtype is not None:
             raise UserError(
                 "The model is sharded with a MixedPrecisionPolicy, which would round clipped sums: leave mp_policy "
@@ -70,18 +70,20 @@ def use_shards(model: nn.Module, ranks: Ranks) -> None:
 
 
 def sum_gradients(model: nn.Module, average: bool = False) -> None:
-    """Set FSDP2 to sum gradients over the processes, as the private step divides them by the expected batch size.
-
-    `average` restores FSDP2's default, the mean over the processes.
-    """
+    """Set FSDP2 to sum gradients over the processes, as the private step needs, or to `average` them, its default."""
     for module in sharded(model):
         module.set_gradient_divide_factor(float(torch.distributed.get_world_size()) if average else 1.0)
         module.set_force_sum_reduction_for_comms(not average)
 
 
-def sharded(model: nn.Module) -> list[FSDPModule]:
-    """The modules on which `fully_shard` was called."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def are_shards(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether `fully_shard` was called on the model of these parameters."""
+    return any(hasattr(parameter, "to_local") for parameter in parameters)
+
+
+def sharded(model: nn.Module) -> list[Any]:
+    """The modules on which `fully_shard` was called, which gave them the methods of `FSDPModule`."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
 
 
 def reshard(model: nn.Module) -> None:
@@ -92,11 +94,12 @@ def reshard(model: nn.Module) -> None:
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
     """Gather all sharded tensors of a state, on the CPU. All processes must call this together."""
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
+    return tree_map(lambda value: value.full_tensor().cpu() if hasattr(value, "full_tensor") else value, state)
 
 
-def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Shard the tensors in a state that `whole` returned; `trainable` are the optimiser's parameters, in its order."""
+def in_shards(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Shard the tensors of the model and of the optimiser in a state that `whole` returned."""
+    trainable = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     named = dict(model.named_parameters(remove_duplicate=False))
     weights = {name: _like(value, named.get(name)) for name, value in state["model"].items()}
     moments = {
@@ -108,6 +111,8 @@ def in_shards(state: dict[str, Any], model: nn.Module, trainable: Sequence[nn.Pa
 
 def _like(value: Any, parameter: nn.Parameter | None) -> Any:
     """This replica's shard of a tensor that has the shape of a sharded parameter; other values as they are."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
         return value
     value = value.to(parameter.device)
