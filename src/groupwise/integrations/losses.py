@@ -26,9 +26,10 @@ def cross_entropies(
 
     Logits (b, C) go with labels (b,). For logits (b, T, V) and labels (b, T) it is the mean over an example's tokens.
 
+    The labels are not given to the model, which would average over the batch. An encoder-decoder gets them, as it makes
+    the decoder's inputs from them.
+
     Args:
-        model, inputs: of b examples. The labels are not given to the model, which would average over the batch. An
-            encoder-decoder gets them, as it makes the decoder's inputs from them.
         shifted: the logits at position t are those of token t + 1, as in a causal model.
         smoothing: label smoothing, the share of each target that is spread over all classes or tokens.
     """
@@ -89,7 +90,6 @@ def find_losses(
     """The per-example losses that agree with the model's own loss; raises `UserError` if none of those known does.
 
     Args:
-        model: returns a ``loss`` if it gets labels.
         read, rows: ``read`` returns the inputs of some of ``rows``, which are read one at a time and, where their
             labels are classes or numbers, all at once.
         tolerance: of the difference, relative to a loss of at least 1.

@@ -69,9 +69,7 @@ def resolve_plan(
 ) -> PrivacyPlan:
     """Make the privacy plan of a run, or check the given one; raises `UserError` if arguments do not make one.
 
-    Args:
-        budget: epsilon and noise_multiplier; None if not given.
-        length: batch_size, epochs, steps and delta; None if not given.
+    ``budget`` has epsilon and noise_multiplier; ``length`` has batch_size, epochs, steps and delta. None is not given.
     """
     given = sum(value is not None for value in (*budget.values(), plan))
     if given != 1:
@@ -102,11 +100,8 @@ def _check_plan(plan: PrivacyPlan, dataset_size: int, num_groups: int, adaptive:
         raise UserError(
             f"The plan is for sampling={plan.sampling!r}, which guarantees nothing: make one for 'poisson'."
         )
-    for name, planned, there in (
-        ("dataset_size", plan.dataset_size, dataset_size),
-        ("num_groups", plan.num_groups, num_groups),
-    ):
-        if planned != there:
+    for name, there in {"dataset_size": dataset_size, "num_groups": num_groups}.items():
+        if (planned := getattr(plan, name)) != there:
             raise UserError(f"The plan is for {name}={planned}, but this run has {there}: make a plan for this run.")
     if (plan.quantile_budget > 0) != adaptive:
         raise UserError(

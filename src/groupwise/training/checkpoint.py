@@ -46,10 +46,9 @@ def save_checkpoint(path: str | Path, state: Mapping[str, Any], keep: str | Path
 
 
 def load_checkpoint(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, with its tensors on ``device``. No code from the file is run.
+    """Read what `save_checkpoint` wrote, with its tensors on ``device``.
 
-    Raises:
-        UserError: the file is missing, damaged or not a checkpoint, or reading it would run code.
+    Raises `UserError` if the file is missing, damaged or not a checkpoint, or if reading it would run code.
     """
     try:
         if zipfile.ZipFile(path).testzip() is not None:  # torch does not compare the checksums
@@ -75,10 +74,8 @@ def load_newest(
 ) -> tuple[Path, dict[str, Any]]:
     """Read the last checkpoint, at ``path``. If that fails, read the one before it, with a warning on stderr.
 
-    All processes of a run must call this together. They get the path and the content of the same checkpoint.
-
-    Raises:
-        UserError: there is no checkpoint that all processes can read.
+    All processes of a run must call this together. They get the path and the content of the same checkpoint, or a
+    `UserError` if there is none that all can read.
     """
     ranks = ranks or Ranks()
     problems: list[str] = []

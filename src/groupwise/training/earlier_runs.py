@@ -26,8 +26,8 @@ def earlier_runs(weights: str | None, source: str | None, files: Iterable[str] =
     record beside the weights cannot be read.
 
     Args:
-        weights: `model.weights`: the folder of a run, or a file in it; None if it is not set.
-        source: the folder of `model.source`; None if it is not a folder.
+        weights: `model.weights`: the folder of a run, or a file in it.
+        source: the folder of `model.source`.
         files: SHA-256 of the files that this run protects.
     """
     if weights is None:

@@ -26,9 +26,7 @@ def make_engine(
 ) -> ClippingEngine | None:
     """Attach the configured clipping to the model; returns None for `clip.grouping=none`, which trains without it.
 
-    Args:
-        direct: whether the model's parameters are sharded (FSDP2).
-        partition: the groups of layers; None makes those of `clip.grouping`.
+    `direct` is for sharded parameters (FSDP2). A `partition` replaces the groups of `clip.grouping`.
     """
     if clip.grouping == "none":
         return None
@@ -51,8 +49,7 @@ def make_thresholds(
 ) -> FixedThresholds | AdaptiveThresholds:
     """Fixed thresholds C_k = C/√K (appendix A.1), or adaptive ones that start there (Algorithm 1, lines 15-17).
 
-    Args:
-        here: the number of groups in this process, if it runs one stage of a pipeline; None for all K.
+    A stage of a pipeline has `here` of the K groups.
     """
     groups = plan.num_groups if here is None else here
     even = _even(clip, plan.num_groups)
@@ -81,13 +78,9 @@ def plan_of(
     delta: float | None,
     **budget: Any,
 ) -> PrivacyPlan:
-    """Make the privacy plan of a run.
+    """Make the privacy plan of a run of ``steps``, or of ``epochs`` of N / B steps; ``delta`` is N^-1.1 by default.
 
-    Args:
-        clip: the settings of clipping; adaptive thresholds get a part of the budget, as they release noisy counts.
-        epochs: the length of the run in epochs of N / B steps, used if ``steps`` is None.
-        delta: δ; None is N^-1.1.
-        **budget: other arguments of `groupwise.privacy.make_plan`.
+    Adaptive thresholds get a part of the budget, as they release noisy counts. For ``budget`` see `make_plan`.
     """
     if steps is None:
         steps = max(1, round((epochs or 0) * dataset_size / batch_size))

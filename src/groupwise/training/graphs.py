@@ -101,12 +101,9 @@ class Graphs:
 
         Args:
             rows, present: see `PrivateStep.clip`.
-            batch: the examples: tensors on the device, numbers and text, in tuples, lists and dicts.
+            batch: the examples: only tensors on the device, numbers and text, in tuples, lists and dicts.
             losses_of: a function of the batch and `rows` that returns their losses, (b,), or of other rows, which are
                 not in the batch, for the trace.
-
-        Raises:
-            UserError: the batch contains anything else; the losses of a graph differ from those of an eager pass.
         """
         leaves, spec = tree_flatten((present, batch))
 

@@ -154,9 +154,7 @@ def is_oom(error: BaseException) -> bool:
 def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating", alone: bool = False) -> T:
     """Return `work(size)`. If memory runs out, halve the size and try again, down to one example.
 
-    Args:
-        doing: what `work` does, for the warning.
-        alone: whether `work` does not communicate. If it does, there is no second try in runs of several processes.
+    In runs of several processes there is no second try unless `work` is `alone`: it does not communicate.
     """
     while True:
         try:

@@ -37,12 +37,9 @@ class Microbatches(ABC):
 
     @abstractmethod
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
-        """Add the clipped sums of a microbatch to the gradients; returns its losses, (b,).
+        """Add the clipped sums of a microbatch to the gradients; returns its losses, (b,). See `PrivateStep.clip`.
 
-        Args:
-            start: the index of the microbatch's first example in this process's share of the batch.
-            rows: the indices of its examples in the dataset, (b,).
-            present: (b,), False for filler rows; None if there are none.
+        `start` is the index of the microbatch's first example in this process's share of the batch.
         """
 
     def forget(self) -> None:

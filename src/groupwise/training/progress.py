@@ -12,10 +12,7 @@ ON_A_TERMINAL, ELSEWHERE = 0.1, 15.0
 
 
 class Progress(tqdm):  # type: ignore[type-arg]
-    """A progress bar on stderr: steps, an upper bound of the ε spent so far, and the time left; a context manager.
-
-    It starts after step `start`, and ends with step `end`.
-    """
+    """A progress bar on stderr from step `start` to `end`, with an upper bound of the ε spent, and the time left."""
 
     monitor_interval = 0  # tqdm's monitor thread would write lines more often
 

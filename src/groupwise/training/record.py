@@ -38,10 +38,7 @@ class RunRecord:
 
     @classmethod
     def open(cls, config: RunConfig) -> "RunRecord":
-        """The record of ``config``, in ``config.resume`` if that is set.
-
-        Raises `UserError` if that folder has no run of the same configuration. The message names the settings.
-        """
+        """The record of ``config``; raises `UserError` if ``config.resume`` has no run of the same configuration."""
         if config.resume is None:
             folder = Path(config.paths.results).expanduser() / "runs" / config_hash(config)[:12]
         else:
@@ -174,18 +171,15 @@ class RunRecord:
     ) -> dict[str, Any]:
         """Write system.json and result.json, remove the checkpoints, and write DONE; returns the flat row.
 
-        Args:
-            metrics: the final metrics; those without a guarantee are named ``nonprivate/...``.
-            plan: ``PrivacyPlan.to_dict()``, with other entries on privacy.
-            system: wall_seconds, peak_memory_bytes, device and other facts about the machine.
+        It has the final metrics, the plan with other entries on privacy, and facts about the machine (`resources`).
         """
         self.write("system", system)
         row: dict[str, Any] = {"hash": self.hash, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
         asked = ("resume", "overwrite", "explain", "export")
         git = {key: value for key, value in self.read("git").items() if key != "untracked"}
         parts = {"git": git, "plan": plan, "system": system, **self.read("environment")}
-        parts["seeds"] = self._read_if_there("seeds")
-        found = flatten({**parts, **row_of_data(self._read_if_there("data"))})
+        parts |= {"seeds": self._read_if_there("seeds"), **row_of_data(self._read_if_there("data"))}
+        found = flatten(parts)
         row |= {key: value for key, value in flat_config(self.config).items() if key not in asked}
         row |= {key: value for key, value in found.items() if key not in row} | dict(metrics)
         self.write("result", row)
@@ -249,10 +243,7 @@ def provenance_of(record: RunRecord, description: Mapping[str, Any], metrics: Ma
         "hash": record.hash,
         "config": stable_config(record.config),
         "git": {key: git[key] for key in ("sha", "dirty")},
-        "privacy": {
-            **privacy["plan"],
-            **{name: privacy[name] for name in PROMISED if name in privacy},
-        },
+        "privacy": privacy["plan"] | {name: privacy[name] for name in PROMISED if name in privacy},
     }
     if privacy["plan"]["noise_multiplier"] == 0.0 or record.config.data.public:
         return {**provenance, "data": dict(description), "metrics": dict(metrics)}

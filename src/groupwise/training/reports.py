@@ -18,9 +18,8 @@ from groupwise.training.record import RunRecord
 
 
 class WandbTracker:
-    """Weights & Biases, offline by default.
+    """Weights & Biases, offline by default. A resumed run continues its run there; overwrite=true starts a new one.
 
-    The id is kept in the run's folder, so a resumed run continues its run in W&B, and overwrite=true starts a new one.
     The runs of a sweep are grouped under its name (by WANDB_RUN_GROUP, which wandb reads).
     """
 
@@ -70,10 +69,7 @@ class TensorBoardTracker:
 
 
 class MlflowTracker:
-    """MLflow, in <paths.results>/mlflow.db unless MLFLOW_TRACKING_URI names a server.
-
-    The id is kept in the run's folder, so a resumed run continues its run in MLflow.
-    """
+    """MLflow, in <paths.results>/mlflow.db or at MLFLOW_TRACKING_URI. A resumed run continues its run there."""
 
     def __init__(self, record: RunRecord, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -108,10 +104,7 @@ class FilesTracker:
 
     The caller names metrics without a guarantee ``nonprivate/...``. A tracker is imported only if it is used. If it
     fails during the run, there is one warning, and it gets no more metrics. `step` is that of the checkpoint from which
-    the run resumes.
-
-    Raises:
-        UserError: the tracker cannot start.
+    the run resumes. Raises `UserError` if the tracker cannot start.
     """
 
     def __init__(self, record: RunRecord, step: int = 0) -> None:

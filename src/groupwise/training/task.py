@@ -130,9 +130,7 @@ class Feed(Protocol):
 def fill(examples: np.ndarray, size: int, least: int = 1) -> list[tuple[np.ndarray, int]]:
     """Split the indices of n > 0 examples, in their order, into max(⌈n / size⌉, least) microbatches of `size` rows.
 
-    Returns:
-        For each microbatch the indices of its examples, (size,), and the number of fillers at its end, which are copies
-        of the last example.
+    Returns for each its indices, (size,), and the number of fillers at its end, which are copies of the last example.
     """
     count = max(-(-len(examples) // size), least)
     rows = np.full(count * size, examples[-1])
