@@ -89,15 +89,6 @@ def knows_names(make: Callable[Given, T]) -> Callable[Given, T]:
     return call
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise a `UserError` if the model is already in a private training."""
-    if trainings_of(model):
-        raise UserError(
-            "The model, or a part of it, is already in a private training: end that training first, with "
-            "private.detach() or groupwise.detach(model)."
-        )
-
-
 def trainings_of(model: nn.Module) -> list[Any]:
     """The private trainings of a model, or of parts of it, that were not detached."""
     found = (TRAINED[module]() for module in model.modules() if module in TRAINED)

@@ -16,7 +16,7 @@ from groupwise.config.schema import ClipConfig
 from groupwise.errors import UserError, warn
 from groupwise.privacy import NoiseSource, PrivacyPlan, secret_randomness
 from groupwise.privacy.mechanism import ALLOCATIONS
-from groupwise.private.arguments import check_count, check_model, check_optimizer, knows_names
+from groupwise.private.arguments import check_count, check_optimizer, knows_names, trainings_of
 from groupwise.private.data import check_items, choose_examples, length_of, unpack_loader
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.private.private import Private
@@ -113,7 +113,11 @@ def make_private(
     check_count("num_workers", num_workers, 0)
     if not isinstance(noise_source, NoiseSource | None):
         raise UserError(f"noise_source is {noise_source!r}: give a groupwise.privacy.NoiseSource, or leave it out.")
-    check_model(model)
+    if trainings_of(model):
+        raise UserError(
+            "The model, or a part of it, is already in a private training: end that training first, with "
+            "private.detach() or groupwise.detach(model)."
+        )
     reshard(model)  # after a forward pass
     check_optimizer(model, optimizer)
     if noise not in ALLOCATIONS:

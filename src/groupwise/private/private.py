@@ -365,7 +365,9 @@ class Private:
             )
         try:
             noise = NoiseSource.from_state(state)
-            _check_optimizers(state["optimizer"], self.core.optimizer)
+            defaults = self.core.optimizer.defaults
+            if any(set(defaults) - set(group) for group in state["optimizer"]["param_groups"]):  # schedulers add names
+                raise ValueError(f"its optimizer does not have the settings of {type(self.core.optimizer).__name__}")
             self.core.load_state_dict(state)
         except UserError:
             raise
@@ -391,9 +393,3 @@ def detach(model: nn.Module) -> None:
     """End the private trainings of ``model``, as `Private.detach` does, where the `Private` is no longer at hand."""
     for training in trainings_of(model):
         training.detach()
-
-
-def _check_optimizers(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if the state is of another type of optimiser, whose settings have other names."""
-    if any(set(optimizer.defaults) - set(group) for group in saved["param_groups"]):  # schedulers add other names
-        raise ValueError(f"its optimizer does not have the settings of {type(optimizer).__name__}")
