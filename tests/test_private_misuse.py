@@ -3,17 +3,18 @@
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
 
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private.data import READ
-from tests.private_use import Misuse, Use, X, Y, cross_entropy, network, refuses
+from tests.private_use import DATA, Misuse, Use, X, Y, cross_entropy, network, refuses
 
 
 def in_the_losses(do: Callable[[nn.Module, Tensor, Tensor], object], model: nn.Module | None = None) -> None:
@@ -219,6 +220,33 @@ def divided_by_rare_labels() -> None:
     Use(data=data, losses=lambda model, batch: cross_entropy(model, batch) / batch[1].sum().clamp(min=1))
 
 
+def ranked_within_queries() -> None:
+    """The examples are sorted by query, so that no two of those that are spread over the data have the same."""
+    data = TensorDataset(torch.randn(1800, 5), torch.arange(600).repeat_interleave(3), torch.rand(1800))
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        x, query, relevance = batch
+        scores = model(x)[:, 0]
+        pairs = (query[:, None] == query) & (relevance[:, None] > relevance)
+        return (scores - relevance).square() + ((1 - scores[:, None] + scores).relu() * pairs).sum(1)
+
+    Use(data=data, losses=losses)
+
+
+def joined_graphs() -> None:
+    """Nodes are given to graphs ten by ten, which is wrong between the smallest and the largest graph."""
+    graphs = [SimpleNamespace(nodes=torch.randn(9 if i == 30 else 11 if i == 50 else 10, 5)) for i in range(90)]
+
+    def losses(model: nn.Module, batch: list[Any]) -> Tensor:
+        nodes, owners = torch.cat([graph.nodes for graph in batch]), torch.arange(len(batch))
+        sizes = torch.tensor([len(graph.nodes) for graph in batch])
+        return (
+            model(nodes)[:, 0].new_zeros(len(batch)).index_add(0, owners.repeat_interleave(sizes), model(nodes)[:, 0])
+        )
+
+    Use(data=graphs, losses=losses, collate_fn=list)
+
+
 def scaled(use: Use) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
@@ -268,6 +296,10 @@ REFUSED: dict[str, Misuse] = {
         "alone but .* in a batch: .* mixes the examples of a batch",
     ),
     "losses divided by the number of rare labels": (divided_by_rare_labels, "mixes the examples of a batch"),
+    "a ranking loss within queries": (ranked_within_queries, "mixes the examples of a batch"),
+    "graphs of several sizes, joined": (joined_graphs, "the rows depend on the data"),
+    "a subset that has an example twice": (lambda: Use(data=Subset(DATA, [0, *range(40)])), "the same example several"),
+    "a dataset joined with itself": (lambda: Use(data=ConcatDataset([DATA, DATA])), "the same example several times"),
     "torch seeded in the losses": (
         lambda: in_the_losses(lambda *_: torch.manual_seed(0)),
         "was seeded .* not from the secret key",

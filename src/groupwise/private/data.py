@@ -1,16 +1,16 @@
 """Checks the data that are passed to `make_private`, and how examples are read."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from itertools import zip_longest
+from itertools import combinations, zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from groupwise.clipping.trace import TRACED
 from groupwise.clipping.unchanged import Generators
@@ -21,7 +21,7 @@ from groupwise.training.plain import PLAIN
 
 
 def length_of(data: Any) -> int:
-    """The number of examples, N; raises `UserError` for data without it, or of columns, such as a pandas table."""
+    """The number of examples, N; raises `UserError` for data without it, of columns, or with repeated examples."""
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(
             f"data is a {type(data).__name__} without __len__ or __getitem__, which Poisson sampling needs: give a "
@@ -34,6 +34,15 @@ def length_of(data: Any) -> int:
         raise UserError(
             f"data is a {type(data).__name__} of columns, not of examples: give torch.utils.data.TensorDataset(x, y) "
             "with tensors of one row per example (x in float32), a list of examples, or one split of a DatasetDict."
+        )
+    if isinstance(data, Subset):
+        repeats = len({*map(int, data.indices)}) < len(data)
+    else:
+        repeats = isinstance(data, ConcatDataset) and len({*map(id, data.datasets)}) < len(data.datasets)
+    if repeats:
+        raise UserError(
+            f"The {type(data).__name__} has the same example several times, but epsilon is for one row: give each "
+            "example once, and multiply its loss by a weight."
         )
     return len(data)
 
@@ -52,29 +61,68 @@ def unpack_loader(data: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
 
 
 READ = 100
-"""The number of examples that are read to choose those for the trace."""
+"""The number of examples that are read to choose those for the trace, besides the successors of the chosen ones."""
 
 
 def choose_examples(data: Any, size: int) -> list[int]:
     """Choose six examples for the trace among some that are spread over the dataset; returns their indices.
 
-    The largest comes first, then the smallest, then those with the rarest values, and then those of middle sizes. A
-    loss may mix examples only if a rare label or a missing value is in the batch.
+    The largest comes first, then the smallest, then those with the rarest values, and then those of middle sizes. If no
+    two of them share a label, query or user, two that do are added, as a loss may mix examples only if such a pair, a
+    rare label or a missing value is in the batch.
     """
     some = dict.fromkeys(np.linspace(0, size - 1, READ).round().astype(int).tolist())
-    items = {row: tree_leaves(data[row]) for row in some}
+    items = {row: list(_leaves(data[row])) for row in some}
     ordered = sorted(items, key=lambda row: -sum(map(_numel, items[row])))
     rarity = dict.fromkeys(items, len(items))
-    for column in zip_longest(*(map(_feature, items[row]) for row in items)):
-        counts = Counter(column)
+    for column in _columns(items):
+        counts = Counter(column.values())
         if len(counts) <= len(items) / 2:  # else nearly every value is another, as in a regression
-            rarity = {row: min(rarity[row], counts[value]) for row, value in zip(items, column, strict=True)}
+            rarity = {row: min(rarity[row], counts[value]) for row, value in column.items()}
     rarest = sorted((row for row in ordered if rarity[row] < len(items)), key=rarity.__getitem__)
-    return list(dict.fromkeys([*ordered[:1], *ordered[-1:], *rarest[:2], *examples_to_trace(ordered)]))[:TRACED]
+    chosen = list(dict.fromkeys([*ordered[:1], *ordered[-1:], *rarest[:2], *examples_to_trace(ordered)]))[:TRACED]
+    near = {row + 1 for row in chosen if row + 1 < size} - items.keys()  # the data may be sorted by query
+    return _with_pairs(chosen, items | {row: list(_leaves(data[row])) for row in sorted(near)})
+
+
+def _with_pairs(chosen: list[int], items: Mapping[int, list[Any]]) -> list[int]:
+    """Add up to two pairs of examples, second to fifth, that share values of which no two of the chosen have the same.
+
+    A pair differs in as many other values as possible: two documents of one query, but of different relevance.
+    """
+    columns = _columns(items)
+    for _ in range(2):
+        distinct = [column for column in columns if len({column[row] for row in chosen}) == len(chosen)]
+        shared = {(i, j): sum(each[i] == each[j] for each in distinct) for i, j in combinations(items, 2)}
+        other = {(i, j): sum(each[i] != each[j] for each in columns) for i, j in shared if shared[i, j]}
+        if other:
+            best = max(other, key=lambda pair: (shared[pair], other[pair]))
+            chosen = list(dict.fromkeys([chosen[0], *best, *chosen[1:]]))
+    return chosen
+
+
+def _columns(items: Mapping[int, list[Any]]) -> list[dict[int, str]]:
+    """What may be rare or shared about each part of the examples, by row."""
+    return [
+        dict(zip(items, values, strict=True)) for values in zip_longest(*(map(_feature, items[row]) for row in items))
+    ]
+
+
+def _leaves(item: Any, depth: int = 3) -> Iterator[Any]:
+    """The parts of an example (tensors, arrays, numbers, strings, objects), and the parts of objects such as graphs."""
+    for leaf in tree_leaves(item, is_leaf=_is_array):
+        yield np.asarray(leaf) if isinstance(leaf, list) else leaf
+        if depth and hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor):
+            yield from _leaves(vars(leaf), depth - 1)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a list has many numbers, such as token ids, and so is one part and not many."""
+    return isinstance(value, list) and len(value) > 16 and all(isinstance(number, int | float) for number in value)
 
 
 def _feature(leaf: Any) -> str:
-    """What may be rare about a part of an example: a single value, or whether any of several is NaN or not 0."""
+    """A single value, or whether any of several is NaN or not 0."""
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
         leaf = torch.as_tensor(leaf)
     if not isinstance(leaf, Tensor):
@@ -120,10 +168,9 @@ def _numel(leaf: Any) -> int:
 
 
 def digest(item: Any) -> str:
-    """The SHA-256 of an example: of tensors, arrays, numbers and strings, and of the types of other objects."""
-    leaves, spec = tree_flatten(item)
-    found = sha256(repr(spec).encode())
-    for leaf in leaves:
+    """The SHA-256 of an example: of tensors, arrays, numbers, strings, and the types and attributes of objects."""
+    found = sha256(repr(tree_structure(item)).encode())
+    for leaf in _leaves(item):
         if isinstance(leaf, Tensor):
             whole = leaf.detach().cpu().contiguous()
             found.update(f"{whole.dtype} {tuple(whole.shape)}\n".encode())

@@ -25,7 +25,6 @@ from groupwise.training.from_config import make_engine, make_thresholds
 from groupwise.training.graphs import Graphs, recorder_of
 from groupwise.training.guards import unfitted
 from groupwise.training.memory import choose_microbatch, fill_evenly, halve_on_oom
-from groupwise.training.microbatches import CHECKED
 from groupwise.training.private_step import PrivateStep
 from groupwise.training.ranks import Ranks
 from groupwise.training.shards import are_shards, reshard, sum_gradients, use_shards
@@ -167,8 +166,8 @@ def make_private(
                     engine.trace(losses_of, rows)
                     reshard(model)
             else:
-                check = partial(verify, engine, losses_of, rows[:CHECKED])
-                most = max(sums.size, CHECKED)
+                check = partial(verify, engine, losses_of, rows)
+                most = max(sums.size, len(rows))
                 halve_on_oom(most, lambda most: check(most=most, rows=max(2, most)), "checking", alone=True)
         ranks.copy_([tensor for tensor in (*model.parameters(), *model.buffers()) if not hasattr(tensor, "to_local")])
         core = PrivateStep(
