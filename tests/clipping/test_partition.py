@@ -73,6 +73,7 @@ def scripted() -> nn.Module:
             r"Pattern 'stem' .* matches no trainable layer",
         ),
         (lambda m: attach(m, (*per_layer(m), Group("again", ("stem",))), 1.0), "in two groups"),
+        (lambda m: attach(m, (*per_layer(m), *per_layer(m)), 1.0), "have the same name"),
         (lambda m: attach(m, (*per_layer(m), Group("extra", ("nowhere",))), 1.0), "'nowhere'"),
         (lambda m: flat(m.requires_grad_(False)), "no trainable parameter"),
         (lambda m: per_layer(scripted()), "^The model is TorchScript"),

@@ -167,6 +167,8 @@ def by_mapping(model: nn.Module, mapping: Mapping[str, str]) -> Partition:
 
 def check_partition(layers: tuple[Layer, ...], partition: Partition) -> None:
     """Raise a `UserError` for a partition in which a trainable parameter is in no group, or in more than one."""
+    if len({group.name for group in partition}) < len(partition):
+        raise UserError("Two clipping groups have the same name: rename one of them.")
     known = {layer.name for layer in layers}
     place: dict[str, str] = {}
     for group in partition:
