@@ -210,6 +210,7 @@ def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 OTHER = network()
+BINARY = nn.BCEWithLogitsLoss(reduction="none")
 
 
 def divided_by_rare_labels() -> None:
@@ -317,6 +318,10 @@ REFUSED: dict[str, Misuse] = {
     "losses of a wrong number of examples": (
         lambda: with_losses(lambda model, x, y: cross_entropy(model, (X[:9], Y[:9]))),
         r"examples gave losses of shape \(9,\)",
+    ),
+    "losses that fail for one example": (
+        lambda: with_losses(lambda model, x, y: BINARY(model(x)[:, 0].squeeze(), y.clamp(max=1.0))),
+        "fail for a batch of one example",
     ),
     "losses that are a list": (lambda: with_losses(lambda model, x, y: model(x).tolist()), "The losses are a list"),
     "losses without a gradient": (

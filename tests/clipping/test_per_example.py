@@ -84,6 +84,8 @@ EXACT = {
     "einsum": ((3, 4), lambda p, layer, x: layer(torch.einsum("btd,te->bed", x, p))),
     "matmul from the left": ((4, 3), lambda p, layer, x: p @ layer(x)),
     "bmm": ((5, 4), lambda p, layer, x: torch.bmm(layer(x), p.expand(len(x), 5, 4))),
+    "bmm, another axis first": ((3, 5, 4), lambda p, layer, x: torch.bmm(layer(x).transpose(0, 1), p).transpose(0, 1)),
+    "masked fill": ((), lambda p, layer, x: layer(x.masked_fill(x > 0.5, p))),
     "repeat": ((5,), lambda p, layer, x: layer(x) + p.repeat(len(x), 3, 1)),
     "repeated, then viewed as one row": (
         (3, 5),

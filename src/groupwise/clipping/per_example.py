@@ -164,7 +164,8 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
             "use operations that are not in place."
         )
     ranks = [leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]
-    if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2):
+    outer = all(place is None or place.axis < leaf.dim() - 2 for leaf, place in zip(leaves, places, strict=True))
+    if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2 and outer):
         rank = max(ranks)
         leaf, found = next((leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None)
         place = replace(found, axis=found.axis + rank - leaf.dim())
@@ -249,7 +250,7 @@ _BROADCASTS = {
     *(f"{name}_" for name in _ARITHMETIC),
     *(f"__{sign}{name}__" for name in _ARITHMETIC for sign in ("", "r", "i")),
     *("rsub", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "where", "lerp", "addcmul"),
-    *("masked_fill", "scaled_dot_product_attention"),
+    "scaled_dot_product_attention",
 }
 """Operations that broadcast from the last axis on, so that copies can be aligned with the batch."""
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from groupwise.clipping.unchanged import Generators
+from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.private.data import read_items
 from groupwise.training.graphs import Graphs
@@ -72,7 +73,19 @@ class DatasetSums(Microbatches):
         def losses_of(some: Sequence[int]) -> Tensor:
             return self.losses(self._model, self.collate_fn([_own(items()[int(row)]) for row in some]))
 
-        return losses_of
+        def also_alone(some: Sequence[int]) -> Tensor:
+            try:
+                return losses_of(some)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if len(some) == 1:
+                    losses_of([*some, *some])  # raises too if it is not the size
+                    raise UserError(
+                        f"The losses fail for a batch of one example, which a Poisson batch may be ({error}): keep the "
+                        "batch axis, by squeeze(1) in place of squeeze(), for example."
+                    ) from error
+                raise
+
+        return also_alone
 
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`. A microbatch that must be traced is read a second time."""
