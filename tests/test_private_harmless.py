@@ -203,7 +203,7 @@ def test_nonfinite_examples_are_left_out_and_counted_as_not_private():
 
 @pytest.mark.parametrize(
     ("scale", "error"),
-    [(torch.nan, "None of the 5 .* has a finite loss"), (1e30, r"example \d+ in group 'all' .* overflows")],
+    [(torch.nan, "None of the 6 .* has a finite loss"), (1e30, r"example \d+ in group 'all' .* overflows")],
 )
 def test_data_without_finite_gradients_are_refused_before_training(scale, error):
     with pytest.raises(UserError, match=error):

@@ -128,7 +128,8 @@ class ClipPlan:
         if found is None:
             raise UntracedCall(
                 f"{label} got a tensor of shape {tuple(x.shape)} in its call {nth + 1} of a batch of {examples} "
-                "examples, which the trace has not seen: trace the model on examples like these."
+                "examples, which the trace has not seen: run it on the whole batch, not on parts of it, or trace the "
+                "model on examples like these."
             )
         return found
 

@@ -53,7 +53,8 @@ def example_by_example(
             return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
         raise UserError(
             f"{label} went into {name}, in whose result of shape {tuple(made.shape[1:])} an example has no rows of its "
-            "own: wrap the computation in a layer type with a rule, or freeze the parameter."
+            "own: make the batch the first axis of the result, wrap the computation in a layer type with a rule, or "
+            "freeze the parameter."
         )
 
     made = tree_map(joined, for_examples(func, leaves, spec, parts, name, label))
@@ -112,8 +113,8 @@ def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Te
             raise
         if name == "__setitem__" or name.endswith("_"):
             raise UserError(
-                f"{label} is written in place (by {name}) into a tensor that all examples share: make "
-                "the tensor by an out-of-place operation (index_put, scatter, where, stack), or freeze it."
+                f"{label} is written in place (by {name}) into a tensor: make the tensor by an out-of-place operation "
+                "(index_put, scatter, where, stack), or freeze it."
             ) from error
         raise UserError(
             f"{label} is used by {name}, which does not work with a copy of it for each example "

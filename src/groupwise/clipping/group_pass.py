@@ -116,7 +116,8 @@ class GroupPass:
         if running is None or running.phase is None:
             raise UserError(
                 "The losses compute gradients themselves (backward, autograd.grad), which would not be clipped: return "
-                "the losses, let the private step run the backward pass, and replace derivatives by finite differences."
+                "the losses, let the private step run the backward pass, and replace derivatives by finite differences "
+                "or, for adversarial examples, by those of a frozen copy of the model, made before make_private."
             )
         if self.over:
             raise UserError("These losses come from a forward pass that is over: call backward before the next one.")

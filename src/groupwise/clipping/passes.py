@@ -65,14 +65,18 @@ class ClippedGradients:
         """Raise a `UserError` that names a parameter without a gradient."""
         for name, parameter in self._parameters.items():
             if id(parameter) not in self._sums:
-                raise UserError(f"Parameter {name!r} is trainable but got no gradient: freeze it, or use it.")
+                raise UserError(
+                    f"Parameter {name!r} is trainable but got no gradient: freeze it, or use it in every forward pass "
+                    "(multiplied by 0, if it should have no effect)."
+                )
 
 
 def refuse_bypass(name: str) -> None:
     """Raise a `UserError` that names a parameter whose gradient bypasses its group."""
     raise UserError(
         f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot be clipped: call the "
-        "layer instead, or wrap the computation in a module that owns the parameter; for a penalty on weights use the "
+        "layer instead, or wrap the computation in a module that owns the parameter (as an attribute or in a "
+        "ParameterList, not in a list); for a penalty on weights use the "
         "optimizer's weight_decay."
     )
 

@@ -107,7 +107,10 @@ def make_private(
         )
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
         kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
-        raise UserError(f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …).")
+        raise UserError(
+            f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …): give "
+            "one optimizer, of a class of your own if it should step several."
+        )
     check_count("microbatch", microbatch, 1)
     check_count("num_workers", num_workers, 0)
     if not isinstance(noise_source, NoiseSource | None):
