@@ -3,7 +3,6 @@
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,7 +15,6 @@ from groupwise.analysis.findings import (
     decide,
     findings_page,
     judge,
-    page,
     summary,
 )
 from groupwise.analysis.results import SHOWN, Folders, read_all, settings_of
@@ -26,7 +24,7 @@ from groupwise.errors import UserError
 from groupwise.rows import between_markers
 from groupwise.sweeps.cells import read_sweep
 
-SWEEPS = Path(__file__).resolve().parents[3] / "sweeps"
+PROJECT = Folders.of_checkout()
 CIFAR = {"task": "cifar"}
 PAGE = "# Title\n<!-- begin summary: x -->\nstale\n<!-- end summary -->\nprose\n"
 
@@ -195,7 +193,7 @@ def test_scales_are_judged_separately_and_unpaired_runs_left_out(world):
 
 
 def test_network_that_is_not_in_the_paper_is_counted_separately(world):
-    shutil.copy(SWEEPS / "scatter_cnn.yaml", world.folders.sweeps)
+    shutil.copy(PROJECT.sweeps / "scatter_cnn.yaml", world.folders.sweeps)
     claims = [one for one in CLAIMS if one.contrast.sweep == "scatter_cnn"]
     spread = {"flat": 0.1, "fixed_layer": 0.2, "adaptive_layer": 0.4}
     rows = world.rows("scatter_cnn", "paper", lambda cell, seed: 60 + spread[cell["clip"]] * seed**2)
@@ -243,28 +241,17 @@ HOLDS = {
 
 
 def test_papers_own_numbers_fulfil_its_claims():
-    found = [(each.says, v.paper, each.kind) for each in CLAIMS for v in judge(each, Folders.of_checkout())]
+    found = [(each.says, v.paper, each.kind) for each in CLAIMS for v in judge(each, PROJECT)]
     printed = [(says, effect, kind) for says, effect, kind in found if not math.isnan(effect)]
     assert len(printed) > 20 and not [line for line in printed if not HOLDS[line[2]](line[1])]
 
 
 def test_every_claim_selects_cells():
     for one in CLAIMS:
-        names = [cell.name for cell in read_sweep(SWEEPS / f"{one.contrast.sweep}.yaml").cells("paper")]
+        names = [cell.name for cell in read_sweep(PROJECT.sweeps / f"{one.contrast.sweep}.yaml").cells("paper")]
         for _, settings in one.contrast.terms:
             wanted = (one.contrast.where | settings).items()
             assert any(wanted <= settings_of(name).items() for name in names), one
-
-
-ROOT = SWEEPS.parent
-PROJECT = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", SWEEPS)
-
-
-def test_findings_page_is_up_to_date():
-    findings, prose = page(PROJECT), ROOT / "docs" / "findings.md"
-    again = "run python -m groupwise.analysis.tables findings"
-    assert between_markers(prose.read_text(), "summary", findings.parts["summary"], prose) == prose.read_text(), again
-    assert findings.text == (ROOT / "results" / "tables" / "findings.md").read_text(), again
 
 
 def runs_in_pairs(contrast: Contrast, rows) -> set[str]:
@@ -280,11 +267,11 @@ def runs_in_pairs(contrast: Contrast, rows) -> set[str]:
 
 
 def test_every_pair_of_runs_of_a_claim_is_judged():
-    names = [path.stem for path in sorted(SWEEPS.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
+    names = [path.stem for path in sorted(PROJECT.sweeps.glob("*.yaml")) if not path.stem.startswith(SEARCH)]
     measured = [
         (name, at.rows)
         for name in names
-        for at in read_all(read_sweep(SWEEPS / f"{name}.yaml"), PROJECT.measured)
+        for at in read_all(read_sweep(PROJECT.sweeps / f"{name}.yaml"), PROJECT.measured)
         if at.scale in SHOWN
     ]
     for one in CLAIMS:

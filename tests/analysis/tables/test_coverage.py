@@ -1,25 +1,25 @@
 """Every cell of every sweep is listed with its status."""
 
 from collections import Counter
-from pathlib import Path
 
+import pytest
 import yaml
 
 from groupwise.analysis import coverage as module
 from groupwise.analysis.claims import CLAIMS
-from groupwise.analysis.coverage import coverage, page
+from groupwise.analysis.coverage import coverage
 from groupwise.analysis.results import CONSTANT, SHOWN, TABLES, Folders
-from groupwise.analysis.searches import page as searches_page
-from groupwise.analysis.searches import searches
+from groupwise.analysis.searches import page, searches
 from groupwise.analysis.statistics import NOT_RUN, REDUCED, UNINFORMATIVE
 from groupwise.analysis.tables import main
+from tests.analysis.tables.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-PROJECT = Folders(ROOT / "results" / "paper", ROOT / "results" / "measured", ROOT / "sweeps")
+PROJECT = Folders.of_checkout()
 
 
-def restrict(monkeypatch, world):
-    """Restrict the project to two tables, one figure of rows and one of norms."""
+@pytest.fixture
+def world(world, monkeypatch):
+    """The project, restricted to two tables, one figure of rows and one of norms."""
     monkeypatch.setattr(module, "TABLES", ("fixed_per_layer", "adaptivity"))
     monkeypatch.setattr(module, "KINDS", {name: module.KINDS[name] for name in ("quantile_budget", "gradnorm_cifar")})
     grids = {
@@ -29,10 +29,10 @@ def restrict(monkeypatch, world):
     for name, grid in grids.items():
         content = {"grids": [grid | {"privacy.epsilon": 8, "seed": [0]}], "scales": {"mini": {}}}
         (world.folders.sweeps / f"{name}.yaml").write_text(f"# {name}\n" + yaml.safe_dump(content))
+    return world
 
 
-def test_statuses_follow_the_rows(world, monkeypatch):
-    restrict(monkeypatch, world)
+def test_statuses_follow_the_rows(world):
     rows = world.rows("fixed_per_layer", "paper")
     world.write(rows.drop(index=6), "fixed_per_layer", "paper")
     world.write(world.rows("adaptivity"), "adaptivity")
@@ -46,16 +46,14 @@ def test_statuses_follow_the_rows(world, monkeypatch):
     assert status["gradnorm_cifar"].tolist() == ["reduced only"]
 
 
-def test_cells_that_the_paper_never_measured_are_not_called_reproduced(world, monkeypatch):
-    restrict(monkeypatch, world)
+def test_cells_that_the_paper_never_measured_are_not_called_reproduced(world):
     world.write(world.rows("adaptivity", "paper"), "adaptivity", "paper")
     status = coverage(world.folders).set_index(["sweep", "cell"])["status"]["adaptivity"]
     run_in_full = [cell for cell in status.index if status[cell] == "run in full"]
     assert run_in_full == [f"clip=adaptive_flat privacy.epsilon={epsilon} task=cifar" for epsilon in (3, 8)]
 
 
-def test_figure_cell_that_hardly_learned_is_uninformative(world, monkeypatch):
-    restrict(monkeypatch, world)
+def test_figure_cell_that_hardly_learned_is_uninformative(world):
     for accuracy, status in ((30.0, "reduced only"), (10.5, "uninformative")):
         world.write(world.rows("gradnorm_cifar", value=lambda cell, seed, at=accuracy: at), "gradnorm_cifar")
         found = coverage(world.folders).set_index("sweep").loc["gradnorm_cifar"]
@@ -63,8 +61,7 @@ def test_figure_cell_that_hardly_learned_is_uninformative(world, monkeypatch):
         assert ("a constant prediction has 10.0" in found["why"]) == (status == "uninformative")
 
 
-def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, capsys):
-    restrict(monkeypatch, world)
+def test_page_has_counts_and_is_deterministic(world, tmp_path, capsys):
     world.write(world.rows("adaptivity"), "adaptivity")
     for folder in ("one", "two"):
         assert main(["coverage", "--out", str(tmp_path / folder)], world.folders) == 0
@@ -74,9 +71,7 @@ def test_page_has_counts_and_is_deterministic(world, monkeypatch, tmp_path, caps
     assert "| all | 0 | 0 | 0 | 0 | 16 | 0 | 11 | 27 |" in text
 
 
-def test_committed_coverage_list_is_up_to_date():
-    listed = ROOT / "results" / "tables" / "coverage.md"
-    assert page(PROJECT).text == listed.read_text(), "run python -m groupwise.analysis.tables coverage"
+def test_readme_has_the_counts_of_the_committed_coverage():
     lines = coverage(PROJECT)
     count = Counter(lines["status"])
     sentence = f"Of {len(lines)} cells of tables and figures, {count[REDUCED]} are measured at reduced scale, "
@@ -120,12 +115,7 @@ def test_only_networks_of_ours_and_searches_are_listed(tmp_path):
     lines = [mode.format(clip, seed, 60 + seed) for clip in ("flat", "fixed_layer") for seed in range(3)]
     for name in ("scatter_cnn", "cifar"):
         (tmp_path / f"{name}_paper.csv").write_text("\n".join([head, *lines, ""]).replace("scatter_cnn", name))
-    text = searches_page(Folders(measured=tmp_path, sweeps=tmp_path)).text
+    text = page(Folders(measured=tmp_path, sweeps=tmp_path)).text
     assert "## scatter_cnn, scale=paper" in text and "## cifar" not in text
     assert "| `clip=flat task=cifar` | 61.00 ± 1.00 | 3 |  |" in text
     assert "| `clip=fixed_layer task=cifar` | 61.00 ± 1.00 | 3 |  |" in text
-
-
-def test_committed_searches_list_is_up_to_date():
-    listed = ROOT / "results" / "tables" / "searches.md"
-    assert searches_page(PROJECT).text == listed.read_text(), "make tables"

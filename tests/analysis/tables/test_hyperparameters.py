@@ -1,15 +1,14 @@
 """Our configurations have the settings of the paper: its fixed and selected values, and a value of each grid."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from groupwise.analysis.results import HYPERPARAMETERS, read_paper
 from groupwise.config.compose import compose_run
 from groupwise.config.schema import RunConfig
+from tests.analysis.tables.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 SST2_SIZE = 67349
 """Training examples of SST-2, by which a sample rate becomes a batch size."""
 

@@ -1,13 +1,11 @@
 """The numbers of the paper are complete: counts and sums of each table were taken independently from the LaTeX."""
 
-from pathlib import Path
-
 import pytest
 
-from groupwise.analysis.results import HYPERPARAMETERS, MINUS, TABLES, read_paper, settings_of
+from groupwise.analysis.results import HYPERPARAMETERS, MINUS, TABLES, Folders, read_paper, settings_of
 from groupwise.errors import UserError
 
-PAPER = Path(__file__).resolve().parents[3] / "results" / "paper"
+PAPER = Folders.of_checkout().paper
 CHECK = {  # table: number of values, their sum, number of standard deviations, their sum
     "fixed_per_layer": (8, 627.2, 0, 0.0),
     "cifar": (16, 1031.2, 0, 0.0),

@@ -2,7 +2,8 @@
 
 import math
 import re
-from pathlib import Path
+from dataclasses import replace
+from importlib import import_module
 
 import pandas as pd
 import pytest
@@ -11,11 +12,12 @@ import yaml
 from groupwise.analysis.results import TABLES, Folders
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import table_lines
-from groupwise.analysis.tables import COMMON, ERRATA, anchor, grid, main, notes
+from groupwise.analysis.tables import COMMON, ERRATA, PAGES, anchor, grid, main, notes
 from groupwise.errors import UserError
-from tests.analysis.tables.conftest import made_up
+from groupwise.rows import between_markers
+from tests.analysis.tables.conftest import ROOT, made_up
 
-ROOT = Path(__file__).resolve().parents[3]
+PROJECT = Folders.of_checkout()
 
 
 def near_paper(cell, seed):
@@ -100,7 +102,7 @@ def test_line_that_does_not_select_one_cell_is_refused(world):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_line_selects_a_cell_of_its_sweep(name, tmp_path):
-    lines = table_lines(name, Folders(ROOT / "results" / "paper", tmp_path, ROOT / "sweeps"))
+    lines = table_lines(name, replace(PROJECT, measured=tmp_path))
     assert set(lines["status"]) <= {"not run", "quoted"}
 
 
@@ -114,6 +116,16 @@ def test_notes_state_delta_adjacency_sampler_and_provenance(world):
     assert "23 runs; commits 0123456; on cpu (made up); torch 2.13.0." in under
     assert "Reduced numbers are no reproduction" in under
     assert "Flag: CIFAR-10 / WRN16-4 / Fixed per-layer, ε=8: 2 of 3 seeds, without 2." in under
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_committed_page_is_up_to_date(name):
+    made, prose = import_module(f"groupwise.analysis.{PAGES[name]}").page(PROJECT), ROOT / "docs" / f"{name}.md"
+    text, again = prose.read_text() if prose.is_file() else "", f"run python -m groupwise.analysis.tables {name}"
+    assert set(re.findall(r"<!-- begin (\w+)", text)) == set(made.parts)
+    for marker, part in made.parts.items():
+        assert between_markers(text, marker, part, prose) == text, again
+    assert made.text == (ROOT / "results" / "tables" / f"{name}.md").read_text(), again
 
 
 def test_errata_are_headings_of_the_page():
