@@ -13,11 +13,15 @@ from groupwise.analysis.results import Folders
 from groupwise.analysis.run_figures import chosen_layers
 
 
-def words(figure) -> str:
-    """All text of a figure, and its caption."""
+def texts(figure) -> list:
     import matplotlib.text
 
-    return " ".join([*(text.get_text() for text in figure.findobj(matplotlib.text.Text)), figure.get_label()])
+    return figure.findobj(matplotlib.text.Text)
+
+
+def words(figure) -> str:
+    """All text of a figure, and its caption."""
+    return " ".join([*(text.get_text() for text in texts(figure)), figure.get_label()])
 
 
 def run(folders, out, *names: str) -> int:
@@ -86,7 +90,7 @@ def test_figure_without_rows_is_an_error_and_others_are_drawn(folders, tmp_path,
 
 
 def test_every_method_and_budget_is_shown(drawn):
-    shown = {text.get_text() for text in drawn("adaptive_vs_fixed").figure.findobj(_text)}
+    shown = {text.get_text() for text in texts(drawn("adaptive_vs_fixed").figure)}
     assert shown >= {"flat", "fixed per layer", "adaptive per layer", "no noise", "ε = 3"}
     figure = drawn("target_quantile").figure
     assert [axes.get_title("left") for axes in figure.axes] == ["CIFAR-10", "SST-2"]
@@ -97,7 +101,6 @@ def test_every_method_and_budget_is_shown(drawn):
 def test_no_text_is_cut_off(drawn, name):
     """Everything lies within the figure, and no text is smaller than six points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
 
     figure = drawn(name).figure
     canvas = FigureCanvasAgg(figure)
@@ -105,7 +108,7 @@ def test_no_text_is_cut_off(drawn, name):
     (left, bottom), (right, top) = figure.get_tightbbox(canvas.get_renderer()).get_points()
     width, height = figure.get_size_inches()
     assert left > -0.01 and bottom > -0.01 and right < width + 0.01 and top < height + 0.01
-    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 6
+    assert min(text.get_fontsize() for text in texts(figure) if text.get_text()) >= 6
 
 
 @pytest.mark.parametrize("name", ["adaptive_vs_fixed", "runtime_nll", "runtime_metrics"])
@@ -181,10 +184,6 @@ def test_values_of_the_paper_have_their_own_markers(drawn):
     assert marks.isdisjoint({bars.lines[0].get_marker() for bars in here.containers})
     assert all(bars.lines[0].get_linestyle() == "None" for bars in paper.containers)
     assert not paper.get_lines() or {line.get_linestyle() for line in paper.get_lines()} <= {"None"}
-
-
-def _text(artist) -> bool:
-    return hasattr(artist, "get_text")
 
 
 def test_heatmap_has_a_row_per_example_and_a_column_per_layer(drawn, unchanged):

@@ -13,30 +13,17 @@ from groupwise.analysis.results import Folders, settings_of
 from groupwise.sweeps.cells import read_sweep
 
 ROOT = Path(__file__).resolve().parents[3]
-SEEDS = [0, 1, 2]
+EVERYWHERE = {"privacy.epsilon": [3, 8], "seed": [0, 1, 2]}
 CLIPS = ["flat", "adaptive_flat", "fixed_layer", "adaptive_layer"]
+TASKS = [{"task": "cifar"}, {"task": "sst2", "model": "roberta_base"}]
 SWEEPS = {
-    "fixed_per_layer": [
-        {"task": "cifar", "clip": ["fixed_layer", "flat"], "privacy.epsilon": [3, 8], "seed": SEEDS},
-        {
-            "task": "sst2",
-            "model": "roberta_base",
-            "clip": ["fixed_layer", "flat"],
-            "privacy.epsilon": [3, 8],
-            "seed": SEEDS,
-        },
-    ],
-    "adaptivity": [
-        {"task": "cifar", "clip": CLIPS, "privacy.epsilon": [3, 8], "seed": SEEDS},
-        {"task": "sst2", "model": "roberta_base", "clip": CLIPS, "privacy.epsilon": [3, 8], "seed": SEEDS},
-    ],
+    "fixed_per_layer": [task | {"clip": ["fixed_layer", "flat"]} for task in TASKS],
+    "adaptivity": [task | {"clip": CLIPS} for task in TASKS],
     "glue": [
         {
             "task": ["mnli", "qqp", "qnli", "sst2"],
             "model": ["roberta_base", "roberta_large"],
             "clip": "adaptive_layer",
-            "privacy.epsilon": [3, 8],
-            "seed": SEEDS,
         }
     ],
 }
@@ -96,7 +83,7 @@ def world(tmp_path) -> World:
     floors = "task,metric,value\ncifar,valid/accuracy,10.0\nsst2,valid/accuracy,50.9\n"
     (folders.measured / "constant_answers.csv").write_text(floors)
     for name, grids in SWEEPS.items():
-        content = {"grids": grids, "scales": {"mini": MINI}}
+        content = {"grids": [grid | EVERYWHERE for grid in grids], "scales": {"mini": MINI}}
         heading = f"# The title of {name}.\n"
         (folders.sweeps / f"{name}.yaml").write_text(heading + yaml.safe_dump(content, sort_keys=False))
     return World(folders)
