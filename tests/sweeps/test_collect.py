@@ -32,23 +32,23 @@ def cells(conf) -> list[PlannedCell]:
 
 @pytest.fixture
 def runs(tmp_path, cells) -> Path:
-    """Finished runs of all cells."""
+    """Finished runs of all cells, beside an empty folder for tables."""
     for number, cell in enumerate(cells):
         folder = tmp_path / "runs" / cell.hash[:12]
         folder.mkdir(parents=True)
         row = {"hash": cell.hash, **flat_config(cell.config), "valid/accuracy": 50.0 + number / 3, "git.dirty": False}
         (folder / "result.json").write_text(json.dumps(row))
         (folder / "DONE").touch()
+    (tmp_path / "out").mkdir()
     return tmp_path / "runs"
 
 
 def gather(conf, runs) -> list[str]:
-    runs.with_name("out").mkdir(exist_ok=True)
     return collect("table", "smoke", runs, runs.with_name("out"), conf)
 
 
-def read(runs) -> list[dict[str, str]]:
-    with open(runs.with_name("out") / "table_smoke.csv") as file:
+def read(runs, kind="") -> list[dict[str, str]]:
+    with open(runs.with_name("out") / f"table_smoke{kind}.csv", newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -106,8 +106,7 @@ def test_curves_have_the_evaluations_of_runs_with_eval_curve(conf, runs, tmp_pat
         (folder / "DONE").touch()
     for _ in range(2):  # the second time from the table alone
         gather(other, runs)
-        with open(runs.with_name("out") / "table_smoke_curves.csv") as file:
-            rows = list(csv.DictReader(file))
+        rows = read(runs, "_curves")
         assert list(rows[0])[:7] == ["sweep", "cell", "seed", "scale", "hash", "step", "seconds"]
         points = [(row["seed"], row["step"], row["seconds"], row["valid/accuracy"], row["test/nll"]) for row in rows]
         assert points == [(s, *rest) for s in "01" for rest in (("2", "1.5", "50.0", ""), ("4", "3.25", "60.0", "2.0"))]
@@ -121,8 +120,7 @@ def test_texts_are_those_of_evenly_spaced_inputs(conf, cells, runs):
     (folder / "outputs-test.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     for _ in range(2):  # the second time from the table alone
         gather(conf, runs)
-        with open(runs.with_name("out") / "table_smoke_texts.csv", newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read(runs, "_texts")
         assert [(row["cell"], row["seed"], row["input"]) for row in rows] == [("clip=ghost", "0", i) for i in "036"]
         assert [(row["source"], row["reference"], row["output"]) for row in rows] == [
             (f"in {i}", f"ref {i}", f"out\u2028\r{i}") for i in (0, 3, 6)
@@ -165,7 +163,6 @@ def test_sweep_file_outside_of_conf_is_collected(conf, cells, runs, tmp_path):
     (tmp_path / "my" / "sweep").mkdir(parents=True)
     shutil.copy(conf / "sweep" / "table.yaml", tmp_path / "my" / "sweep" / "own.yaml")
     out = runs.with_name("out")
-    out.mkdir()
     printed = collect(str(tmp_path / "my" / "sweep" / "own.yaml"), "smoke", runs, out, conf)
     assert printed == [f"{out / 'own_smoke.csv'}: 4 of 4 cells"]
     (tmp_path / "my" / "sweep" / "own.yaml").rename(tmp_path / "my" / "sweep" / "table.yaml")
@@ -185,7 +182,6 @@ def test_finished_runs_are_a_data_frame(cells, runs):
 
 def test_unreadable_table_is_not_overwritten(conf, runs):
     out = runs.with_name("out")
-    out.mkdir()
     (out / "table_smoke.csv").write_text("cell,seed\nclip=flat\n")
     with pytest.raises(UserError, match="more or fewer values"):
         gather(conf, runs)

@@ -1,7 +1,6 @@
 """Kept weights, curves, and gradient norms of the kept weights, on short runs."""
 
 import json
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -13,8 +12,7 @@ from groupwise.run import run
 from groupwise.sweeps import gradient_norms
 from groupwise.sweeps.gradient_norms import COLUMNS, main, rows_of
 from groupwise.sweeps.prepare import PlannedCell
-
-CONF = Path(__file__).parents[2] / "conf"
+from tests.combinations import CONF
 
 
 @pytest.fixture(scope="module")
