@@ -9,9 +9,8 @@ from groupwise.pipeline.evaluation import StageLink, evaluate_outcomes, evaluate
 from groupwise.pipeline.split import choose_ranges, cut
 from groupwise.tasks import make_task
 from tests.pipeline.ranks import run_ranks
-from tests.tasks.test_text_generation import config
+from tests.tasks.test_text_generation import CPU, config
 
-CPU = torch.device("cpu")
 LORA = {"trains": "lora", "lora": LoraConfig(rank=2, targets=["c_attn"])}
 CALLS = {  # split, batch size, limit, final
     "e2e": [("valid", 4, 10, False), ("train", 3, None, True), ("test", 5, 7, True)],

@@ -13,12 +13,11 @@ from groupwise.pipeline.split import cut
 from groupwise.tasks.beam_search import generate
 from groupwise.torchvision_import import import_torchvision
 from tests.pipeline.ranks import run_ranks
-from tests.tasks.test_beam_search import END, make_tokenizer
+from tests.tasks.test_beam_search import CPU, END, make_tokenizer
 
 import_torchvision()
 import transformers  # noqa: E402
 
-CPU = torch.device("cpu")
 POSITIONS = 40
 PROMPTS = ["Hi", "name[The Eagle], food[French]", "x", "area[riverside]", "name[The Eagle]", "n" * (POSITIONS - 3)]
 SETTINGS = [

@@ -1,9 +1,32 @@
 """Compares clipped sums of a padded text task in float64 with a loop over single examples."""
 
+import torch
+import torch.nn.functional as F
+
+from groupwise.tasks import make_task
 from tests.clipping.alone import assert_exact, looped
 from tests.clipping.modes import FEW, attached
 
 MODES = (*FEW, "block")
+
+
+def in_float64(config):
+    """The task in float64, with perturbed parameters: at the start of adapters half of the gradients are zero."""
+    torch.manual_seed(0)
+    task = make_task(config, torch.device("cpu"))
+    task.model.double()
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return task
+
+
+def losses_by_hand(task, tokens, start):
+    """The losses of the target tokens (n,) of one sequence without padding, mask or positions, from all logits."""
+    tokens = torch.as_tensor(tokens).long()
+    logits = task.model(tokens[None], use_cache=False).logits[0]
+    return F.cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="none")
 
 
 def check_sums(task, examples, mode, loss_of=None):

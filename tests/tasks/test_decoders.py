@@ -11,12 +11,11 @@ import torch.nn.functional as F
 
 from groupwise.clipping import attach, flat
 from groupwise.config.compose import compose_run
-from groupwise.config.schema import RunConfig
 from groupwise.tasks import make_task
 from tests.clipping.traced import clip
 from tests.combinations import CONF
 from tests.rdp_alone import rdp_alone
-from tests.tasks.clipped import MODES, check_sums
+from tests.tasks.clipped import MODES, check_sums, in_float64, losses_by_hand
 from tests.tasks.decoders import CPU, EXAMPLE, FAMILIES, folder_of, settings
 from trust.models.check import in_double
 
@@ -29,26 +28,13 @@ FAST = {
 """One or two cases of each clipping mode, family and head; the others are slow."""
 
 
-def in_float64(config: RunConfig):
-    """The task in float64, with perturbed parameters: at the start of adapters half of the gradients are zero."""
-    torch.manual_seed(0)
-    task = make_task(config, CPU)
-    task.model.double()
-    with torch.no_grad():
-        for parameter in task.model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn_like(parameter))
-    return task
-
-
 def loss_by_hand(task, example: int) -> torch.Tensor:
     """The loss of one row without padding, mask or positions, from all logits."""
     if hasattr(task, "_valid"):
         row, label = torch.as_tensor(task._train.tokens[example]).long(), int(task._train.labels[example])
         return F.cross_entropy(task.model(row[None], use_cache=False).logits[0], torch.tensor(label))
     samples = task._samples["train"]
-    row, start = torch.as_tensor(samples.tokens[example]).long(), int(samples.starts[example])
-    return F.cross_entropy(task.model(row[None], use_cache=False).logits[0, start - 1 : -1], row[start:])
+    return losses_by_hand(task, samples.tokens[example], samples.starts[example]).mean()
 
 
 def check(folder: Path, task: str, trains: str, mode: str, **model) -> None:

@@ -1,13 +1,10 @@
 """Microbatches of texts for a pipeline have equal shapes within a batch."""
 
 import numpy as np
-import torch
 
 from groupwise.config.schema import TrainConfig
 from groupwise.tasks import make_task
-from tests.tasks.test_text_generation import config
-
-CPU = torch.device("cpu")
+from tests.tasks.test_text_generation import CPU, config
 
 
 def test_microbatches_have_the_shape_of_the_longest_text():

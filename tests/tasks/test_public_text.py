@@ -4,17 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from groupwise.config.compose import compose_run
-from groupwise.config.schema import DataConfig, EvalConfig, GenerateConfig, ModelConfig, PathsConfig, RunConfig
+from groupwise.config.schema import ClipConfig, PathsConfig, RunConfig
 from groupwise.data.text_examples import sha256_of_files
 from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
+from tests.tasks.test_text_generation import CPU, config
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -28,34 +27,27 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(data: Path, clip: str = "layer", fresh: bool = True) -> RunConfig:
-    shape = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 128}
-    config = RunConfig(
-        task="e2e",
-        model=ModelConfig(name="gpt2", source=str(data / "model"), fresh=fresh, architecture="gpt2", shape=shape),
-        data=DataConfig(name="files", max_length=100),
-        eval=EvalConfig(generate=GenerateConfig(max_new_tokens=4, limit=1)),
-        paths=PathsConfig(data=str(data)),
-    )
-    config.clip.grouping = clip
-    return config
+def settings(data: Path, clip: str = "layer", fresh: bool = True) -> RunConfig:
+    model = {"source": str(data / "model"), "fresh": fresh}
+    given = {"paths": PathsConfig(data=str(data)), "clip": ClipConfig(grouping=clip)}
+    return config("e2e", model, {"name": "files"}, **given)
 
 
 def test_public_text_is_named_and_own_training_file_refused(data):
     record = data / "model" / "vocabulary.json"
     record.write_text(json.dumps({"sha256": {"public.json": "0" * 64}}))
-    assert make_task(config(data), CPU).describe_data()["public_text"] == "vocabulary from public.json"
+    assert make_task(settings(data), CPU).describe_data()["public_text"] == "vocabulary from public.json"
     record.write_text(json.dumps({"sha256": sha256_of_files([data / "e2e" / "trainset.csv"], data / "e2e")}))
     with pytest.raises(UserError, match=r"vocabulary of .* come from trainset\.csv, which this run should"):
-        make_task(config(data), CPU)
-    assert make_task(config(data, clip="none"), CPU).train_size == 25, "without privacy it is accepted"
+        make_task(settings(data), CPU)
+    assert make_task(settings(data, clip="none"), CPU).train_size == 25, "without privacy it is accepted"
 
 
 def test_weights_from_the_private_file_are_refused(data):
     digests = sha256_of_files([data / "e2e" / "trainset.csv"], data)
     (data / "model" / "provenance.json").write_text(json.dumps({"data": {"sha256": digests}}))
     with pytest.raises(UserError, match=r"weights of .* come from e2e/trainset\.csv"):
-        make_task(config(data, fresh=False), CPU)
+        make_task(settings(data, fresh=False), CPU)
 
 
 @pytest.mark.parametrize("task", ["e2e", "dart"])

@@ -15,7 +15,7 @@ from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
 from tests.models.conftest import SHAPES
-from tests.tasks.clipped import MODES, check_sums
+from tests.tasks.clipped import MODES, check_sums, in_float64
 
 CPU = torch.device("cpu")
 ROBERTA = SHAPES["roberta"] | {"max_position_embeddings": 66}
@@ -31,19 +31,14 @@ def config(task="sst2", model=(), data=(), **changes) -> RunConfig:
     )
 
 
-def double(task):
-    task.model.double()
-    return task
-
-
 @pytest.fixture(scope="module")
 def sst2():
-    return double(make_task(config(), CPU))
+    return in_float64(config())
 
 
 @pytest.fixture(scope="module")
 def mnli():
-    return double(make_task(config("mnli"), CPU))
+    return in_float64(config("mnli"))
 
 
 @pytest.mark.parametrize("mode", MODES)

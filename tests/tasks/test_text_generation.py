@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from groupwise.config.schema import (
     DataConfig,
@@ -26,7 +25,7 @@ from groupwise.tasks import make_task
 from groupwise.tasks.samples import PairEncoder
 from groupwise.tasks.text_generation import DELIMITER
 from tests.tasks import test_text_classification
-from tests.tasks.clipped import MODES, check_sums
+from tests.tasks.clipped import MODES, check_sums, in_float64, losses_by_hand
 
 CPU = torch.device("cpu")
 GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 160}
@@ -47,42 +46,24 @@ def config(task="e2e", model=(), data=(), generate=(), **changes) -> RunConfig:
     )
 
 
-def float64_task(*settings, **changes):
-    """A task in float64, with perturbed adapters: at their start half of the gradients are zero."""
-    torch.manual_seed(0)
-    task = make_task(config(*settings, **changes), CPU)
-    task.model.double()
-    for name, parameter in task.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return task
-
-
 @pytest.fixture(scope="module")
 def tied():
-    return float64_task()
+    return in_float64(config())
 
 
 @pytest.fixture(scope="module")
 def tasks(tied):
     return {
         "tied": tied,
-        "tied, sum": float64_task(train=TrainConfig(token_loss="sum")),
-        "untied": float64_task("dart", {"untie": True}),
-        "lora": float64_task("samsum", LORA),
+        "tied, sum": in_float64(config(train=TrainConfig(token_loss="sum"))),
+        "untied": in_float64(config("dart", {"untie": True})),
+        "lora": in_float64(config("samsum", LORA)),
     }
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("pretrained/gpt2_mini")
-
-
-def loss_by_hand(task, tokens, start):
-    """The losses of the target tokens (n,) of one sequence without padding, from all logits."""
-    tokens = torch.as_tensor(tokens).long()
-    logits = task.model(tokens[None], use_cache=False).logits[0]
-    return F.cross_entropy(logits[start - 1 : -1], tokens[start:], reduction="none")
 
 
 # -- sequences ------------------------------------------------------------------------------------------------------
@@ -137,7 +118,7 @@ def test_sources_are_cut_before_targets_and_the_delimiter_is_kept(tokenizer, end
 def test_losses_cover_only_target_tokens(tasks, name):
     task = tasks[name]
     samples = task._samples["train"]
-    expected = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in EXAMPLES]
+    expected = [losses_by_hand(task, samples.tokens[i], samples.starts[i]) for i in EXAMPLES]
     expected = torch.stack([part.sum() if "sum" in name else part.mean() for part in expected])
     torch.testing.assert_close(task.losses_of(EXAMPLES), expected, rtol=1e-12, atol=0)
 
@@ -166,7 +147,7 @@ def test_perplexity_is_over_tokens_and_loss_over_examples(tasks, name):
     task = tasks[name]
     samples = task._samples["valid"]
     with torch.no_grad():
-        parts = [loss_by_hand(task, samples.tokens[i], samples.starts[i]) for i in range(10)]
+        parts = [losses_by_hand(task, samples.tokens[i], samples.starts[i]) for i in range(10)]
     nll = float(torch.cat(parts).mean())
     loss = float(torch.stack([part.sum() if "sum" in name else part.mean() for part in parts]).mean())
     found = task.evaluate("valid", batch_size=4, limit=10)
