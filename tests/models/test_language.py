@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from groupwise.config.schema import ModelConfig
 from groupwise.errors import UserError
 from groupwise.models.language import is_head, load_causal, load_classifier, padding_token, position_limit
+from tests.models.conftest import SHAPES
 
 CLASSES = ("negative", "positive")
 
@@ -49,15 +50,6 @@ def test_fresh_weights_have_the_shape_of_a_folder(folders, tokenizer):
 
 
 # -- weights from a folder --------------------------------------------------------------------------------------------
-
-
-def test_half_precision_on_disk_becomes_float32(folders, tokenizer):
-    stored = load_file(folders["gpt2"] / "model.safetensors")["transformer.wte.weight"]
-    model = load_causal(ModelConfig(source=str(folders["gpt2"])), tokenizer)
-    assert stored.dtype == torch.float16
-    assert torch.equal(model.transformer.wte.weight, stored.float())
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model.training
 
 
 def test_frozen_half_precision_is_not_converted_to_float32(folders, tokenizer):
@@ -115,7 +107,7 @@ def test_trained_head_is_kept_only_for_the_same_classes_and_refused_in_another_o
     )
 
 
-def test_gpt2_file_of_the_hub_is_loaded(folders, tokenizer, tmp_path):
+def test_gpt2_file_of_the_hub_in_half_precision_is_loaded_as_float32(folders, tokenizer, tmp_path):
     """Names without a prefix, causal masks among the weights, and no lm_head, as in openai-community/gpt2."""
     target = copy(folders["gpt2"], tmp_path, pad_token_id=-1)
     stored = load_file(target / "model.safetensors")
@@ -124,7 +116,10 @@ def test_gpt2_file_of_the_hub_is_loaded(folders, tokenizer, tmp_path):
     save_file({**bare, **masks}, target / "model.safetensors", metadata={"format": "pt"})
     model = load_causal(ModelConfig(source=str(target)), tokenizer)
     assert padding_token(model) == 1, "the tokeniser's"
+    assert model.training
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     for name, value in stored.items():
+        assert value.dtype == torch.float16, name
         assert torch.equal(model.get_parameter(name), value.float()), name
 
 
@@ -211,26 +206,18 @@ def test_settings_without_a_causal_model_are_refused(tokenizer, changes, message
 
 
 def test_tokeniser_with_too_many_tokens_is_refused(folders, tokenizer, tmp_path):
-    class Other:
+    class Other(list):
         pad_token_id, bos_token_id, eos_token_id = 1, 0, 2
-
-        def __init__(self, size):
-            self.size = size
-
-        def __len__(self):
-            return self.size
 
     settings = ModelConfig(source=str(folders["gpt2"]))
     with pytest.raises(UserError, match=r"The tokeniser has 61 tokens, but model\.source=.* embeds only 60"):
-        load_causal(settings, Other(61))
-    load_causal(settings, Other(40))  # unused rows, as in the embedding of RoBERTa
+        load_causal(settings, Other(range(61)))
+    load_causal(settings, Other(range(40)))  # unused rows, as in the embedding of RoBERTa
 
 
 def test_shape_that_contradicts_the_weights_is_refused(folders, tokenizer):
     source = str(folders["gpt2"])
-    config = folders["gpt2"] / "config.json"
-    layers = json.loads(config.read_text())["n_layer"]
-    load_causal(ModelConfig(source=source, shape={"n_layer": layers}), tokenizer)
+    load_causal(ModelConfig(source=source, shape={"n_layer": SHAPES["gpt2"]["n_layer"]}), tokenizer)
     with pytest.raises(UserError, match=r"model\.shape\.n_layer=7 contradicts"):
         load_causal(ModelConfig(source=source, shape={"n_layer": 7}), tokenizer)
     load_causal(ModelConfig(source=source, architecture="gpt2"), tokenizer)
