@@ -21,10 +21,6 @@ COUNTS = [-(-len(BATCHES[step]) // MICROBATCH) for step in (0, 2)]
 """Microbatches of the steps that have examples."""
 
 
-def nothing_random(_: int) -> nullcontext:
-    return nullcontext()
-
-
 def test_1f1b_holds_no_more_microbatches_than_there_are_stages_to_come():
     assert [held_at_once(4, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
     assert [held_at_once(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
@@ -84,7 +80,7 @@ def buffers(ranks: Ranks) -> tuple:
     gc.collect()
     gc.disable()
     try:
-        trainer.runner.run(microbatches, nothing_random)
+        trainer.runner.run(microbatches, nullcontext)
         alive = sum(isinstance(thing, SteppedStage) for thing in gc.get_objects())
     finally:
         gc.enable()
@@ -96,7 +92,7 @@ def losses(ranks: Ranks) -> tuple:
     """Losses of a step, and of one without examples."""
     trainer = make_trainer(Case(), ranks)
     microbatches = drawn(trainer, MICROBATCH, trainer.runner.stage.count)
-    return trainer.runner.run(microbatches, nothing_random), trainer.runner.run([], nothing_random)
+    return trainer.runner.run(microbatches, nullcontext), trainer.runner.run([], nullcontext)
 
 
 def same_dropout(ranks: Ranks) -> float:
@@ -121,7 +117,7 @@ def left_out(ranks: Ranks) -> tuple:
             if trainer.runner.stage.first:
                 trainer.runner.stage.body.wte.weight.data[last] = torch.nan
             run = trainer.runner.run_flat if grouping == "flat" else trainer.runner.run
-            run(data.feed().microbatches(torch.tensor(batch).numpy(), 2, 2), nothing_random)
+            run(data.feed().microbatches(torch.tensor(batch).numpy(), 2, 2), nullcontext)
             counts = (trainer.private.engine.nonfinite, trainer.private.engine.examples)
             both.append(([p.grad.clone() for p in trainer.runner.stage.parameters()], counts))
         found.append(both)
@@ -178,4 +174,4 @@ def test_an_error_inside_a_pass_is_one_sentence(monkeypatch):
 
         monkeypatch.setattr(trainer.runner, "_stepped", fail)
         with pytest.raises(UserError, match=sentence):
-            trainer.runner.run(microbatches, nothing_random)
+            trainer.runner.run(microbatches, nullcontext)
