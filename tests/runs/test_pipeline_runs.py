@@ -24,6 +24,7 @@ from groupwise.run import run
 from tests.forks import FORKS
 from tests.made_up import made_up_once
 from tests.rdp_alone import rdp_alone
+from tests.runs.test_language_runs import folder_of
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,11 +57,6 @@ def smoke(folder: Path | str, *overrides: str) -> RunConfig:
     """The configuration of a run of two stages, with seeded batches."""
     given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", *SAME, *overrides]
     return compose_run(given, ROOT / "conf")
-
-
-def folder_of(results: Path) -> Path:
-    (folder,) = (results / "runs").iterdir()
-    return folder
 
 
 @contextmanager
@@ -152,17 +148,14 @@ def test_flat_and_unclipped_pipelines_match_one_process(cells, tmp_path, name):
 # --- the command ---
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 def start(folder: Path, *overrides: str, launcher: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
     """`run.py task=samsum_pipeline` at scale=smoke, in `folder`; the launcher is given to Python before it."""
     given = ["task=samsum_pipeline", "scale=smoke", f"paths.results={folder}", *SAME, *overrides]
+    own = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "run.py"), *given],
         cwd=ROOT,
-        env=environment() | variables,
+        env=os.environ | own | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
