@@ -9,7 +9,7 @@ from groupwise.errors import UserError
 from tests.clipping.alone import assert_exact
 from tests.clipping.modes import FEW, attached
 from tests.clipping.test_per_example import Uses
-from tests.clipping.traced import clip_batch
+from tests.clipping.traced import clip, clip_batch
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -56,6 +56,14 @@ class Tripled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return 3 * g
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_attributes_set_by_hooks_are_plain_tensors_after_a_pass():
+    model, x = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2))), torch.randn(4, 3)
+    with attach(model, flat(model), 0.1) as engine:
+        clip(engine, lambda rows: model(x[list(rows)]).square().sum(1), range(4))
+    assert type(model[0].weight) is torch.Tensor
 
 
 def in_place(weight):

@@ -53,8 +53,7 @@ def example_by_example(
             return made.movedim(0, place.axis).flatten(place.axis, place.axis + 1)
         raise UserError(
             f"{label} went into {name}, in whose result of shape {tuple(made.shape[1:])} an example has no rows of its "
-            "own: make the batch the first axis of the result, wrap the computation in a layer type with a rule, or "
-            "freeze the parameter."
+            "own: put the batch first in the result (einsum('bi,eio->beo', ...)), or freeze the parameter."
         )
 
     made = tree_map(joined, for_examples(func, leaves, spec, parts, name, label))

@@ -80,6 +80,8 @@ class Patches:
                 forward = partial(calls.layer, layer.module, members[layer.name])
             if forward is not None:
                 self._attributes.append((layer.module.__dict__, "forward", torch.compiler.disable(forward)))
+        self._hooked = [layer.module.__dict__ for layer in layers if layer.module._forward_pre_hooks]
+        """Modules whose hooks may set attributes to a `PerExample`, such as those of `torch.nn.utils.weight_norm`."""
         if direct:
             return
         group_of = {parameter: group for group in groups for parameter in group.parameters}
@@ -105,6 +107,8 @@ class Patches:
                     own.pop(name, None)
                 else:
                     own[name] = value
+            for own in self._hooked:
+                own.update({name: value.like.detach() for name, value in own.items() if isinstance(value, PerExample)})
 
 
 def _run_recurrent(module: Any, *args: Any, **kwargs: Any) -> Any:
