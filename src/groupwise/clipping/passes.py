@@ -76,13 +76,12 @@ def refuse_bypass(name: str) -> None:
     raise UserError(
         f"Parameter {name!r} is used outside its own layer's forward, where its gradient cannot be clipped: call the "
         "layer instead, or wrap the computation in a module that owns the parameter (as an attribute or in a "
-        "ParameterList, not in a list); for a penalty on weights use the "
-        "optimizer's weight_decay."
+        "ParameterList, not in a list); for a penalty on weights use the optimizer's weight_decay."
     )
 
 
 Phase = Literal["clip", "norms", "sums"]
-"""What a backward pass computes: norms and sums, norms alone (ghost, first pass), or sums alone (second)."""
+"""The work of a backward pass: norms and sums, norms alone (ghost, first pass), or sums alone (second)."""
 
 
 class Pass:

@@ -164,8 +164,11 @@ def _with_copies(func: Any, name: str, leaves: list[Any], spec: Any) -> Any:
             "use operations that are not in place."
         )
     ranks = [leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]
-    outer = all(place is None or place.axis < leaf.dim() - 2 for leaf, place in zip(leaves, places, strict=True))
-    if name in _BROADCASTS or (name in _PRODUCTS and min(ranks) > 2 and outer):
+    if name in _BROADCASTS or (
+        name in _PRODUCTS
+        and min(ranks) > 2
+        and all(place is None or place.axis < leaf.dim() - 2 for leaf, place in zip(leaves, places, strict=True))
+    ):
         rank = max(ranks)
         leaf, found = next((leaf, p) for leaf, p in zip(leaves, places, strict=True) if p is not None)
         place = replace(found, axis=found.axis + rank - leaf.dim())

@@ -19,7 +19,8 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
         examples: two of them run first, then both twice: draws that each example makes for itself double.
 
     Returns:
-        Whether the expectation of all draws is known. Then an example can be compared alone and in a batch.
+        Whether the expectation of all draws is known, and some loss is finite and not 0 there. Then an example can be
+        compared alone and in a batch.
 
     Raises:
         UserError: naming the module.
@@ -48,7 +49,16 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
         if not _without_effect(runs, half, draw):
             what = f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))}"
             _refuse(f"{what} in {draw.place} for all {len(half)} examples of a batch")
-    return not host.drawn and all(draw.has_expectation for draw in some.taken)
+    if host.drawn or not all(draw.has_expectation for draw in some.taken):
+        return False
+    return not some.taken or _have_losses_at_mean(runs, examples)
+
+
+def _have_losses_at_mean(runs: Runs, examples: Sequence[int]) -> bool:
+    """Whether some loss is finite and not 0 with the draws at their expectation (`torch.rand(n) < 0.15` masks none)."""
+    with runs.drawing(mean=True):
+        losses = runs.losses(examples).detach()
+    return bool((losses.isfinite() & (losses != 0)).any())
 
 
 def _refuse(what: str) -> NoReturn:

@@ -75,37 +75,37 @@ def choose_examples(data: Any, size: int) -> list[int]:
     items = {row: list(_leaves(data[row])) for row in some}
     ordered = sorted(items, key=lambda row: -sum(map(_numel, items[row])))
     rarity = dict.fromkeys(items, len(items))
-    for column in _columns(items):
+    features = {row: list(map(_feature, leaves)) for row, leaves in items.items()}
+    for column in _columns(features):
         counts = Counter(column.values())
         if len(counts) <= len(items) / 2:  # else nearly every value is another, as in a regression
             rarity = {row: min(rarity[row], counts[value]) for row, value in column.items()}
     rarest = sorted((row for row in ordered if rarity[row] < len(items)), key=rarity.__getitem__)
     chosen = list(dict.fromkeys([*ordered[:1], *ordered[-1:], *rarest[:2], *examples_to_trace(ordered)]))[:TRACED]
     near = {row + 1 for row in chosen if row + 1 < size} - items.keys()  # the data may be sorted by query
-    return _with_pairs(chosen, items | {row: list(_leaves(data[row])) for row in sorted(near)})
+    return _with_pairs(chosen, features | {row: list(map(_feature, _leaves(data[row]))) for row in sorted(near)})
 
 
-def _with_pairs(chosen: list[int], items: Mapping[int, list[Any]]) -> list[int]:
+def _with_pairs(chosen: list[int], features: Mapping[int, list[str]]) -> list[int]:
     """Add up to two pairs of examples, second to fifth, that share values of which no two of the chosen have the same.
 
     A pair differs in as many other values as possible: two documents of one query, but of different relevance.
     """
-    columns = _columns(items)
+    columns = _columns(features)
     for _ in range(2):
         distinct = [column for column in columns if len({column[row] for row in chosen}) == len(chosen)]
-        shared = {(i, j): sum(each[i] == each[j] for each in distinct) for i, j in combinations(items, 2)}
+        shared = {(i, j): sum(each[i] == each[j] for each in distinct) for i, j in combinations(features, 2)}
         other = {(i, j): sum(each[i] != each[j] for each in columns) for i, j in shared if shared[i, j]}
-        if other:
-            best = max(other, key=lambda pair: (shared[pair], other[pair]))
-            chosen = list(dict.fromkeys([chosen[0], *best, *chosen[1:]]))
+        if not other:
+            break
+        best = max(other, key=lambda pair: (shared[pair], other[pair]))
+        chosen = list(dict.fromkeys([chosen[0], *best, *chosen[1:]]))
     return chosen
 
 
-def _columns(items: Mapping[int, list[Any]]) -> list[dict[int, str]]:
-    """What may be rare or shared about each part of the examples, by row."""
-    return [
-        dict(zip(items, values, strict=True)) for values in zip_longest(*(map(_feature, items[row]) for row in items))
-    ]
+def _columns(features: Mapping[int, list[str]]) -> list[dict[int, str]]:
+    """The features of each part of the examples, by row."""
+    return [dict(zip(features, values, strict=True)) for values in zip_longest(*features.values())]
 
 
 def _leaves(item: Any, depth: int = 3) -> Iterator[Any]:
@@ -122,7 +122,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _feature(leaf: Any) -> str:
-    """A single value, or whether any of several is NaN or not 0."""
+    """What may be rare about a part of an example, or shared: a single value, or whether any is NaN or not 0."""
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufc":
         leaf = torch.as_tensor(leaf)
     if not isinstance(leaf, Tensor):
