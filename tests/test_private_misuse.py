@@ -324,6 +324,10 @@ REFUSED: dict[str, Misuse] = {
         "fail for a batch of one example",
     ),
     "losses that are a list": (lambda: with_losses(lambda model, x, y: model(x).tolist()), "The losses are a list"),
+    "a parameter in `torch.vmap`": (
+        lambda: with_losses(lambda model, x, y: torch.vmap(lambda row: (model[0].weight @ row).sum())(x)),
+        "'0.weight' runs inside torch.vmap or another transform",
+    ),
     "losses without a gradient": (
         lambda: with_losses(lambda model, x, y: cross_entropy(model, (x, y)).detach()),
         "no gradient",

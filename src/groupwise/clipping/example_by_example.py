@@ -117,7 +117,8 @@ def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Te
             ) from error
         raise UserError(
             f"{label} is used by {name}, which does not work with a copy of it for each example "
-            f"({str(error).splitlines()[0]}): freeze it, or register a rule for the layer that holds it."
+            f"({str(error).splitlines()[0]}): use matmul or einsum (in place of torch.vmap, say), register a rule for "
+            "the layer that holds it, or freeze it."
         ) from error
     shown, shown_spec = nest
     return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in shown], shown_spec)

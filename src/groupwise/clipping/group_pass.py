@@ -40,9 +40,14 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
         A callback for the call's activations and output gradients.
 
     Raises:
-        UserError: under autocast to float16; first called in the backward pass.
+        UserError: under autocast to float16; inside torch.vmap; first called in the backward pass.
     """
     group = member.group
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(
+            f"{member.label} runs inside torch.vmap or another transform of torch.func, where it cannot be clipped: "
+            "run it on the whole batch (matmul or einsum take several axes), or freeze it."
+        )
     if group.index not in running.groups:
         if running.phase is not None:
             raise UserError(

@@ -48,7 +48,7 @@ def check_draws(runs: Runs, examples: Sequence[int]) -> bool:
     for draw in dict.fromkeys(_shared(some.taken, twice.taken)):
         if not _without_effect(runs, half, draw):
             what = f"torch.{draw.name.strip('_')} draws numbers of shape {' and '.join(map(str, draw.shapes))}"
-            _refuse(f"{what} in {draw.place} for all {len(half)} examples of a batch")
+            _refuse(f"{what} in {draw.place} for {len(half)} examples, and not twice as many for {2 * len(half)}")
     if host.drawn or not all(draw.has_expectation for draw in some.taken):
         return False
     return not some.taken or _have_losses_at_mean(runs, examples)
@@ -64,7 +64,8 @@ def _have_losses_at_mean(runs: Runs, examples: Sequence[int]) -> bool:
 def _refuse(what: str) -> NoReturn:
     raise UserError(
         f"{what}, but examples must not share randomness: draw one for each example, with the batch as first axis "
-        "(torch.rand(len(x), ...)), set its rate to 0, or put that module into eval mode."
+        "(torch.rand(len(x), ...)) and in equally many calls for any batch, set its rate to 0, or put that module into "
+        "eval mode."
     )
 
 

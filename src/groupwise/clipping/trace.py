@@ -32,7 +32,8 @@ ROUNDS = 12
 
 EXPERTS = "transformers: experts_implementation='batched_mm'"
 CHOSEN = (
-    f"the rows depend on the data (experts, graphs; let every example have all of them, padded or masked; {EXPERTS})"
+    "the rows depend on the data (experts, graphs, texts cut to the longest; let every example have all of them, "
+    f"masked or padded to a fixed number; {EXPERTS})"
 )
 
 MIXES = ": a layer or the loss mixes the examples of a batch"

@@ -128,5 +128,5 @@ def _distance(model: nn.Module, losses_of: LossesOf, examples: Sequence[dict[str
         if losses_of is cross_entropies and inputs["labels"].ndim == 1:
             ours = ours[inputs["labels"] != IGNORED]
         if own is not None and math.isfinite(own):
-            found.append(float((own - ours.mean()).abs() / ours.mean().abs().clamp(min=1)))
+            found.append(float(((own - ours.mean()).abs() / ours.mean().abs().clamp(min=1)).nan_to_num(math.inf)))
     return max(found, default=math.inf)

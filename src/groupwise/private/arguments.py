@@ -37,7 +37,8 @@ INSTEAD = {
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UserError` for a wrapped or unsuitable optimiser, one that does not have exactly the trainable
     parameters of the model, or one with state (such as momentum) from steps that were not private."""
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if (closure and closure.default is closure.empty) or isinstance(optimizer, torch.optim.SparseAdam):
         raise UserError(f"{type(optimizer).__name__} does not work with private steps: use SGD or Adam, for example.")
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):  # by Accelerate or Lightning
         raise UserError(f"The optimizer is wrapped in {type(optimizer).__name__}: give optimizer.optimizer.")
