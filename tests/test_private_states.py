@@ -37,11 +37,12 @@ def loaded_after_steps() -> None:
 def state_of_another_model() -> None:
     state = Use(network(nn.Linear(8, 8))).train(1).private.state_dict()
     use = Use(network(nn.Sequential(nn.Linear(8, 8))), seed=4)
-    before = use.private.core.noise.key
+    before, weight = use.private.core.noise.key, use.model[0].weight.clone()
     try:
         use.private.load_state_dict(state)
     finally:
         assert use.private.core.noise.key == before and not use.private.executed
+        assert torch.equal(use.model[0].weight, weight)
 
 
 def state_within_a_step() -> None:
@@ -70,7 +71,7 @@ STATES: dict[str, Misuse] = {
     "a state of another model": (state_of_another_model, "does not fit this model"),
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
-    "a state of another kind of optimizer": (of_another_optimizer, "optimizer does not have the settings of Adam"),
+    "a state of another kind of optimizer": (of_another_optimizer, "made with optimizer=SGD, but here it is Adam"),
     "a state of something else": (lambda: Use().private.load_state_dict(network().state_dict()), "has no noise key"),
     "a state loaded after steps were taken (the same noise again)": (loaded_after_steps, "resuming would repeat"),
     "`copy.deepcopy(private)` (the same noise again)": (lambda: copy.deepcopy(Use().private), "cannot be copied"),

@@ -179,8 +179,9 @@ class ClippingEngine(ThresholdsAndCounts):
             microbatch: a name, if several forward passes run before their backward passes (`backward_of`).
 
         Raises:
-            UserError: called inside another pass.
+            UserError: called inside another pass; a parameter was changed since `attach`.
         """
+        self._attached.check_same()
         with self._patches.installed(), self._passes.forward(examples, self.plan, microbatch):
             yield
 

@@ -83,7 +83,6 @@ def verify(
         repeatable = check_draws(runs, some)
         if not repeatable:
             warnings.warn(NOT_ALONE, stacklevel=2)
-        _check_buffers(engine, buffers)
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
         if runs.autocasts:
@@ -99,7 +98,9 @@ def verify(
             )
         fewer = max(1, len(some) - 2)
         engine.set_thresholds(_halving(norms[:, :fewer], engine.thresholds))
-        return max(worst, compare.batch(some[:fewer][::-1], heavy=some[0])[0])
+        worst = max(worst, compare.batch(some[:fewer][::-1], heavy=some[0])[0])
+        _check_buffers(engine, buffers)
+        return worst
 
 
 @contextmanager

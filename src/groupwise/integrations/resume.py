@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private
+from groupwise.private.data import digest
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint
 
 STATE = "privacy.pt"
@@ -61,7 +62,8 @@ def save(folder: Path, private: Private) -> None:
     """Write ``privacy.pt`` into a checkpoint's folder; weights and optimiser are saved by transformers."""
     state = private._state()  # without copies of the weights
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
-    save_checkpoint(folder / STATE, {**kept, "of_key": private.core.noise.derive("checkpoint")})
+    weights = digest(private.model.state_dict())
+    save_checkpoint(folder / STATE, {**kept, "of_key": private.core.noise.derive("checkpoint"), "weights": weights})
 
 
 def load(folder: Path, private: Private) -> None:
@@ -76,4 +78,9 @@ def load(folder: Path, private: Private) -> None:
     if NoiseSource.from_state(key).derive("checkpoint") != saved["of_key"]:
         raise UserError(f"{path} is the key of another run than {folder}: give a checkpoint of the same run.")
     saved |= {"model": core.model.state_dict(), "optimizer": core.optimizer.state_dict()}
+    if saved.get("weights") not in (None, digest(saved["model"])):  # None: of an earlier version
+        raise UserError(
+            f"Loading {folder} did not restore all weights, so the same noise would be added to other gradients: make "
+            "the model as before, and name layers that train beside adapters of peft in modules_to_save."
+        )
     private.load_state_dict(saved | key)

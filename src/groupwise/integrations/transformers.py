@@ -112,8 +112,8 @@ class PrivateTrainer(Trainer):
             self._begin(num_training_steps)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if self.private is not None:
-            kinds = {"model": self.model, "optimizer": self.private.core.optimizer, "lr_scheduler": scheduler}
-            self.private.settings |= {name: type(of).__name__ for name, of in kinds.items()}
+            kinds = {"model": type(self.model).__name__, "lr_scheduler": type(scheduler).__name__}
+            self.private.settings |= kinds
         return scheduler
 
     def _begin(self, steps: int) -> None:

@@ -185,5 +185,6 @@ def make_private(
             sums=sums,
             ranks=ranks,
         )
+        kind = type(optimizer).__name__
         groups = {} if partition is None else {"groups": [[group.name, *group.layers] for group in partition]}
-        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, **groups})
+        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, "optimizer": kind, **groups})

@@ -207,6 +207,8 @@ class Private:
         self._check_open()
         self._check_data()
         began, core = time.monotonic(), self.core
+        if {*self.model.modules()} != {*self._modes}:
+            raise UserError("Modules were added or removed: call private.detach(), then make_private again.")
         for module, training in self._modes.items():
             if module.training != training:
                 module.training = training
@@ -268,9 +270,8 @@ class Private:
             )
         if ranks.replicas > 1:
             key = sha256(b"groupwise agreed" + core.noise.key).hexdigest()
-            promised = repr((self.plan.to_dict(), self.engine.thresholds.tolist()))
-            found = ranks.gather((key, self.executed, promised, fingerprint(self._sums.data, core.noise)))
-            for what, of in zip(("key", "step", "plan or thresholds", "data"), zip(*found, strict=True), strict=True):
+            found = ranks.gather((key, self.executed, repr(self.plan), fingerprint(self._sums.data, core.noise)))
+            for what, of in zip(("key", "step", "plan", "data"), zip(*found, strict=True), strict=True):
                 if len({*of} - {None}) > 1:
                     raise UserError(
                         f"The processes do not have the same {what}: give make_private the same arguments and the "
@@ -365,13 +366,10 @@ class Private:
             )
         try:
             noise = NoiseSource.from_state(state)
-            defaults = self.core.optimizer.defaults
-            if any(set(defaults) - set(group) for group in state["optimizer"]["param_groups"]):  # schedulers add names
-                raise ValueError(f"its optimizer does not have the settings of {type(self.core.optimizer).__name__}")
             self.core.load_state_dict(state)
         except UserError:
             raise
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(
                 f"The state does not fit this model and optimiser ({reason(error)}): create them as before. The noise "
                 "key was not loaded."

@@ -142,8 +142,8 @@ class PrivateStep:
         try:
             return self._step(step)
         except BaseException:
-            if self.executed == step and self.engine is not None:
-                self.optimizer.zero_grad()  # sums without noise
+            if self.engine is not None:
+                self.optimizer.zero_grad()  # the sums may be without noise
             raise
         finally:
             self.running = False
@@ -204,10 +204,14 @@ class PrivateStep:
         """Sum gradients over the replicas in place; returns the summed counts, (K,), or (0,) without clipping."""
         counts = torch.zeros(0) if self.engine is None else self.engine.counts
         if self.ranks.replicas > 1:
-            on_device = counts.to(self.device)
+            clip = torch.zeros(0) if self.thresholds is None else self.thresholds.clip_thresholds
+            shared = torch.stack([clip, clip.square()])
+            on_device = torch.cat([counts, *shared]).to(self.device)
             own = [] if self.in_shards else self._gradients()  # FSDP2 has already summed shards
             self.ranks.sum_([*own, *([on_device] if len(counts) else [])])
-            counts = on_device.cpu()
+            counts, *sums = on_device.cpu().split(max(len(counts), 1))
+            if sums and not torch.allclose(torch.stack(sums), self.ranks.replicas * shared, 1e-9, 0.0):
+                raise UserError("The processes clip to different thresholds: set the same ones in each of them.")
         return counts
 
     def _gradients(self) -> list[Tensor]:
@@ -286,16 +290,21 @@ class PrivateStep:
         if self.in_shards:
             self.reshard()
             state = in_shards(state, self.model, self.optimizer)
-        used = state["matmul"]  # a name in version 0.4.0
-        matmul.repeat(used if isinstance(used, str) else used[self.process])
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        used, known = state["matmul"], ClipPlan.from_state_dict(state["clip_plan"])  # `used` is a name in version 0.4.0
+        step, size, thresholds = state["step"], state["microbatches"][self.process], state["thresholds"]
+        both = state["model"], self.model.state_dict()
+        shapes, own = ({(name, getattr(value, "shape", ())) for name, value in of.items()} for of in both)
+        if odd := shapes ^ own:
+            raise ValueError(f"{min(odd)[0]} is missing or has another shape")
+        self.optimizer.load_state_dict(state["optimizer"])  # before anything changes, as it refuses other parameters
         if self.thresholds is not None:
-            self.thresholds.load_state_dict(state["thresholds"])
+            self.thresholds.load_state_dict(thresholds)
+        self.model.load_state_dict(state["model"])
+        matmul.repeat(used if isinstance(used, str) else used[self.process])
         if self.engine is not None:
-            self.engine.plan = self.engine.plan.joined(ClipPlan.from_state_dict(state["clip_plan"]))
-        self.sums.size = state["microbatches"][self.process]  # dropout masks depend on it
-        self.executed = state["step"]
+            self.engine.plan = self.engine.plan.joined(known)
+        self.sums.size = size  # dropout masks depend on it
+        self.executed = step
 
     def reshard(self) -> None:
         """Shard the parameters that a forward pass without a backward pass has left gathered."""
