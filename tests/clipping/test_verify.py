@@ -144,10 +144,10 @@ FAULTS = {
         lambda: Two(reordered),
         r"(the input of layer|Layer) '1\.b' .*reordered|reordered.*layer '1\.b'",
     ),
-    "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for all"),
+    "layer drop": (LayerDrop, r"torch.rand draws numbers of shape \(\) in layer '1' \(LayerDrop\) for 2 examples"),
     "gradients cut off": (
         lambda: Lambda(sometimes_cut_off),
-        r"torch.rand draws numbers of shape \(\) in layer '1' \(Lambda\) for all",
+        r"torch.rand draws numbers of shape \(\) in layer '1' \(Lambda\) for 2 examples",
     ),
     "one mask for all": (lambda: Lambda(one_mask), r"torch.bernoulli draws numbers of shape \(5,\) in layer '1'"),
     "python": (lambda: Scaled(random.random), r"Numbers from random are drawn in layer '1' \(Scaled\)"),
