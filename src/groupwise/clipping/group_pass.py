@@ -11,7 +11,7 @@ norm: either it is a group by itself, or there are two backward passes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ Report = Callable[[Saved, Tensor], Gradients]
 
 
 def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
-    """Register a layer's call with its group in this pass. A recomputed call (checkpointing) joins the same group pass.
+    """Register a layer's call with its group in this pass; returns a callback for its activations and output gradients.
 
     Returns:
         A callback for the call's activations and output gradients.
@@ -55,38 +55,32 @@ def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
                 "use_reentrant=False."
             )
         refuse_float16(member.label, group.threshold.device.type)
-        together = Together([])
+        together: list[GroupPass] = []
         for each in group.together or (group,):
             running.groups[each.index] = GroupPass(each, running, together)
-            together.passes.append(running.groups[each.index])
+            together.append(running.groups[each.index])
     found: GroupPass = running.groups[group.index]
     if running.phase is not None:
         running.recomputes = True
     else:
         found.calls += 1
-        found.together.waiting += 1
+        found.waiting += 1
         for parameter, rows in zip(member.parameters, member.rows, strict=True):
             if parameter is not None:
                 found.uses.setdefault(parameter, []).append(rows)
     return partial(found.receive, member, layout)
 
 
-@dataclass
-class Together:
-    """Groups that close together in one microbatch's pass, often a single one."""
-
-    passes: list["GroupPass"]
-    waiting: int = 0
-    """How many of their calls have not reported."""
-
-
 class GroupPass:
-    """One group in one microbatch's pass: what its layers reported, and the sums so far."""
+    """One group in one microbatch's pass: what its layers reported, and the sums so far.
 
-    def __init__(self, group: ClippingGroup, microbatch: Pass, together: "Together") -> None:
+    It closes with the groups of `together`, itself included, once no call of any of them is `waiting` to report.
+    """
+
+    def __init__(self, group: ClippingGroup, microbatch: Pass, together: list["GroupPass"]) -> None:
         self.group, self.microbatch, self.together = group, microbatch, together
-        self.calls = 0
-        """How often its layers have run forward."""
+        self.calls = self.waiting = 0
+        """How often its layers have run forward, and how many of these calls have not reported."""
         self.uses: dict[nn.Parameter, list[slice | None]] = {}
         """The rows of each parameter that each call uses; None: all rows."""
         self.copies: dict[nn.Parameter, Tensor] = {}
@@ -144,9 +138,9 @@ class GroupPass:
         running = self.running()
         self.received = True
         sums = self._take(member, layout, saved, g, running)
-        self.together.waiting -= 1
-        if not self.together.waiting:
-            close(running, self.together.passes)
+        self.waiting -= 1
+        if not any(each.waiting for each in self.together):
+            close(running, self.together)
         return sums
 
     def _take(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor, running: Pass) -> Gradients:
@@ -251,7 +245,7 @@ def close_rest(running: Pass) -> None:
     """Close the groups of a pass some of whose calls did not report, as the losses do not depend on their outputs."""
     for each in running.groups.values():
         if each.received and not each.over:
-            close(running, each.together.passes)
+            close(running, each.together)
 
 
 def close(running: Pass, passes: Sequence[GroupPass]) -> None:

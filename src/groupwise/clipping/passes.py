@@ -158,7 +158,7 @@ class Pass:
         self.reported.clear()
         for group_pass in self.groups.values():
             group_pass.over = group_pass.received = False
-            group_pass.together.waiting = sum(each.calls for each in group_pass.together.passes)
+            group_pass.waiting = group_pass.calls
 
     def check_again(self) -> None:
         """Compare the norms of the pass for sums with those of the pass for norms, which set the clip factors.
