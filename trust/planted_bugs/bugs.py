@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from groupwise.clipping import ClippingEngine, Sensitivity, group_pass
+from groupwise.clipping.checks import LossesOf
 from groupwise.clipping.factors import Factors, keep_finite
 from groupwise.clipping.groups import ClippingGroup, LayerCall
 from groupwise.privacy import (
@@ -23,7 +24,7 @@ from groupwise.privacy import (
     thresholds,
 )
 from groupwise.training import private_step
-from groupwise.training.private_step import LossesOf, PrivateStep, Released
+from groupwise.training.private_step import PrivateStep, Released
 
 Bug = Callable[[], AbstractContextManager[object]]
 PUBLIC_SEED = 0

@@ -3,7 +3,7 @@
 A parameter's gradient may come from its group (or from a layer that clips by itself) and from nowhere else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,6 +19,9 @@ from groupwise.clipping.partition import Partition
 from groupwise.clipping.passes import Pass, refuse_bypass
 from groupwise.clipping.per_example import PerExample
 from groupwise.errors import UserError
+
+LossesOf = Callable[[Sequence[int]], Tensor]
+"""A function of the indices of n examples that returns their losses, (n,), each computed from its own example alone."""
 
 
 def check_options(norms: str, partition: Partition, formula: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping.calls import LayerCalls
-from groupwise.clipping.checks import Attached, check_losses, check_model, check_options, check_rule
+from groupwise.clipping.checks import Attached, LossesOf, check_losses, check_model, check_options, check_rule
 from groupwise.clipping.clip_plan import ClipPlan, UntracedCall
 from groupwise.clipping.factors import ClipRule, Factors, clip_factors
 from groupwise.clipping.group_pass import clip_factors_of, close_rest
@@ -92,7 +92,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     # -- the plan -------------------------------------------------------------------------------------------------
 
-    def trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+    def trace(self, losses_of: LossesOf, examples: Sequence[int]) -> ClipPlan:
         """Find the batch axis of every layer's input in a few forward passes, and add it to `plan`.
 
         Random generators and buffers are restored afterwards.
@@ -110,7 +110,7 @@ class ClippingEngine(ThresholdsAndCounts):
         with nullcontext() if self._direct else moved_parameters(self.model):  # the caller reshards, and moves shards
             return self._trace(losses_of, list(dict.fromkeys(examples))[:TRACED])
 
-    def _trace(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> ClipPlan:
+    def _trace(self, losses_of: LossesOf, examples: Sequence[int]) -> ClipPlan:
         with unchanged(self.model) as generators:
             runs = Runs(self.model, losses_of, generators)
 
@@ -127,7 +127,7 @@ class ClippingEngine(ThresholdsAndCounts):
 
     # -- one microbatch -------------------------------------------------------------------------------------------
 
-    def clip(self, losses_of: Callable[[Sequence[int]], Tensor], examples: Sequence[int]) -> Tensor:
+    def clip(self, losses_of: LossesOf, examples: Sequence[int]) -> Tensor:
         """Run a microbatch forward and backward: `losses`, then `backward`.
 
         Returns:
@@ -137,12 +137,7 @@ class ClippingEngine(ThresholdsAndCounts):
         self.backward(losses)
         return losses.detach()
 
-    def losses(
-        self,
-        losses_of: Callable[[Sequence[int]], Tensor],
-        examples: Sequence[int],
-        rewind: Callable[[], None] | None = None,
-    ) -> Tensor:
+    def losses(self, losses_of: LossesOf, examples: Sequence[int], rewind: Callable[[], None] | None = None) -> Tensor:
         """The losses of a microbatch, (n,), for `backward`. A layer call that is not in the plan is traced once, on
         these examples; the dropout masks are the same as without the trace.
 

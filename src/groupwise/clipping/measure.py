@@ -1,11 +1,11 @@
 """Measures per-example gradient norms, without privacy, for figures, outliers and mislabelled examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.clipping.checks import check_losses
+from groupwise.clipping.checks import LossesOf, check_losses
 from groupwise.clipping.engine import attach
 from groupwise.clipping.norm_methods import Formula
 from groupwise.clipping.partition import Partition, per_layer
@@ -15,7 +15,7 @@ from groupwise.clipping.unchanged import unchanged
 
 def gradient_norms(
     model: nn.Module,
-    losses_of: Callable[[Sequence[int]], Tensor],
+    losses_of: LossesOf,
     examples: Sequence[int],
     partition: Partition | None = None,
     *,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.clipping.checks import check_losses
+from groupwise.clipping.checks import LossesOf, check_losses
 from groupwise.clipping.unchanged import Generators
 
 Observe = Callable[[str, Any], None]
@@ -134,13 +134,9 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Runs:
-    """Forward passes of a model that always begin with the same random numbers: the generators are seeded.
+    """Forward passes of a model that always begin with the same random numbers: the generators are seeded."""
 
-    Args:
-        losses_of: indices of examples -> their losses, (n,).
-    """
-
-    def __init__(self, model: nn.Module, losses_of: Callable[[Sequence[int]], Tensor], generators: Generators) -> None:
+    def __init__(self, model: nn.Module, losses_of: LossesOf, generators: Generators) -> None:
         self.model, self.losses_of, self.generators = model, losses_of, generators
         self.autocasts = False
         """Whether a module has run under autocast."""
@@ -151,11 +147,7 @@ class Runs:
         return self._open[-1] if self._open else OUTSIDE
 
     def losses(self, examples: Sequence[int]) -> Tensor:
-        """`losses_of(examples)`, (n,), after seeding the generators.
-
-        Raises:
-            UserError: they are not one number per example.
-        """
+        """`losses_of(examples)`, (n,), after seeding the generators; checked by `check_losses`."""
         self.generators.seed(0)
         losses = self.losses_of(examples)
         check_losses(losses, len(examples), traced=True)

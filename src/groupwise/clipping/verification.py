@@ -1,7 +1,7 @@
 """Checks the engine on a few real examples before training, against a loop over single examples."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from groupwise.clipping.checks import LossesOf
 from groupwise.clipping.engine import ClippingEngine
 from groupwise.clipping.patching import FrozenStatistics
 from groupwise.clipping.reference import Reference, clipped_sums
@@ -42,7 +43,7 @@ HEAVY = 1e4
 
 def verify(
     engine: ClippingEngine,
-    losses_of: Callable[[Sequence[int]], Tensor],
+    losses_of: LossesOf,
     examples: Sequence[int],
     tolerance: float = 0.05,
     loss_tolerance: float = 1e-3,

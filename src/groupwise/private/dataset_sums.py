@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from groupwise.clipping.checks import LossesOf
 from groupwise.clipping.unchanged import Generators
 from groupwise.errors import UserError
 from groupwise.privacy import NoiseSource, secret_randomness
 from groupwise.private.data import read_items
 from groupwise.training.graphs import Graphs
 from groupwise.training.microbatches import Microbatches
-from groupwise.training.private_step import LossesOf, PrivateStep
+from groupwise.training.private_step import PrivateStep
 from groupwise.training.task import to_device
 
 Place = tuple[int, int, Sequence[int]]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.clipping import ClippingEngine, ClipPlan, matmul
+from groupwise.clipping.checks import LossesOf
 from groupwise.errors import UserError, warn
 from groupwise.privacy import (
     AdaptiveThresholds,
@@ -32,9 +33,6 @@ from groupwise.training.guards import StepGuard
 from groupwise.training.memory import TRIMMED, return_freed_memory
 from groupwise.training.ranks import Ranks
 from groupwise.training.shards import are_shards, in_shards, reshard, whole
-
-LossesOf = Callable[[Sequence[int]], Tensor]
-"""A function of the indices of n examples that returns their losses, (n,), each computed from its own example alone."""
 
 
 class BatchSums(Protocol):
