@@ -45,16 +45,21 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         UserError: no trainable parameter; a layer that mixes examples; a trainable parameter in half precision;
             TorchScript.
     """
-    _refuse_mixing(model)
     layers = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"Module {name!r}" if name else "The model"
             raise UserError(f"{what} is TorchScript, which hides its layers: use the original module.")
-        rule = find_rule(module)
+        if isinstance(module, _InstanceNorm) and module.track_running_stats:
+            raise UserError(
+                f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
+                "bounded: replace it by one without running statistics (track_running_stats=False)."
+            )
+        if isinstance(module, _BatchNorm):
+            refuse_batch_statistics(name, module)
         trainable = {local: p for local, p in module.named_parameters(recurse=False) if p.requires_grad}
         if trainable:
-            layers.append(Layer(name, module, rule, trainable))
+            layers.append(Layer(name, module, find_rule(module), trainable))
     if not layers:
         raise UserError("The model has no trainable parameter: set requires_grad=True where it should learn.")
     for layer in layers:
@@ -66,18 +71,6 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
                     "and use autocast for speed."
                 )
     return tuple(layers)
-
-
-def _refuse_mixing(model: nn.Module) -> None:
-    """Raise a `UserError` for normalisation layers whose output for one example depends on others."""
-    for name, module in model.named_modules():
-        if isinstance(module, _InstanceNorm) and module.track_running_stats:
-            raise UserError(
-                f"Layer {name!r} ({type(module).__name__}) mixes the examples of a batch, so no example's influence is "
-                "bounded: replace it by one without running statistics (track_running_stats=False)."
-            )
-        if isinstance(module, _BatchNorm):
-            refuse_batch_statistics(name, module)
 
 
 def refuse_batch_statistics(name: str, module: _BatchNorm) -> None:
