@@ -91,6 +91,8 @@ class DatasetSums(Microbatches):
     def run(self, private: PrivateStep, step: int, start: int, rows: np.ndarray, present: Tensor | None) -> Tensor:
         """See `Microbatches`. A microbatch that must be traced is read a second time."""
         batch = self._batch(private, step, start, rows)
+        if self.pin_memory and torch.cuda.is_available():
+            batch = tree_map_only(Tensor, Tensor.pin_memory, batch)  # as it is, if a worker's batch is pinned already
         again = self.losses_of(rows)  # type: ignore[arg-type]  # an array is a sequence of numbers
 
         def losses_of(batch: Any, some: Any) -> Tensor:
@@ -108,10 +110,10 @@ class DatasetSums(Microbatches):
 
     def _batch(self, private: PrivateStep, step: int, start: int, rows: np.ndarray) -> Any:
         if self._at_once is not None:
-            return self._pinned(self._at_once(rows))
+            return self._at_once(rows)
         reader = _Reader(self.data, self.collate_fn, private.noise.child("data"), private.ranks.replica)
         if not self.num_workers:
-            return self._pinned(reader[step, start, rows.tolist()])
+            return reader[step, start, rows.tolist()]
         if self not in PREFETCHED or (start == 0 and self._step == step):  # the step starts again
             loader = DataLoader(
                 reader,
@@ -125,11 +127,6 @@ class DatasetSums(Microbatches):
             PREFETCHED[self] = iter(loader)
         self._step = step
         return next(PREFETCHED[self])
-
-    def _pinned(self, batch: Any) -> Any:
-        if not (self.pin_memory and torch.cuda.is_available()):
-            return batch
-        return tree_map_only(Tensor, Tensor.pin_memory, batch)
 
 
 PREFETCHED: WeakKeyDictionary[DatasetSums, Iterator[Any]] = WeakKeyDictionary()
