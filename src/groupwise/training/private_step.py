@@ -135,7 +135,7 @@ class PrivateStep:
         """
         if self.running:
             raise UserError("A private step began inside another one: call step() outside of the losses.")
-        self.reshard()
+        reshard(self.model)
         self.running, step = True, self.executed
         try:
             return self._step(step)
@@ -257,7 +257,7 @@ class PrivateStep:
 
         The tensors of a sharded model are gathered, on the CPU.
         """
-        self.reshard()
+        reshard(self.model)
         state = {
             "step": self.executed,
             "plan": self.plan.to_dict(),
@@ -274,7 +274,7 @@ class PrivateStep:
 
     def weights(self) -> dict[str, Any]:
         """The model's part of `state_dict`."""
-        self.reshard()
+        reshard(self.model)
         state = self.model.state_dict()
         return whole(state) if self.in_shards else state
 
@@ -286,7 +286,7 @@ class PrivateStep:
                 "microbatches, so a repeated step would have other dropout masks with the same noise."
             )
         if self.in_shards:
-            self.reshard()
+            reshard(self.model)
             state = in_shards(state, self.model, self.optimizer)
         used, known = state["matmul"], ClipPlan.from_state_dict(state["clip_plan"])  # `used` is a name in version 0.4.0
         step, size, thresholds = state["step"], state["microbatches"][self.process], state["thresholds"]
@@ -303,11 +303,6 @@ class PrivateStep:
             self.engine.plan = self.engine.plan.joined(known)
         self.sums.size = size  # dropout masks depend on it
         self.executed = step
-
-    def reshard(self) -> None:
-        """Shard the parameters that a forward pass without a backward pass has left gathered."""
-        if self.in_shards:
-            reshard(self.model)
 
 
 def sampler_of(plan: PrivacyPlan, noise: NoiseSource) -> PoissonSampler | ShuffleSampler:
