@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from groupwise.clipping import ClippingEngine
-from groupwise.clipping.unchanged import kept_buffers
+from groupwise.clipping.unchanged import unchanged
 from groupwise.errors import UserError
 from groupwise.training.plain import PLAIN
 
@@ -181,9 +181,7 @@ class Graphs:
 
         Gradients are enabled, as attention may draw other dropout masks without them.
         """
-        device = next(self._model.parameters()).device
-        drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with kept_buffers(self._model), drawn, torch.enable_grad():
+        with unchanged(self._model):
             return losses().detach()
 
 
