@@ -74,9 +74,8 @@ class Factors(NamedTuple):
         On a CPU this looks whether any example is dropped; usually none is. On a GPU that would synchronise, so either
         all rows are masked or none (`ClippingEngine.masks_rows`).
         """
-        if is_async_device(values):
-            return cls(values, values == 0 if masks else None)
-        return cls(values, None if bool(values.all()) else values == 0)
+        drops = masks if is_async_device(values) else not bool(values.all())
+        return cls(values, values == 0 if drops else None)
 
 
 def without_rows(rows: Tensor, dropped: Tensor | None) -> Tensor:

@@ -54,10 +54,9 @@ class ThresholdsAndCounts:
         Raises:
             UserError: not one finite positive number per group.
         """
-        values = one_each(len(self.groups), clip)
-        self._clip = values
-        self._count_at.copy_(values if count is None else one_each(len(self.groups), count))
-        self._table.copy_(values)
+        self._clip = one_each(len(self.groups), clip)
+        self._count_at.copy_(self._clip if count is None else one_each(len(self.groups), count))
+        self._table.copy_(self._clip)
 
     def sensitivity(self, relation: str) -> Sensitivity:
         """The sensitivity of the sums that were added to .grad since `reset`, which the noise is scaled to.

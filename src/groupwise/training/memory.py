@@ -163,8 +163,7 @@ def halve_on_oom(size: int, work: Callable[[int], T], doing: str = "evaluating",
             if size == 1 or (dist.is_initialized() and not alone) or not is_oom(error):
                 raise
         size //= 2  # outside of `except`, as the error keeps the memory of the failed try in use
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing on a CPU
         print(f"warning: memory ran out; {doing} with {size} examples at once.", file=sys.stderr)
 
 

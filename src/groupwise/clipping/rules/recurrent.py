@@ -26,9 +26,7 @@ State = tuple[Tensor, ...]
 
 def is_rewritten(module: nn.Module) -> bool:
     """Whether `recurrent` replaces the module's forward: it must be torch's own, without parametrizations."""
-    kinds = (nn.LSTM, nn.GRU, nn.RNN)
-    own = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in kinds)
-    return own and not is_parametrized(module)
+    return type(module).forward in (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward) and not is_parametrized(module)
 
 
 def recurrent(module: nn.RNNBase, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
