@@ -244,11 +244,8 @@ class ParameterUse(GroupOrigin):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The values of W and b, and zeros (B, T, p) to add to T products x Wᵀ + b, whose gradients are clipped as one.
 
-        Args:
-            weight: W (p, d), this parameter or rows of it.
-            bias: (p,), or None; returned unchanged if the rule of W cannot take it.
-            like: (B, T, ...), a tensor with the layout of x.
-            inputs: the caller puts x, (B, T, d), into this list before the backward pass.
+        W (p, d) is this parameter or rows of it. A bias (p,) that its rule cannot take is returned unchanged. `like`,
+        (B, T, ...), has the layout of x. The caller puts x, (B, T, d), into `inputs` before the backward pass.
         """
         paired = bias if isinstance(bias, PerExample) and weight.pairs(bias) else None
         member, (w, b) = self._layer(LinearRule, weight, paired)

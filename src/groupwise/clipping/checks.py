@@ -61,11 +61,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_losses(losses: Any, examples: int, traced: bool = False) -> None:
-    """Check that the losses are one number per example.
-
-    Raises:
-        UserError: not a tensor, another shape or dtype, no batch axis, or no gradient (allowed if `traced`).
-    """
+    """Raise a `UserError` for losses that are not one float per example, or have no gradient (allowed if `traced`)."""
     if not isinstance(losses, Tensor):
         raise UserError(f"The losses are a {type(losses).__name__}: return a tensor with one loss for each example.")
     if losses.dim() != 1 or not losses.is_floating_point():
@@ -123,11 +119,8 @@ class Attached:
             )
 
     def check_groups(self, groups: Sequence[ClippingGroup], running: Pass) -> None:
-        """Check that the backward pass reached every group, or every layer if layers return their sums themselves.
-
-        Raises:
-            UserError: naming the group or layer, and one of its parameters; see also `Pass.check_again`.
-        """
+        """Raise a `UserError` that names a group that the backward pass did not reach, or a layer if layers return
+        their sums themselves; see also `Pass.check_again`."""
         running.check_again()
         missing = []
         for group in groups:
@@ -150,10 +143,8 @@ class Attached:
         """Walk the autograd graph of an output (the losses, say): it may reach parameters only through clipped layers.
 
         A parameter that a module uses directly (say `F.linear(x, other.weight)`) would get an unclipped gradient on top
-        of the clipped sum.
-
-        Raises:
-            UserError: naming the parameter; reentrant checkpointing, whose graph cannot be walked.
+        of the clipped sum. Raises a `UserError` that names it, and for reentrant checkpointing, whose graph cannot be
+        walked.
         """
         seen: set[Any] = set()
         stack: list[tuple[Any, str]] = [(output.grad_fn, "the loss")]

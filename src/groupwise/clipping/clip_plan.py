@@ -62,15 +62,12 @@ class UntracedCall(UserError):
 
 @dataclass(frozen=True)
 class CallSite:
-    """The layouts that traces found for one call of a layer or parameter; usually there is exactly one.
-
-    Args:
-        layouts: layouts with a batch axis.
-        shared: shapes of inputs that all examples shared.
-    """
+    """The layouts that traces found for one call of a layer or parameter; usually there is exactly one."""
 
     layouts: tuple[Layout, ...] = ()
+    """Those with a batch axis."""
     shared: frozenset[tuple[int, ...]] = frozenset()
+    """The shapes of inputs that all examples shared."""
 
     def find(self, shape: tuple[int, ...], examples: int) -> Layout | None:
         """The layout of an input of this shape in a batch of B examples; None if the shape fits none, or several."""
@@ -114,10 +111,7 @@ class ClipPlan:
 
     def find(self, label: str, nth: int, x: Tensor, examples: int) -> Layout:
         """The layout of the `nth` call (from 0) of a layer or parameter, whose input is x, in a pass of B examples.
-
-        Raises:
-            UntracedCall: the plan has no such call, or the input's shape fits several of its layouts.
-        """
+        Raises `UntracedCall` if the plan has no such call, or the input's shape fits several of its layouts."""
         known = self.calls.get(label, ())
         site = known[nth] if nth < len(known) else CallSite()
         if len(site.layouts) == 1 and not site.shared:  # the usual case

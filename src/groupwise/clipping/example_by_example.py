@@ -24,13 +24,10 @@ def example_by_example(
     """Apply an operation to each example's rows and its copies; the result has the same layout as these rows.
 
     Args:
-        func: the operation.
-        leaves: its arguments, flattened; the parameter's value where there are copies.
-        spec: the arguments' tree structure.
+        leaves, spec: its arguments, flattened; the parameter's value where there are copies.
         copies: index of a leaf -> one copy per example, (B, ...).
         places: the layouts of the other leaves; None: the same for all examples.
-        name: the operation's name.
-        label: the parameter's or layer's name, for messages.
+        name, label: of the operation, and of the parameter or layer, for messages.
         seen: operations whose result was compared with that on the whole batch; a new one is compared, and added.
 
     Raises:
@@ -90,10 +87,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def for_examples(func: Any, leaves: list[Any], spec: Any, parts: Mapping[int, Tensor], name: str, label: str) -> Any:
     """Apply an operation by vmap over examples, with parts (B, ...) for some leaves; it may return other objects too.
-
-    Raises:
-        UserError: vmap does not support the operation.
-    """
+    Raises a `UserError` if vmap does not support it."""
     nest: list[Any] = []
 
     def one(*own: Tensor) -> tuple[Tensor, ...]:

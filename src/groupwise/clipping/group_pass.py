@@ -36,11 +36,8 @@ Report = Callable[[Saved, Tensor], Gradients]
 def enter(running: Pass, member: ClippedLayer, layout: Layout) -> Report:
     """Register a layer's call with its group in this pass; returns a callback for its activations and output gradients.
 
-    Returns:
-        A callback for the call's activations and output gradients.
-
-    Raises:
-        UserError: under autocast to float16; inside torch.vmap; first called in the backward pass.
+    A recomputed call (checkpointing) joins the same group pass. Raises a `UserError` under autocast to float16, inside
+    torch.vmap, and for a layer that is first called in the backward pass.
     """
     group = member.group
     if torch._C._are_functorch_transforms_active():
@@ -101,11 +98,7 @@ class GroupPass:
         """The clipped sums of the parameters so far."""
 
     def running(self) -> Pass:
-        """Its pass, if the backward pass of that is running.
-
-        Raises:
-            UserError: another backward pass is running, or none; the pass has ended; create_graph=True was given.
-        """
+        """Its pass, whose backward pass must be running, without create_graph=True; else raises a `UserError`."""
         if torch.is_grad_enabled():
             raise UserError(
                 "Clipped gradients have no derivative: run the backward pass without create_graph=True. Replace "
@@ -130,11 +123,8 @@ class GroupPass:
     # -- reports of layers ----------------------------------------------------------------------------------------
 
     def receive(self, member: ClippedLayer, layout: Layout, saved: Saved, g: Tensor) -> Gradients:
-        """Take the activations and output gradients of a call.
-
-        Returns:
-            The clipped sums, if the layer itself returns them to autograd (`ClippingGroup.direct`); else ().
-        """
+        """Take the activations and output gradients of a call; returns the clipped sums, if the layer itself returns
+        them to autograd (`ClippingGroup.direct`), else ()."""
         running = self.running()
         self.received = True
         sums = self._take(member, layout, saved, g, running)

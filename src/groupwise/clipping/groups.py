@@ -98,11 +98,8 @@ LEAST = 1e-30
 
 
 def one_each(groups: int, values: float | Sequence[float] | Tensor) -> Tensor:
-    """Thresholds (K,), float64 on the CPU, from one for all groups or one each.
-
-    Raises:
-        UserError: another number of them; one that is not finite, or below `LEAST`.
-    """
+    """Thresholds (K,), float64 on the CPU, from one for all groups or one each. Raises a `UserError` for another number
+    of them, and for one that is not finite, or below `LEAST`."""
     each = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     each = each.expand(groups) if each.dim() == 0 else each
     if each.shape != (groups,):
@@ -120,15 +117,8 @@ def build_groups(
 ) -> tuple[tuple[ClippingGroup, ...], Tensor]:
     """One `ClippingGroup` a group, in order; and the table of their thresholds, (K,), which one copy sets.
 
-    Args:
-        layers: all layers that train.
-        partition: which of them belong together.
-        clip_rule: norms and threshold -> factors.
-        methods: how norms are computed; each layer gets choices of its own.
-        direct: layers return their parameters' gradients themselves.
-
-    Raises:
-        UserError: a layer that cannot be `direct`, or would have to be; parameters of several devices or dtypes.
+    Raises a `UserError` for a layer that cannot be `direct`, or would have to be, and for parameters of several devices
+    or dtypes.
     """
     kinds = {(p.device, p.dtype) for layer in layers for p in layer.trainable.values()}
     if len(kinds) > 1:

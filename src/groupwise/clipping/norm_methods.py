@@ -61,16 +61,10 @@ MORE_STARTS = 8
 def seconds(
     rates: Rates, b: int, t: int, d: int, p: int, reused: bool, products: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Seconds for one example's norm and clipped sum, by method.
+    """Seconds for one example's norm and clipped sum, by method, for B examples and T, d and p as above.
 
-    Args:
-        rates: of the device.
-        b: examples B.
-        t: positions T.
-        d: inputs, or the number of weights of one convolution filter.
-        p: outputs.
-        reused: whether the sum reuses gradients that were formed for the norms.
-        products: operations and entries written for XXᵀ, if X itself is never formed (convolutions).
+    `reused`: the sum reuses gradients that were formed for the norms. For a convolution, d is the number of weights of
+    one filter, and `products` the operations and entries written for XXᵀ, as X itself is never formed.
     """
     work, written = products or (2.0 * t * t * d, 2.0 * t * t)
     scaled = 8.0 * t * min(d, p)
@@ -109,12 +103,10 @@ class NormMethods:
         return not self.save_memory and (self.own_group or are_kept(gradients, activations))
 
     def choose(self, key: tuple[Any, ...], device: str, costs: Callable[..., dict[str, float]]) -> str:
-        """The method for a call.
+        """The method for a call with these shapes of the input and of the output.
 
-        Args:
-            key: shapes of the input and of the output.
-            device: its type, as in `RATES`.
-            costs: called if the key is new, with the device's rates and the shapes; returns `seconds`.
+        If they are new, `costs` gets the rates of the type of device, as in `RATES`, and the shapes; it returns
+        `seconds`.
         """
         self.last = key
         method = self.chosen.get(key)

@@ -39,11 +39,7 @@ class Terms(ABC):
 class GramTerms(Terms):
     """‖GᵀX‖² = Σ (XXᵀ)∘(GGᵀ), with a bias Σ (XXᵀ + 1)∘(GGᵀ): the sum, and the diagonals that bound its rounding.
 
-    Args:
-        xx: XXᵀ (B, T, T).
-        gg: GGᵀ (B, T, T).
-        bias: add the squared norm of the bias's gradient, Σ_t G.
-        longest: the largest number of terms in any of the sums.
+    XXᵀ and GGᵀ are (B, T, T). `longest` is the largest number of terms in any of the sums.
     """
 
     def __init__(self, xx: Tensor, gg: Tensor, bias: bool, longest: int) -> None:

@@ -23,7 +23,6 @@ class Layer:
 
     Args:
         name: dotted name in the model ("" for the model itself).
-        module: the module.
         rule: its rule class; None: its parameters are clipped by copies, one per example.
         trainable: its own trainable parameters, by their name inside the module.
     """

@@ -32,11 +32,8 @@ class ClippedGradients:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Inside, .grad is None; afterwards it is its earlier value plus the clipped sums.
-
-        Raises:
-            UserError: autograd itself set a parameter's .grad, so that gradient bypassed clipping.
-        """
+        """Inside, .grad is None; afterwards it is its earlier value plus the clipped sums. Raises a `UserError` if
+        autograd itself set a parameter's .grad, as that gradient bypassed clipping."""
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 self._sums[id(parameter)] = parameter.grad
@@ -87,11 +84,7 @@ Phase = Literal["clip", "norms", "sums"]
 class Pass:
     """The forward and backward pass of a microbatch of B examples.
 
-    Args:
-        examples: B.
-        passes: the engine's passes.
-        plan: the layouts of all inputs.
-        note: in a pass of the trace, records each input and returns its layout; otherwise the plan gives the layout.
+    In a pass of the trace `note` records each input and returns its layout; otherwise the plan gives the layout.
     """
 
     def __init__(self, examples: int, passes: "Passes", plan: ClipPlan, note: Note | None = None) -> None:
@@ -117,12 +110,7 @@ class Pass:
         """The layouts of the forward pass, by label and shape of the input."""
 
     def find(self, label: str, x: Tensor, meets: bool = False) -> Layout:
-        """The layout of the input x of the next call of a layer or parameter.
-
-        Args:
-            label: of the layer or parameter.
-            x: its input.
-            meets: x is combined with a parameter, or a tensor computed from one, outside a layer.
+        """The layout of the input x of the next call of a layer or parameter; the arguments are those of `Note`.
 
         Raises:
             UntracedCall: the call is not in the plan.
@@ -161,14 +149,8 @@ class Pass:
             group_pass.waiting = group_pass.calls
 
     def check_again(self) -> None:
-        """Compare the norms of the pass for sums with those of the pass for norms, which set the clip factors.
-
-        They differ if activation checkpointing draws other dropout masks in the second pass: with
-        `preserve_rng_state=False`, or from a generator of the model's own.
-
-        Raises:
-            UserError: they differ by more than rounding.
-        """
+        """Raise a `UserError` if the norms of the pass for sums differ by more than rounding from those of the pass for
+        norms, which set the clip factors: activation checkpointing may draw other dropout masks in the second pass."""
         for k, again in self.squared_norms_again.items():
             first = self.squared_norms.get(k)  # `sums_of` has no first pass
             if first is not None and bool(((again - first).abs() > 2e-3 * first.abs()).any()):
@@ -206,12 +188,8 @@ class Passes:
     def forward(
         self, examples: int, plan: ClipPlan, microbatch: Hashable = UNNAMED, note: Note | None = None
     ) -> Iterator[None]:
-        """Run a forward pass of B examples inside. A named one stays pending until `backward(…, microbatch)`, an
-        unnamed one until the next forward pass. One that raises is dropped.
-
-        Raises:
-            UserError: called inside another pass.
-        """
+        """Run a forward pass of B examples inside, but not inside another pass. A named one stays pending until
+        `backward(…, microbatch)`, an unnamed one until the next forward pass. One that raises is dropped."""
         if self.running is not None:
             raise UserError("A forward pass was begun inside another pass of the engine: end that one first.")
         if UNNAMED in self._waiting:
@@ -231,11 +209,8 @@ class Passes:
 
     @contextmanager
     def backward(self, phase: Phase, microbatch: Hashable = UNNAMED) -> Iterator[Pass]:
-        """Run the backward pass of a microbatch (or of the last forward pass) inside, and finish its pass.
-
-        Raises:
-            UserError: called inside another backward pass; no forward pass of that name is pending.
-        """
+        """Run the backward pass of a microbatch (or of the last forward pass) inside, and finish its pass. Raises a
+        `UserError` inside another backward pass, or if no forward pass of that name is pending."""
         outer = self.running
         if outer is not None and outer.phase is not None:
             raise UserError("A backward pass was begun inside another one: end that first, as both add to .grad.")

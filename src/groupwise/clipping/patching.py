@@ -45,10 +45,8 @@ def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
 class Patches:
     """The replacements of an engine: the layers' forwards that clip, and the parameters that modules read.
 
-    BatchNorm layers are refused in training mode when they run.
-
-    Raises:
-        UserError: a layer's forward has been replaced by something else.
+    A layer whose forward has been replaced by something else is refused here, and BatchNorm in training mode when it
+    runs.
     """
 
     def __init__(

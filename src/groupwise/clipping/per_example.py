@@ -212,11 +212,8 @@ def _of_the_batch(copies: PerExample) -> Tensor:
 
 
 def _align(copies: PerExample, rank: int, place: Layout, name: str) -> Tensor:
-    """Copies (B, *shape) as a plain tensor of `rank` axes with the layout `place`.
-
-    Raises:
-        UserError: the copies have several rows on the batch axis.
-    """
+    """Copies (B, *shape) as a plain tensor of `rank` axes with the layout `place`; raises a `UserError` if they have
+    several rows on the batch axis."""
     rows, axis = copies.rows, place.axis
     rows = rows.reshape(len(rows), *(1,) * (rank - rows.dim() + 1), *rows.shape[1:])
     if rows.shape[axis + 1] != 1:

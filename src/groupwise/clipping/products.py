@@ -45,11 +45,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table.
-
-    Raises:
-        UserError: an option that cannot be clipped.
-    """
+    """Rows of a table; see also `refuse_options`."""
     refuse_options(weight, max_norm, scale_grad_by_freq, sparse)
     if isinstance(input, PerExample) or not weight.is_matrix or weight.transposed:
         return NotImplemented
@@ -66,11 +62,7 @@ _ATTENTION = FunctionType(
 
 @in_place_of(F.multi_head_attention_forward)
 def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """torch's `F.multi_head_attention_forward`, with each of its products clipped.
-
-    Raises:
-        UserError: an input without a batch axis.
-    """
+    """torch's `F.multi_head_attention_forward`, with each of its products clipped; inputs need a batch axis."""
     for x in (query, key, value):
         refuse_unbatched("MultiheadAttention", x, 3)
     made: tuple[Tensor, Tensor | None] = _ATTENTION(query, key, value, *args, **kwargs)
@@ -93,16 +85,9 @@ def embedding_bag(
 ) -> Tensor:
     """torch's `F.embedding_bag` for sums and means of embeddings; mode "max" uses copies.
 
-    Args:
-        input: indices (B, L).
-        weight: the table (V, d).
-        per_sample_weights: factors of the rows, of the input's shape; for mode "sum".
-
-    Returns:
-        Sums or means over the bags, (B, d); zeros for an empty bag.
-
-    Raises:
-        UserError: offsets or unsupported shapes, or an option that cannot be clipped.
+    Indices (B, L) into a table (V, d) give (B, d), with zeros for an empty bag. In mode "sum" the rows may have
+    factors, `per_sample_weights` (B, L). Raises a `UserError` for offsets, other shapes, or an option that cannot be
+    clipped.
     """
     factors = per_sample_weights is None or (mode == "sum" and per_sample_weights.shape == input.shape)
     if offsets is not None or input.dim() != 2 or not factors:
@@ -134,13 +119,9 @@ def refuse_options(weight: Any, max_norm: float | None, scale_grad_by_freq: bool
 
 
 def _product(x: Tensor, weight: Any, bias: Tensor | None = None, batch_axes: int | None = None) -> Any:
-    """x Wᵀ + b by the rule of linear layers, or `NotImplemented`.
+    """x Wᵀ + b by the rule of linear layers for x (..., d), W (p, d) and b (p,) of the same group; or `NotImplemented`.
 
-    Args:
-        x: (..., d).
-        weight: W (p, d).
-        bias: (p,), a parameter of the same group.
-        batch_axes: how many leading axes of x may be the batch axis, by default all but the last.
+    `batch_axes` is how many leading axes of x may be the batch axis, by default all but the last.
     """
     if not isinstance(weight, PerExample) or not weight.is_matrix or x.dim() < 2 or not x.numel():
         return NotImplemented

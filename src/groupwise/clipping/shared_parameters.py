@@ -27,11 +27,8 @@ def overlap(uses: list[slice | None]) -> bool:
 
 
 def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall]]:
-    """Stack the calls of each layer into one call with all their rows, if its rule can do that.
-
-    Returns:
-        All calls after stacking; and those whose norms have not been computed yet.
-    """
+    """Stack the calls of each layer into one call with all their rows, if its rule can do that. Returns all calls after
+    stacking, and those whose norms have not been computed yet."""
     by_layer: dict[int, list[LayerCall]] = {}
     for call in calls:
         by_layer.setdefault(id(call.member) if call.rule.stacks else id(call), []).append(call)
@@ -46,11 +43,7 @@ def stack_calls(calls: list[LayerCall]) -> tuple[list[LayerCall], list[LayerCall
 
 def cross_terms(calls: list[LayerCall], examples: int) -> list[Tensor]:
     """The terms of 2Σ_{a<b}⟨g_a, g_b⟩ over pairs of uses of the same parameter, (B,) each; [] if nothing is shared.
-
-    Args:
-        calls: of one group.
-        examples: B; a call may have several rows per example.
-    """
+    The calls are those of one group, and may have several rows for each of the B examples."""
     by_parameter: dict[int, list[tuple[LayerCall, int]]] = {}
     for call in calls:
         for local, parameter in enumerate(call.member.parameters):

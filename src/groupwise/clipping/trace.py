@@ -40,13 +40,7 @@ MIXES = ": a layer or the loss mixes the examples of a batch"
 
 
 class MixedExamples(UserError):
-    """A row or a loss of one example depends on another example.
-
-    Args:
-        what: the first half of the message.
-        remedy: the other half.
-        between: the cause, if it is known, to be inserted between the two.
-    """
+    """A row or a loss of one example depends on another example. `between` is the cause, if it is known."""
 
     def __init__(self, what: str, remedy: str, between: str = "") -> None:
         super().__init__(f"{what}{between}, {remedy}")
@@ -65,11 +59,7 @@ class Batches:
 
     @classmethod
     def of(cls, examples: Sequence[int]) -> "Batches":
-        """From at least two examples.
-
-        Raises:
-            UserError: there is only one.
-        """
+        """From at least two examples; raises a `UserError` if there is only one."""
         some = list(dict.fromkeys(examples))
         if len(some) < 2:
             raise UserError("A single example does not show which rows are an example's own: give two or more.")
@@ -136,10 +126,7 @@ class Tracer:
 
     def note(self, label: str, nth: int, x: Tensor, meets: bool) -> Layout:
         """Record the input x of a layer's or parameter's `nth` call; returns the plan's layout, or a default.
-
-        Raises:
-            UserError: the input's shape does not scale with the batch size.
-        """
+        Raises a `UserError` if the input's shape does not scale with the batch size."""
         self.meets |= meets
         shape = self.shapes[label, nth] = tuple(x.shape)
         if self._fewer is not None:
@@ -171,13 +158,8 @@ def trace(run: Run, runs: Runs, examples: Sequence[int]) -> ClipPlan:
     """The plan of a model, from four forward passes, and four more each time that layers with shared inputs are found.
     Then two passes for each bit of a row's number replace about half of the rows each.
 
-    Args:
-        run: runs a forward pass of the engine.
-        runs: runs forward passes of the model alone, to find the module in which examples are first mixed.
-        examples: two or more.
-
-    Raises:
-        UserError: naming a layer or parameter that mixes, reorders or selects examples.
+    Raises a `UserError` that names a layer or parameter that mixes, reorders or selects examples. To find the module in
+    which they are first mixed, `runs` runs the model alone.
     """
     batches = Batches.of(examples)
     try:

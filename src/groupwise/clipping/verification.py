@@ -156,12 +156,8 @@ class _Comparison:
     def batch(self, examples: list[int], heavy: int | None = None) -> tuple[float, Tensor]:
         """The largest error of a clipped sum, and the loop's norms (K, n), each example once.
 
-        Args:
-            examples: the batch.
-            heavy: the example whose loss is multiplied by `HEAVY`.
-
-        Raises:
-            UserError: naming the example, parameter or group that differs.
+        The loss of the example `heavy` is multiplied by `HEAVY`. Raises a `UserError` that names the example, parameter
+        or group that differs.
         """
         engine, runs = self.engine, self.runs
         some = list(dict.fromkeys(examples))

@@ -88,10 +88,8 @@ def slack_of_repeats(slots: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tens
     The error of a sum of m terms is at most 4·√m·eps times the sum of their lengths, or m·eps/4 times if all are equal;
     the sum of their lengths is at most √m times the root of the sum of their squares.
 
-    Args:
-        slots: for each index, its number among its example's distinct indices, (B, T).
-        lengths: norms of the output gradients, float64, (B, T).
-        dtype: of the additions.
+    `slots`, (B, T), numbers the distinct indices of each example. `lengths`, (B, T), are the norms of the output
+    gradients, float64. `dtype` is that of the additions.
     """
     many = torch.zeros_like(lengths).scatter_(1, slots, 1.0, reduce="add").gather(1, slots)
     least = torch.finfo(dtype).eps / 4

@@ -129,16 +129,9 @@ def _run(module: nn.RNNBase, suffix: str, x: Tensor, state: State, alive: Tensor
 
 
 class StepwiseLinear:
-    """The products x Wᵀ + b of T steps, computed one by one and clipped as one linear layer.
+    """The products x Wᵀ + b of T steps, for W (p, d) and b (p,), computed one by one and clipped as one linear layer.
 
-    Args:
-        weight: W (p, d).
-        bias: (p,), or None.
-        like: (B, T, ...), with the dtype of the products.
-        more: (B, T, p), added to the products.
-
-    Raises:
-        UserError: the weight is computed.
+    They have the dtype of `like`, (B, T, ...); `more`, (B, T, p), is added to them. A computed weight is refused.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, like: Tensor, more: Tensor | None = None) -> None:
