@@ -7,6 +7,7 @@ During a pass, a module that reads a parameter as an attribute gets a `PerExampl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -29,8 +30,7 @@ from groupwise.errors import UserError
 def _is_replaced(module: nn.Module) -> bool:
     """Whether the module has a forward that is not its class's."""
     forward = module.__dict__.get("forward")
-    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
-    return forward is not None and not own
+    return forward is not None and forward != MethodType(type(module).forward, module)
 
 
 def _frozen_linear(model: nn.Module) -> Iterator[tuple[nn.Module, LinearRule]]:
