@@ -54,8 +54,7 @@ def build_trainer(
     """
     if state is not None and state.get("plan") != plan.to_dict():
         raise UserError(
-            "The checkpoint has another privacy plan, as data, settings or software have changed: restore them, or "
-            "start afresh with overwrite=true."
+            "The checkpoint has another privacy plan: restore data, settings and software, or give overwrite=true."
         )
     noise = make_noise(config, plan, ranks, state)
     sums: Any

@@ -26,10 +26,7 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, delta: float) -> 
     P[W ≥ v] ≤ F(v) + 2mδ · max_i (F(v - i) - F(v))/i.
     """
     if not 0 <= correct <= guesses <= canaries or not guesses:
-        raise ValueError(
-            f"correct is {correct}, guesses {guesses}, canaries {canaries}; give 0 <= correct <= guesses <= canaries, "
-            "and at least one guess."
-        )
+        raise ValueError(f"correct is {correct} of {guesses}; give 0 <= correct <= guesses <= {canaries}, and a guess.")
 
     def refuted(epsilon: float) -> bool:
         right = float(expit(epsilon))

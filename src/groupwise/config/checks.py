@@ -155,15 +155,9 @@ def _privacy(config: RunConfig) -> Iterator[str]:
 def _clipping(config: RunConfig) -> Iterator[str]:
     clip = config.clip
     if clip.norms == "ghost" and clip.grouping != "flat":
-        yield (
-            f"clip.norms=ghost needs the norm of the whole gradient before its second backward pass, so "
-            f"clip.grouping must be flat, not {clip.grouping}: use clip=ghost, or clip.norms=bookkeeping."
-        )
+        yield f"clip.grouping must be flat for clip.norms=ghost, not {clip.grouping}: use clip=ghost, or other norms."
     if clip.grouping == "custom" and not clip.mapping:
-        yield (
-            "clip.grouping=custom needs clip.mapping, a glob of layer names for each group, "
-            "such as '+clip.mapping={stem*:early,*:late}'."
-        )
+        yield "clip.grouping=custom needs clip.mapping, globs of layer names: '+clip.mapping={stem*:early,*:late}'."
     if clip.rule != "min" and clip.gamma == 0:
         yield f"clip.gamma=0 with clip.rule={clip.rule} divides by 0 if a norm is 0: give a small number such as 0.01."
     if clip.policy == "adaptive":
@@ -178,10 +172,7 @@ def _adaptive(config: RunConfig) -> Iterator[str]:
         yield f"clip.minimum={clip.minimum} is above clip.maximum={clip.maximum}: swap them."
     one_group = clip.grouping == "flat" or (clip.grouping == "device" and config.pipeline.stages == 1)
     if clip.rescale and one_group:
-        yield (
-            f"clip.rescale=true with clip.grouping={clip.grouping} rescales the only threshold to clip.threshold, so "
-            "it cannot adapt: use clip.rescale=false, or clip=flat."
-        )
+        yield "clip.rescale=true rescales the only threshold to clip.threshold: use clip.rescale=false, or clip=flat."
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:
@@ -200,10 +191,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
         yield f"clip.grouping=custom is not supported with {several}: use device, layer, block or flat."
     if clip.grouping in ("device", "layer", "block"):  # each stage adds its own noise
         if config.noise.allocation != "equal_budget":
-            yield (
-                f"noise.allocation={config.noise.allocation} needs the thresholds of all stages before a stage can add "
-                f"noise: use noise=equal_budget with {several}."
-            )
+            yield f"noise={config.noise.allocation} needs the thresholds of all stages: use noise=equal_budget."
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
     keys = ("model.rematerialize", "train.compile", "eval.shots", "explain", "export")

@@ -115,8 +115,7 @@ def _read_mosaic(path: Path) -> np.ndarray:
         tiles = pixels.reshape(MOSAIC_GRID, MOSAIC_TILE, MOSAIC_GRID, MOSAIC_TILE, 3)
     except Exception as error:  # Pillow and its decoders may raise anything on broken bytes
         raise UserError(
-            f"{path} is not a readable picture of 3200×3200 pixels ({reason(error)}); it may be "
-            "truncated, so replace it."
+            f"{path} is not a readable picture of 3200×3200 pixels ({reason(error)}); replace the file."
         ) from error
     return tiles.transpose(0, 2, 1, 3, 4).reshape(MOSAIC_GRID**2, MOSAIC_TILE, MOSAIC_TILE, 3)
 

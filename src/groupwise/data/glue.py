@@ -140,8 +140,7 @@ def read_glue_tsv(path: Path, task: GlueTask) -> tuple[Labelled, int]:
     if not task.dropped and not known.all():
         line = int(known.argmin())
         raise UserError(
-            f"{path}: line {line + 2} has the {task.label} {words[line]!r}, but {task.folder} has the labels "
-            f"{', '.join(task.spelled)}; fix or remove the line."
+            f"{path}: line {line + 2} has the {task.label} {words[line]!r}, not {' or '.join(task.spelled)}; fix it."
         )
     if not known.any():
         raise UserError(f"{path} has no example; replace the file.")

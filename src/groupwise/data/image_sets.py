@@ -62,8 +62,5 @@ def load_images(name: str, root: Path, image_size: int | None = None) -> ImageDa
     if image_size is None or image_size == data.image_size:
         return data
     if image_size < 1 or data.image_size % image_size:
-        raise UserError(
-            f"image_size={image_size} was given, but the images of {data.source} have {data.image_size} "
-            f"pixels a side; use a divisor of {data.image_size}."
-        )
+        raise UserError(f"image_size={image_size} is no divisor of {data.image_size}, the images' width; give one.")
     return replace(data, x_train=average_pool(data.x_train, image_size), x_test=average_pool(data.x_test, image_size))

@@ -126,8 +126,7 @@ def read_e2e_csv(path: Path) -> list[tuple[str, str]]:
             pairs.append((linearise_mr(mr if reference else ""), reference))
         except ValueError as error:
             raise UserError(
-                f"{path}: row {number} has no ref, or no mr of slots such as name[Alimentum], area[city centre]; fix "
-                "or remove it."
+                f"{path}: row {number} has no ref, or no mr of slots such as area[city centre]; fix or remove it."
             ) from error
     return pairs
 
@@ -146,8 +145,7 @@ def read_dart_json(path: Path) -> list[Request]:
                 raise ValueError(entry)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
-                f"{path}: entry {number} is not of the form tripleset (lists of subject, predicate, object) and "
-                "annotations (each with a text); fix or remove it."
+                f"{path}: entry {number} is not of the form tripleset (triples), annotations (texts); fix or remove it."
             ) from error
         requests.append(Request(source, texts))
     return requests

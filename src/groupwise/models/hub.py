@@ -67,8 +67,7 @@ def load_tokenizer(name: str) -> Any:
     except Exception as error:  # tokenizers raises bare ones
         refuse_unreachable(name, error)
         raise UserError(
-            f"{name} has no readable tokeniser ({reason(error)}): give model.tokenizer=FOLDER, a folder that "
-            "save_pretrained wrote."
+            f"{name} has no readable tokeniser ({reason(error)}): give model.tokenizer, a folder of save_pretrained."
         ) from error
     if not tokenizer.is_fast or len(tokenizer) == 0:
         raise UserError(f"The tokeniser {name} has no readable tokenizer.json: save it again as a fast tokeniser.")
@@ -94,8 +93,7 @@ def make_config(settings: ModelConfig, tokenizer: Any) -> Any:
         config = _found(settings, tokenizer)
     else:
         raise UserError(
-            "There is no language model to load: give model.source, a folder or a name on the hub, or model.fresh=true "
-            "with model.architecture, such as gpt2."
+            "There is no language model to load: give model.source, or model.fresh=true with model.architecture."
         )
     rows = getattr(config, "vocab_size", None)
     if rows is not None and len(tokenizer) > rows:

@@ -39,10 +39,7 @@ def scattering(data: ImageData) -> ImageData:
     """
     side = data.image_size
     if side < 8 or side % 2**SCALE:
-        raise UserError(
-            f"The images are {side} pixels wide, but scattering needs a width of 8, 12, 16, ...: leave data.image_size "
-            "out, or give a multiple of 4."
-        )
+        raise UserError(f"The images are {side} pixels wide, but scattering needs 8, 12, 16, ...: set data.image_size.")
     shape = (COEFFICIENTS * data.channels, side // 2**SCALE, side // 2**SCALE)
 
     def make() -> Callable[[Tensor], Tensor]:

@@ -147,10 +147,7 @@ def scatter_cnn(num_classes: int, in_channels: int, side: int, norm_groups: int 
         UserError: groups that do not divide the channels.
     """
     if norm_groups < 1 or in_channels % norm_groups:
-        raise UserError(
-            f"model.norm_groups={norm_groups} does not divide the {in_channels} scattering channels: give a divisor, "
-            "such as 27 or 9."
-        )
+        raise UserError(f"model.norm_groups={norm_groups} does not divide the {in_channels} channels: give a divisor.")
     return nn.Sequential(
         nn.GroupNorm(norm_groups, in_channels, affine=False),
         nn.Conv2d(in_channels, HIDDEN, 3, padding=1),

@@ -53,8 +53,7 @@ def load_causal(settings: ModelConfig, tokenizer: Any) -> nn.Module:
     both_ways = getattr(config.get_text_config(), "use_bidirectional_attention", False) is True  # EmbeddingGemma
     if both_ways or config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         raise UserError(
-            f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model, "
-            "such as GPT-2."
+            f"{named(settings)} ({config.model_type}) does not predict the next token: give a causal language model."
         )
     return _load(settings, config, tokenizer, "CausalLM")
 

@@ -35,8 +35,7 @@ def choose_ranges(model: nn.Module, stages: int, by_hand: Sequence[int] = ()) ->
     if by_hand:
         if len(by_hand) != stages or sum(by_hand) != blocks or min(by_hand) < 1:
             raise UserError(
-                f"pipeline.blocks={list(by_hand)} must have {stages} positive counts, one per stage, that add up to "
-                f"the model's {blocks} blocks: correct it."
+                f"pipeline.blocks={list(by_hand)} must be {stages} positive counts that add up to {blocks}: correct it."
             )
         return tuple(pairwise(accumulate(by_hand, initial=0)))
     entry, *sizes, exit = (_count(part) for part in anatomy.parts)

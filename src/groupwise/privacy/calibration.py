@@ -113,8 +113,7 @@ def solve(curve: Callable[[float], float], target: float, guess: float, most: fl
         if not LEAST < math.exp(x) < MOST:
             break
     raise UserError(
-        f"no noise multiplier between {LEAST:g} and {MOST:g} was found for epsilon {target:.6g}; "
-        "give a larger epsilon, fewer steps or a smaller batch."
+        f"no noise multiplier was found for epsilon {target:.6g}; give a larger one, fewer steps or a smaller batch."
     )
 
 

@@ -118,10 +118,7 @@ class PrivacyPlan:
         check_accountant(self.accountant)
         check_release(self.sample_rate, self.steps, self.delta)
         if not 0.0 <= sigma < math.inf or math.isnan(self.epsilon) or self.epsilon < 0.0:
-            raise UserError(
-                f"the plan has epsilon {self.epsilon} and noise multiplier {sigma}; make it with make_plan, which "
-                "computes one from the other."
-            )
+            raise UserError(f"the plan has epsilon {self.epsilon} and sigma {sigma}; make it with make_plan.")
         if (sigma == 0.0) != math.isinf(self.epsilon):
             raise UserError("a plan must have noise if and only if its epsilon is finite; make it with make_plan.")
         expected = split_noise(sigma, self.num_groups, self.quantile_budget)

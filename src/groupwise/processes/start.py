@@ -118,10 +118,7 @@ def _killed(config: RunConfig, rank: int, code: int) -> str:
     """The sentence for a process that ended without a report."""
     how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
     why = " (perhaps because memory ran out)" if code == -signal.SIGKILL else ""
-    return (
-        f"the process of {name_of(config, rank)} {how}{why}, so all were stopped: the same command resumes from the "
-        "last checkpoint."
-    )
+    return f"the process of {name_of(config, rank)} {how}{why}, so all were stopped: the same command resumes the run."
 
 
 @contextmanager

@@ -51,8 +51,7 @@ def begin_sweep(planned: PlannedSweep) -> Path:
             write_json(folder / CELLS, {"sweep": planned.name, "scale": planned.scale, "cells": listed})
     except OSError as error:
         raise UserError(
-            f"the sweep's folder {folder} cannot be written ({error.strerror}): choose another with "
-            "paths.results=FOLDER."
+            f"the sweep's folder {folder} cannot be written ({error.strerror}): give another paths.results=FOLDER."
         ) from error
     return folder
 

@@ -60,14 +60,12 @@ def config_of(row: Row, conf: Path, sweeps: Path) -> RunConfig:
     config = compose_run(list(cell.overrides), conf, typed=False)
     if config_hash(config) != row["hash"]:
         raise UserError(
-            f"{row['cell']} seed={row['seed']} now has another configuration than in the row {row['hash'][:12]}: "
-            "check out the row's commit."
+            f"{row['cell']} seed={row['seed']} now has another configuration than this row: check out the row's commit."
         )
     secret = not config.data.public and config.debug.noise_seed is None
     if secret and row.get("plan.noise_multiplier", "0.0") not in ("", "0.0"):
         raise UserError(
-            f"The run of row {row['hash'][:12]} had a secret key, which was deleted, so its noise cannot be drawn "
-            "again: choose a row with data.public=true."
+            f"Row {row['hash'][:12]} had a secret key, which was deleted: choose a row with data.public=true."
         )
     return config
 

@@ -31,8 +31,7 @@ def job_words(launcher: DictConfig, processes: int) -> list[str]:
     nodes = math.ceil(processes / max(1, most))
     if processes % nodes:
         raise UserError(
-            f"{processes} processes cannot be split evenly at hydra.launcher.tasks_per_node={most}: give a divisor of "
-            f"{processes}."
+            f"{processes} processes cannot be split evenly at hydra.launcher.tasks_per_node={most}: give a divisor."
         )
     return [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={processes // nodes}"]
 

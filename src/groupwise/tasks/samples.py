@@ -234,8 +234,7 @@ def demonstrations(
             chosen.append((source, target))
     if len(chosen) < shots * PROMPT_SETS:
         raise UserError(
-            f"eval.shots={shots} needs {shots * PROMPT_SETS} training examples ({PROMPT_SETS} sets) that are short "
-            f"enough for the model's context, but there are only {len(chosen)}: give fewer shots."
+            f"eval.shots={shots} needs {shots * PROMPT_SETS} short examples; there are only {len(chosen)}: give fewer."
         )
     return chosen[prompt_set::PROMPT_SETS]
 

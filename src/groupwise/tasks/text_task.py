@@ -144,8 +144,7 @@ def find_tokenizer(config: RunConfig) -> Any:
     """The tokeniser of `model.tokenizer`, else of `model.source`; refuses an image network."""
     if config.model.name in IMAGE_MODELS:
         raise UserError(
-            f"The chosen model's network {config.model.name} cannot read text: choose model=roberta_base or gpt2 for "
-            f"task={config.task}."
+            f"{config.model.name} cannot read text: choose model=roberta_base or gpt2 for task={config.task}."
         )
     name = config.model.tokenizer or config.model.source
     if name is None:
