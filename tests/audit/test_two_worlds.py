@@ -1,7 +1,6 @@
 """Two-worlds bounds are below the true ε of known mechanisms, and above the claim if the noise is too small."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ def counting(examples: int, seed: int, sigma: float = SIGMA_B) -> CountWorld:
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
 def test_non_finite_score_gives_no_bound(strange):
-    worlds = [SimpleNamespace(play=lambda score=score: score) for score in (0.0, strange)]
+    worlds = [lambda score=score: score for score in (0.0, strange)]
     assert distinguish(*worlds, 50, DELTA) == 0
 
 
@@ -72,7 +71,7 @@ def test_plays_start_from_the_same_weights_and_record_every_release():
 
     world = TrainerWorld([real], 2, score)
     for _ in range(3):
-        world.play()
+        world()
     for releases in seen:
         first, second = releases
         assert first.update.shape == (ROWS,) and first.thresholds.shape == (1,)

@@ -49,9 +49,9 @@ def test_replicas_release_the_same_as_one_process():
     worst = BY_NAME["noise_per_rank"].worst
     worst = replace(worst, others=torch.linspace(-2, 2, worst.others.numel()).double().view_as(worst.others))
     one, three = (replace(worst, replicas=replicas).worlds(1.0, 1e-5, 0)[1] for replicas in (1, 3))
-    assert three.play() == pytest.approx(one.play(), rel=1e-9)
+    assert three() == pytest.approx(one(), rel=1e-9)
     with BY_NAME["noise_per_rank"].plant():
-        assert three.play() != pytest.approx(one.play(), rel=1e-3)
+        assert three() != pytest.approx(one(), rel=1e-3)
 
 
 def test_patches_are_undone():

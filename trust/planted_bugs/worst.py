@@ -68,7 +68,7 @@ class CountWorld:
         self._policy, self._counts, self._examples, self._noise = thresholds, counts, examples, noise
         self._start, self._done = thresholds.state_dict(), 0
 
-    def play(self) -> float:
+    def __call__(self) -> float:
         """-Σ_k log C_k after one update, which grows with the sum of the released counts."""
         self._policy.load_state_dict(self._start)
         self._policy.update(self._counts, self._examples, self._noise, self._done)

@@ -129,7 +129,7 @@ class CanaryStage(Stage):
         """Return the losses, (b,)."""
         return hidden[:, 0]
 
-    def activation(self, b: int, T: int, *, before: bool = False) -> tuple[int, ...]:
+    def activation(self, b: int, T: int) -> tuple[int, ...]:
         """Return the shape of an activation, (b, 2)."""
         return b, 2
 

@@ -88,7 +88,12 @@ def make_setting(
     if not chosen.real and (not 16 <= m <= MOST[design] or (design == "counts" and m & (m - 1))):
         power = ", and a power of two" if design == "counts" else ""
         raise UserError(f"--canaries {m} must be from 16 to {MOST[design]} with this design{power}.")
-    _check_overrides(overrides, (*TAKEN, *REAL) if chosen.real else TAKEN)
+    taken = (*TAKEN, *REAL) if chosen.real else TAKEN
+    if other := next((item for item in overrides if not _is_of(item, taken)), None):
+        raise UserError(
+            f"{other} cannot be set: the audit chooses batch size, steps and optimiser; give overrides of clip, noise, "
+            "privacy, pipeline.stages and train.microbatch, and for a real task of task, model, data, scale."
+        )
     first = _of_a_real_task(overrides) if chosen.real else _beside(overrides)
     config = compose_run(_overrides(first, overrides, chosen, seed), CONF)
     _check(config, design)
@@ -144,15 +149,6 @@ def _is_of(item: str, keys: Sequence[str]) -> bool:
     """Return whether an override sets one of these keys, or a key below one of them."""
     key = item.lstrip("+~").partition("=")[0]
     return any(key == taken or key.startswith(f"{taken}.") for taken in keys)
-
-
-def _check_overrides(overrides: Sequence[str], taken: Sequence[str]) -> None:
-    for item in overrides:
-        if not _is_of(item, taken):
-            raise UserError(
-                f"{item} cannot be set: the audit chooses batch size, steps and optimiser; give overrides of clip, "
-                "noise, privacy, pipeline.stages and train.microbatch, and for a real task of task, model, data, scale."
-            )
 
 
 def _check(config: RunConfig, design: str) -> None:

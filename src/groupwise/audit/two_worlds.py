@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,11 +38,8 @@ MASKS = 32
 """The number of masks that the attacker averages over, since the run's masks are secret."""
 
 
-class World(Protocol):
-    """A world that can be played any number of times, with independent results."""
-
-    def play(self) -> float:
-        """Play once more, and return the attacker's score."""
+World = Callable[[], float]
+"""Plays once more, independently of other plays, and returns the attacker's score."""
 
 
 class TrainerWorld:
@@ -69,7 +65,7 @@ class TrainerWorld:
         self._thresholds = None if policy is None else policy.state_dict()
         self._done = 0
 
-    def play(self) -> float:
+    def __call__(self) -> float:
         """Go back to the start, run `steps` more steps, and return their score."""
         self._go_back()
         releases, before = [], self._weights()
@@ -101,7 +97,7 @@ def distinguish(without: World, having: World, plays: int, delta: float) -> floa
     worlds differ, and let plays be independent. Then the result is above ε with probability at most 1 - `CONFIDENCE`,
     for any mechanism. Scores that are not finite count as 0.
     """
-    played = np.array([[world.play() for _ in range(plays)] for world in (without, having)])
+    played = np.array([[world() for _ in range(plays)] for world in (without, having)])
     out, inside = np.nan_to_num(played, posinf=0.0, neginf=0.0)
     return two_worlds_epsilon(out, inside, delta)
 
