@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -163,13 +163,15 @@ class BatchFirst(ClipPlan):
         return replace(FIRST, rows_per_example=len(x) // examples)
 
 
+PASSES = {"device": "backward_of", "norms": "norms_of", "sums": "sums_of"}
+"""Per-device clipping (one group per stage), and the two passes of flat clipping -> the engine's backward pass."""
+
+
 class Passes:
-    """Runs one microbatch at a time through a stage.
+    """Runs one microbatch at a time through a stage that `cut_out` made for `work`.
 
     Args:
-        stage: from `cut_out`.
-        work: the settings that were given to `cut_out`.
-        name: none (without clipping), device (one group per stage), or a pass of flat clipping: norms or sums.
+        name: one of `PASSES`, or none (without clipping).
     """
 
     def __init__(self, stage: Stage, work: Work, name: str) -> None:
@@ -185,14 +187,8 @@ class Passes:
 
     def backward(self, out: Tensor, gradient: Tensor | None) -> None:
         """Run the backward pass from the output of `forward`; `gradient` is None on the last stage."""
-        with self._clipped():
+        with nullcontext() if self._engine is None else getattr(self._engine, PASSES[self._name])(0):
             torch.autograd.backward(out.sum() if gradient is None else out, gradient)
-
-    def _clipped(self) -> AbstractContextManager[object]:
-        if self._engine is None:
-            return nullcontext()
-        passes = {"norms": self._engine.norms_of, "sums": self._engine.sums_of}
-        return passes.get(self._name, self._engine.backward_of)(0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from groupwise.config.schema import LoraConfig
 from groupwise.errors import UserError, reason, unknown
 from groupwise.models.language import untie
 from groupwise.models.trainable import add_adapters
+from groupwise.pipeline.model_parts import check_known
 from groupwise.torchvision_import import import_torchvision_first
 
 
@@ -69,20 +70,18 @@ def build(config: Any, rank: int, dtype: str, device: str = "meta") -> nn.Module
         device: "meta" allocates no memory.
 
     Raises:
-        UserError: the architecture has no causal language model.
+        UserError: as `check_known`.
     """
+    check_known(config.model_type)
     import_torchvision_first()
     from transformers import AutoModelForCausalLM
 
     made = partial(AutoModelForCausalLM.from_config, dtype=getattr(torch, dtype))
     with torch.device(device):
         try:
-            try:
-                model = made(deepcopy(config), attn_implementation="sdpa")
-            except ValueError:  # it has no such attention
-                model = made(deepcopy(config), attn_implementation="eager")
-        except ValueError as error:
-            raise UserError(f"A {config.model_type} is not a causal language model ({reason(error)}).") from error
+            model = made(deepcopy(config), attn_implementation="sdpa")
+        except ValueError:  # it has no such attention
+            model = made(deepcopy(config), attn_implementation="eager")
         if rank:
             model = add_adapters(model, LoraConfig(rank=rank, alpha=float(rank)))
         else:
