@@ -13,9 +13,8 @@ from groupwise.analysis.results import LEARNT, SCALES, Floors, Folders, Measured
 from groupwise.analysis.statistics import Summary, summarise
 from groupwise.atomic import write_atomically, write_text
 from groupwise.errors import UserError
-from groupwise.sweeps.cells import read_sweep
+from groupwise.sweeps.cells import PAPER, read_sweep
 
-PAPER = "paper"
 GREY = "#666666"
 GRID = "#d9d9d9"
 WEAK = "#999999"
@@ -188,7 +187,7 @@ def read_figure_rows(name: str, folders: Folders, metrics: Sequence[str] = ()) -
         UserError: there are none, or they are invalid (see `read_measured`).
     """
     sweep = read_sweep(folders.sweeps / f"{name}.yaml")
-    cells = {cell.name for scale in ("paper", *sweep.scales) for cell in sweep.cells(scale)}
+    cells = {cell.name for scale in (PAPER, *sweep.scales) for cell in sweep.cells(scale)}
     found = read_all(sweep, folders.measured, {cell: list(metrics) for cell in sorted(cells)})
     if not found:
         raise UserError(

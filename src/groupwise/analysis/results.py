@@ -32,8 +32,12 @@ from groupwise.sweeps.cells import Sweep
 
 TABLES = ("fixed_per_layer", "cifar", "glue", "sst2_epochs", "table2text", "samsum", "noise_allocation", "adaptivity")
 """The paper's tables of results, in its order; each has a sweep of its name."""
-HYPERPARAMETERS = ("hyperparameters_cifar", "hyperparameters_glue", "hyperparameters_gpt2")
-"""The paper's tables of settings."""
+HYPERPARAMETERS = {
+    "hyperparameters_cifar": "Settings for WRN16-4 on CIFAR-10",
+    "hyperparameters_glue": "Settings for RoBERTa on SST-2",
+    "hyperparameters_gpt2": "Settings for GPT-2 on E2E and DART",
+}
+"""The paper's tables of settings, and their titles."""
 MINUS = " minus "
 
 

@@ -202,13 +202,6 @@ def _values(rows: pd.DataFrame, column: str) -> list[str]:
     return sorted({text for text in rows[column] if text}) if column in rows else []
 
 
-SETTINGS = {
-    "hyperparameters_cifar": "Settings for WRN16-4 on CIFAR-10",
-    "hyperparameters_glue": "Settings for RoBERTa on SST-2",
-    "hyperparameters_gpt2": "Settings for GPT-2 on E2E and DART",
-}
-
-
 def table_page(name: str, folders: Folders) -> str:
     """A table of results with its notes, in Markdown; raises as `table_lines` does."""
     return as_markdown(*_content(name, folders))
@@ -240,16 +233,14 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
         [*map(str, line[:4]), *(f"`{text}`" if text else "–" for text in line[4:])]
         for line in shown.itertuples(index=False)
     ]
-    page = "\n\n".join(
-        [
-            f"# {SETTINGS[name]}",
-            f"Made by `python -m groupwise.analysis.tables {name}` from the paper's numbers. A test composes each "
-            "configuration and compares it: with fixed and selected values, and one value of each grid.",
-            markdown(head, rows),
-        ]
-    )
+    parts = [
+        f"# {HYPERPARAMETERS[name]}",
+        f"Made by `python -m groupwise.analysis.tables {name}` from the paper's numbers. A test composes each "
+        "configuration and compares it: with fixed and selected values, and one value of each grid.",
+        markdown(head, rows),
+    ]
     write_text(out / f"{name}.csv", shown.to_csv(index=False, lineterminator="\n"))
-    write_text(out / f"{name}.md", page + "\n")
+    write_text(out / f"{name}.md", "\n\n".join(parts) + "\n")
     return f"{out / name}.md, .csv: {len(paper)} settings"
 
 
