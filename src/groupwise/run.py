@@ -199,13 +199,12 @@ def require_gpu_for_the_paper(config: RunConfig) -> None:
 
 def choose_device(name: str) -> torch.device:
     """The named device; "auto" is CUDA if there is a GPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if name == "cpu" or (name == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
         raise UserError(f"train.device={name} was given, but torch sees no GPU: use train.device=cpu, or auto.")
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _groups(config: RunConfig, engine: ClippingEngine | None, ranks: Ranks) -> int | None:

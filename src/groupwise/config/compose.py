@@ -134,8 +134,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
             command = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(in_one_sentence(error)) from error
-    if not isinstance(command, Command):
-        raise TypeError(f"conf/config.yaml must begin with the schema; it composed a {type(command).__name__}")
+    assert isinstance(command, Command), "conf/config.yaml must begin with the schema"
     config = RunConfig(**{item.name: getattr(command, item.name) for item in fields(RunConfig)})
     if config.privacy.noise_multiplier is not None and config.privacy.epsilon in (PrivacyConfig.epsilon, math.inf):
         config.privacy.epsilon = None  # the default: ε is computed from the noise, once the data are known

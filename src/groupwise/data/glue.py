@@ -19,9 +19,8 @@ class GlueTask:
     Attributes:
         folder: name of its folder.
         texts: columns of the sentence or the pair.
-        label: column of the label.
         classes: the classes' names, by label.
-        spelled: the classes' spelling in the label column, by label.
+        spelled: the classes' spelling in the column `label`, by label.
         valid: validation files by name.
         hub_texts: the names of the columns `texts` on the hub; empty if they are the same. The label is "label" there.
         hub_valid: validation splits on the hub, by name.
@@ -31,9 +30,9 @@ class GlueTask:
 
     folder: str
     texts: tuple[str, ...]
-    label: str
     classes: tuple[str, ...]
     spelled: tuple[str, ...]
+    label: str = "label"
     valid: Mapping[str, str] = field(default_factory=lambda: {"": "dev.tsv"})
     hub_texts: tuple[str, ...] = ()
     hub_valid: Mapping[str, str] = field(default_factory=lambda: {"": "validation"})
@@ -44,14 +43,12 @@ GLUE = {
     "sst2": GlueTask(
         folder="SST-2",
         texts=("sentence",),
-        label="label",
         classes=("negative", "positive"),
         spelled=("0", "1"),
     ),
     "qnli": GlueTask(
         folder="QNLI",
         texts=("question", "sentence"),
-        label="label",
         classes=("entailment", "not_entailment"),
         spelled=("entailment", "not_entailment"),
     ),

@@ -98,10 +98,8 @@ def linearise_triples(triples: list[Any]) -> str:
     Raises:
         ValueError: there is no triple, or one is not three strings.
     """
-    for triple in triples:
-        if not isinstance(triple, list | tuple) or len(triple) != 3 or not all(isinstance(x, str) for x in triple):
-            raise ValueError(triple)
-    if not triples:
+    whole = [triple for triple in triples if isinstance(triple, list | tuple) and list(map(type, triple)) == [str] * 3]
+    if not triples or len(whole) < len(triples):
         raise ValueError(triples)
     return " | ".join(f"{subject} : {predicate.lower()} : {object_}" for subject, predicate, object_ in triples)
 

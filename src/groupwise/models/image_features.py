@@ -86,10 +86,13 @@ def _replaced(
     return replace(data, x_train=train, x_test=test, source=f"{data.source}; {words}")
 
 
+@torch.no_grad()
 def _features(
     images: Tensor, name: str, shape: tuple[int, ...], make: Callable[[], Callable[[Tensor], Tensor]]
 ) -> Tensor:
     """Features (N, *shape) of float16, from the cache folder by the SHA-256 of the images, or else computed."""
+    from tqdm import tqdm
+
     digest = hashlib.sha256(f"{name} {tuple(images.shape)} float16".encode())
     digest.update(images.numpy().tobytes())
     path = cache_folder() / name.split()[0] / f"{digest.hexdigest()[:32]}.npy"
@@ -97,19 +100,11 @@ def _features(
         found = torch.from_numpy(np.load(path, allow_pickle=False))
         if tuple(found.shape) == (len(images), *shape) and found.dtype == torch.float16:
             return found
-    features = _computed(images, name, shape, make())
-    with suppress(OSError):  # without a cache the next run computes them again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: np.save(file, features.numpy()))
-    return features
-
-
-@torch.no_grad()
-def _computed(images: Tensor, name: str, shape: tuple[int, ...], transform: Callable[[Tensor], Tensor]) -> Tensor:
-    from tqdm import tqdm
-
-    features = torch.empty((len(images), *shape), dtype=torch.float16)
+    transform, features = make(), torch.empty((len(images), *shape), dtype=torch.float16)
     starts = range(0, len(images), PIECE)
     for start in tqdm(starts, desc=f"{name} of {len(images):,} images", unit_scale=PIECE, unit="image", leave=False):
         features[start : start + PIECE] = transform(images[start : start + PIECE]).half()
+    with suppress(OSError):  # without a cache the next run computes them again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: np.save(file, features.numpy()))
     return features

@@ -99,10 +99,7 @@ def _load(settings: ModelConfig, config: Any, tokenizer: Any, kind: str) -> nn.M
         "trust_remote_code": False,
     }
     with _quiet():
-        if settings.fresh:
-            model = _build(settings, automatic, config, options)
-        else:
-            model = _read(settings, automatic, config, options)
+        model = (_build if settings.fresh else _read)(settings, automatic, config, options)
     if settings.untie:
         untie(model)
     text = model.config.get_text_config()

@@ -34,12 +34,8 @@ class Family:
     project_out: str = ""
 
 
-_LIKE_GPT2 = Family("transformer", "wte", "h", "ln_f", positions="wpe", dropout="drop")
-_LIKE_LLAMA = Family("model", "embed_tokens", "layers", "norm")
-
 FAMILIES = {
-    "gpt2": _LIKE_GPT2,
-    "gpt_neo": _LIKE_GPT2,
+    **dict.fromkeys(("gpt2", "gpt_neo"), Family("transformer", "wte", "h", "ln_f", positions="wpe", dropout="drop")),
     "gptj": Family("transformer", "wte", "h", "ln_f", dropout="drop"),
     "gpt_neox": Family("gpt_neox", "embed_in", "layers", "final_layer_norm", dropout="emb_dropout"),
     "opt": Family(
@@ -51,11 +47,9 @@ FAMILIES = {
         project_in="project_in",
         project_out="project_out",
     ),
-    "llama": _LIKE_LLAMA,
-    "mistral": _LIKE_LLAMA,
-    "qwen2": _LIKE_LLAMA,
-    "gemma": _LIKE_LLAMA,
-    "gemma2": _LIKE_LLAMA,
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "gemma", "gemma2"), Family("model", "embed_tokens", "layers", "norm")
+    ),
 }
 """model_type of transformers → the names of the parts."""
 
