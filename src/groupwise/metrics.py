@@ -48,12 +48,7 @@ def rouge(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     Tokens are lower-case sequences of letters and digits, reduced to Porter stems. ROUGE-L treats a text as one
     sentence. Of several references, the one with the best score counts, for each score separately (`score_multi`).
 
-    Args:
-        hypotheses: n texts, as generated.
-        references: for each of them one or more texts.
-
-    Returns:
-        {"rouge1", "rouge2", "rougeL"}
+    Args are those of `corpus_bleu`. Returns {"rouge1", "rouge2", "rougeL"}.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -79,7 +74,7 @@ def e2e_rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) 
     others, its pipeline and this one give 65.28 and 65.25 on E2E's development set, 63.81 and 63.75 on its test set,
     and 61.83 and 61.89 on DART's development set. A single text can differ by 10 points or more.
 
-    Args are those of `rouge`.
+    Args are those of `corpus_bleu`.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a

@@ -44,14 +44,8 @@ from groupwise.training.train import train
 def run(config: RunConfig, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train one configuration, or resume it from its last checkpoint; returns its result row.
 
-    Nothing is written before data, model, clipping and plan have been checked.
-
-    Args:
-        config: checked.
-        ranks: the processes of the run, which all call this; None for a single process.
-
-    Raises:
-        UserError: any error that the user can fix.
+    Nothing is written before data, model, clipping and plan have been checked. All processes of the run call this, with
+    their `ranks`; None stands for a single process. Raises `UserError` for any error that the user can fix.
     """
     ranks = ranks or Ranks()
     record = RunRecord.open(config)

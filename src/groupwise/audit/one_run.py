@@ -36,8 +36,7 @@ _FRACTIONS = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5)
 def choose_guesses(power: float, sample_rate: float, steps: int, canaries: int, delta: float) -> tuple[int, int]:
     """Return the numbers of guesses (in, out) with the largest expected bound, by simulation with the claimed noise.
 
-    Args:
-        power: a = Σ_k ‖own‖²/std_k² for one canary in one step. The other arguments are those of the plan.
+    ``power`` is a = Σ_k ‖own‖²/std_k² for one canary in one step.
     """
     random = np.random.default_rng(0)
     rehearsed = []

@@ -50,8 +50,6 @@ class TrainerWorld:
 
     Args:
         trainers: one trainer, or all replicas of one run. The first one is observed.
-        steps: the number of steps in one play.
-        score: the attacker.
         together: runs a step of all trainers; not needed for one trainer.
     """
 
@@ -141,10 +139,7 @@ def _mean_gradient(trainer: Trainer, canary: int) -> Tensor:
 
 
 def _clipped_gradient(trainer: Trainer, example: int) -> Tensor:
-    """Return an example's clipped gradient, (P,) float64, in the order of the model's parameters.
-
-    Masks come from the default generator.
-    """
+    """Return an example's clipped gradient, (P,) float64, as in `Release`; masks come from the default generator."""
     engine, thresholds = trainer.private.engine, trainer.private.thresholds
     assert engine is not None and thresholds is not None
     engine.set_thresholds(thresholds.clip_thresholds, thresholds.count_thresholds)

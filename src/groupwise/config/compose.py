@@ -38,12 +38,8 @@ def register() -> None:
 def compose_run(overrides: Sequence[str], conf: Path, *, typed: bool = True) -> RunConfig:
     """Compose one run from the folder ``conf`` without a command line, for tests and notebooks.
 
-    Args:
-        typed: whether a user typed the overrides. Overrides without effect are then an error; a sweep's file may have
-            them.
-
-    Raises:
-        UserError: as :func:`to_run_config`, or an override without effect.
+    Raises :class:`UserError` as :func:`to_run_config` does, and if an override that a user ``typed`` has no effect; one
+    of a sweep's file may have none.
     """
     register()
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
@@ -80,10 +76,7 @@ def _compositions(_conf: Path, _written: int) -> "Compositions":
 class Compositions:
     """Calls `hydra.compose` once for all overrides that choose the same files, inside `initialize_config_dir`.
 
-    A composition takes a tenth of a second, and a sweep has hundreds.
-
-    Args:
-        places: overrides of ``hydra.searchpath``, the same for all compositions.
+    A composition takes a tenth of a second, and a sweep has hundreds. `places` are overrides of ``hydra.searchpath``.
     """
 
     def __init__(self, places: Sequence[str] = ()) -> None:

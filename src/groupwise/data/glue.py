@@ -81,7 +81,6 @@ def load_glue(name: str, root: Path, *, hub: str, train_file: str | None = None)
     must exist. Otherwise the data set `hub` is loaded (see `load_from_hub`).
 
     Args:
-        name: a key of `GLUE`.
         hub: a name on the hub, or a local folder in the hub's layout.
         train_file: a training file in the task's folder, in place of train.tsv.
 
@@ -152,7 +151,6 @@ def load_from_hub(name: str, hub: str, place: Path) -> LabelledText:
     The SHA-256 are those of the examples, not of files.
 
     Args:
-        name: a key of `GLUE`.
         hub: a name on the hub (nyu-mll/glue), or a folder with a README.md that lists its configurations' files.
         place: the folder where tsv files are missing, for the message.
 

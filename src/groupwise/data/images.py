@@ -20,7 +20,6 @@ class ImageData:
         y_train: labels (N,), int64, in 0..num_classes - 1.
         x_test: the same for validation, (M, C, H, W).
         y_test: labels (M,), int64.
-        num_classes: number of classes.
         source: where it was found, for the record.
         sha256: SHA-256 in hex of each file that was read, by its path below the root.
     """

@@ -30,7 +30,6 @@ class LabelledText:
     """A classification task. One training text is the unit of privacy.
 
     Attributes:
-        train: the training set.
         valid: validation sets by name, the first one under ""; MNLI has "mismatched" too.
         classes: the classes' names, by label.
         source: where the data are from, and what was left out, in words.
@@ -58,8 +57,7 @@ class PairedText:
 
     Attributes:
         train: pairs (source, target). One pair is one example and the unit of privacy; sources may repeat.
-        valid: requests for validation.
-        test: requests for testing.
+        valid, test: requests for validation and for testing.
         source: where the data are from, and what was left out, in words.
         sha256: SHA-256 in hex of each file that was read, by its path below the root.
     """

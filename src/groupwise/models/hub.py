@@ -15,12 +15,7 @@ OWN = "pretrained/"
 def locate(key: str, name: str) -> str:
     """The argument for `from_pretrained`: a folder, or a name that transformers looks up on the hub or in its cache.
 
-    Args:
-        key: the key of the configuration that holds `name`, for messages.
-        name: a folder, or a name on the hub.
-
-    Raises:
-        UserError: a model of this project whose folder is missing.
+    Raises `UserError` for a model of this project whose folder is missing; `key` is the key that holds its name.
     """
     place = find_source(name)
     if name.startswith(OWN) and not Path(place).is_dir():

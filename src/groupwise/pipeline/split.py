@@ -47,8 +47,7 @@ def even_out(costs: Sequence[float], stages: int, entry: float = 0.0, exit: floa
 
     Args:
         costs: of each block, (n,), n >= stages.
-        entry: cost of the first stage in addition to its blocks.
-        exit: cost of the last stage in addition to its blocks.
+        entry, exit: costs of the first and the last stage in addition to their blocks.
     """
     sums = list(accumulate(costs, initial=0))
     table: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}

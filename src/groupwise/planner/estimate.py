@@ -47,12 +47,7 @@ def stage_memory(plain: Footprint, clipped: Footprint, stages: int, stage: int, 
     """Return the memory of a stage when its step needs the most.
 
     That is in the first backward pass or the forward pass before it, when most microbatches are in flight, or in the
-    update.
-
-    Args:
-        plain: the stage's footprint without clipping.
-        clipped: its footprint with clipping.
-        stages, stage, microbatches: S, s and J.
+    update. ``plain`` is the stage's footprint without clipping; ``stages``, ``stage`` and ``microbatches`` are S, s, J.
     """
     flying = held_at_once(stages, stage, microbatches)
     under_way = clipped.received if microbatches > 1 else 0  # the last gradient sent
@@ -93,14 +88,7 @@ class Times(NamedTuple):
 
 def duration(microbatches: int, forward: Sequence[float], backward: Sequence[float], message: float) -> float:
     """Return the seconds until the last backward pass ends: one microbatch passes all stages forward and backward, and
-    the slowest stage processes the other J - 1.
-
-    Args:
-        microbatches: J.
-        forward: seconds of a microbatch's forward pass, for each stage.
-        backward: seconds of its backward pass, for each stage, recomputation included.
-        message: seconds for a message from one stage to the next.
-    """
+    the slowest stage processes the other J - 1. Arguments as in `Times`; ``message`` is the seconds for one message."""
     through = sum(forward) + sum(backward) + 2 * (len(forward) - 1) * message
     return through + (microbatches - 1) * max(map(sum, zip(forward, backward, strict=True)))
 
@@ -118,7 +106,6 @@ class Estimate:
     """Memory and time for the options; `ranges` are the blocks of each stage. Methods also take another work.
 
     Args:
-        options: the planner's options.
         config: the model's configuration, if `options.model` is only a label.
 
     Raises:

@@ -56,9 +56,7 @@ def start(config: RunConfig) -> dict[str, Any]:
 def spawn(config: RunConfig, work: Work | None = None) -> dict[str, Any]:
     """Start all processes on this machine and wait for them; returns and raises as `start`.
 
-    Args:
-        work: the function that each process calls, at the top level of a module; by default `run_here`. The result of
-            the main process is returned.
+    Each process calls `work`, a function at the top level of a module; by default `run_here`.
     """
     import torch.multiprocessing as mp
 
@@ -172,6 +170,5 @@ def _live(rank: int, config: RunConfig, work: Work | None, folder: Path) -> None
         code, kind, value = 1, "crashed", traceback.format_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    when = time.monotonic()
-    (folder / f"{rank}").write_bytes(pickle.dumps(Report(kind, value, when)))
+    (folder / f"{rank}").write_bytes(pickle.dumps(Report(kind, value, time.monotonic())))
     os._exit(code)  # without waiting for torch's threads

@@ -93,8 +93,7 @@ def expand(
 ) -> list[Cell]:
     """The cells of all grids, each once, with the changes of `scale`; scale=paper changes nothing.
 
-    Args:
-        chosen: key -> the values to keep (see `choose`).
+    `chosen` has the values to keep, by key (see `choose`).
 
     Raises:
         UserError: a key without values, a seed that is not a whole number, or an unknown scale.

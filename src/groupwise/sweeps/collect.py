@@ -80,10 +80,7 @@ def collect(what: str, scale: str, runs: Path, out: Path, conf: Path = CONF) -> 
 
 
 def result_row(folder: Path, config: RunConfig, expected: str) -> dict[str, Any] | None:
-    """The row in `result.json`, without paths; None if the run is not done.
-
-    Args:
-        expected: the hash of `config`, which names the folder.
+    """The row in `result.json`, without paths; None if the run is not done. `expected` is the hash of `config`.
 
     Raises:
         UserError: the file cannot be read, lacks a key of the configuration, or holds another configuration's result.

@@ -119,11 +119,8 @@ def is_done(folder: Path, cell: dict[str, Any]) -> bool:
 def report_sweep(folder: Path, crash: Exception | None = None) -> int:
     """List the failed cells on stderr; returns the exit code.
 
-    Args:
-        crash: the exception of the launcher, if it failed. Then cells without a result count as failed too.
-
-    Returns:
-        The exit code. It is 0 if the launcher failed before any cell began, as `crash` is then the only error.
+    If the launcher failed (`crash` is its exception), cells without a result count as failed too. The exit code is 0 if
+    it failed before any cell began, as `crash` is then the only error.
     """
     failed = failures(folder)
     lost = [] if crash is None else unfinished(folder)

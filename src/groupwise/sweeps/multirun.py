@@ -21,11 +21,7 @@ def run_cells(folder: Path, settings: DictConfig, multirun: Callable[[Sequence[s
     """Run the cells that are not done; failures are written to the folder.
 
     Cells with the same number of processes are launched together, at most ``hydra.sweeper.max_batch_size`` at once.
-
-    Args:
-        folder: of the sweep.
-        settings: Hydra's, with its launcher and sweeper.
-        multirun: runs ``-m`` with the given words.
+    `settings` are Hydra's, with its launcher and sweeper, and `multirun` runs ``-m`` with the given words.
 
     Raises:
         UserError: processes cannot be split evenly; sbatch refused jobs.

@@ -96,11 +96,8 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
 def table_cells(name: str, scale: str, conf: Path = CONF) -> list[PlannedCell]:
     """All cells of a file of `sweeps/`: those that ``-m +sweep=<name> scale=<scale>`` runs.
 
-    Args:
-        name: the name of the file, or the path of another: ``my/sweep/<name>.yaml`` for ``--config-dir my``.
-
-    Raises:
-        UserError: as `read_sweep`, `plan_sweep` and `refuse_taken_name`.
+    `name` may be the path of another file: ``my/sweep/<name>.yaml`` for ``--config-dir my``. Raises `UserError` as
+    `read_sweep`, `plan_sweep` and `refuse_taken_name` do.
     """
     register()
     path = Path(name) if name.endswith(".yaml") else conf / "sweep" / f"{name}.yaml"

@@ -79,7 +79,6 @@ def in_job(work: Callable[[T], Any], seconds: float) -> Callable[[T], Any]:
     """Make ``work`` a task of a job: USR2 and SIGTERM stop it like Ctrl-C, and after USR2 submitit requeues it.
 
     Args:
-        work: the function to run.
         seconds: between USR2 and the time limit. A run that has not exited after this time, less `MARGIN`, is requeued
             and resumes from its previous checkpoint.
     """

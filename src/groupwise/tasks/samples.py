@@ -211,11 +211,9 @@ def demonstrations(
     Examples are drawn in a fixed random order, no source twice, and assigned to the three sets in turn. So no example
     is in two sets. A set with fewer shots is the beginning of a set with more if no example was skipped.
 
-    No privacy guarantee: these are unmodified training examples.
+    No privacy guarantee: these are unmodified training examples (source, target).
 
     Args:
-        train: (source, target) pairs.
-        shots: k; 0 gives none.
         fits: whether a demonstration is short enough for the prompt; others are skipped.
 
     Raises:
@@ -240,9 +238,7 @@ def demonstrations(
 
 
 def in_context_prompt(shown: Sequence[tuple[str, str]], source: str) -> str:
-    """The demonstrations (source, space, target) and the source to continue, separated by blank lines.
-
-    Without demonstrations it is the source alone (0-shot).
+    """The demonstrations (source, space, target), if any, and the source to continue, separated by blank lines.
 
     No privacy guarantee: the demonstrations are training examples.
     """

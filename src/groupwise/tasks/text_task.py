@@ -28,12 +28,7 @@ ADAPTERS_ONLY = "This folder holds adapters: load them with peft's PeftModel.fro
 
 
 class TextTask(Task):
-    """A task on a transformers model; subclasses add data, losses and metrics.
-
-    Args:
-        train: the N training examples.
-        description: of the data, for the record.
-    """
+    """A task on a transformers model; subclasses add data, losses and metrics."""
 
     exports = True
 
