@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch.utils.data import IterableDataset, Subset
 
 from groupwise.errors import UserError
@@ -61,6 +62,13 @@ def other_optimizer(folder: Path) -> None:
 
 def no_optimizer_state(folder: Path) -> None:
     (folder / "checkpoint-3" / "optimizer.pt").unlink()
+    resume(folder)
+
+
+def some_weights_missing(folder: Path) -> None:
+    path = folder / "checkpoint-3" / "model.safetensors"
+    tensors = load_file(path)
+    save_file(dict(list(tensors.items())[:-1]), path, {"format": "pt"})
     resume(folder)
 
 
@@ -137,6 +145,7 @@ AFTER_A_KILL: dict[str, tuple[Callable[[Path], object], str]] = {
         "made with threshold=1.0, but here it is 2.0",
     ),
     "resuming without the optimiser's state": (no_optimizer_state, "is not a complete checkpoint"),
+    "resuming without some weights": (some_weights_missing, "did not restore all weights, so the same noise"),
     "resuming on other data": (lambda f: resume(f, train_dataset=Texts(48)), "was made with dataset_size="),
     "resuming without the key": (without_the_key, ".noise_key.pt: if the folder was moved, move the key"),
     "resuming where the folder was moved to": (

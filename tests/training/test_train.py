@@ -92,7 +92,7 @@ def test_a_step_sends_the_gradients_and_one_small_message(found):
     processes, _ = found
     size = sum(parameter.numel() for parameter in PointsTask().model.parameters())
     for _, messages, _, _ in processes:
-        assert messages == [size + 8, 4] * len(BATCHES)  # with 8 counts; flags, loss and dropped examples
+        assert messages == [size + 3 * 8, 4] * len(BATCHES)  # counts, C, C² of 8 groups; flags, loss, dropped
 
 
 def test_a_stop_that_reaches_one_process_stops_both_after_the_same_step(found):

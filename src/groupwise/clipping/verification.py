@@ -84,6 +84,7 @@ def verify(
         repeatable = check_draws(runs, some)
         if not repeatable:
             warnings.warn(NOT_ALONE, stacklevel=2)
+        _check_buffers(engine, buffers)  # and again below, after passes with other rows
         if len(some) > 1 and not engine.plan.calls:
             engine.trace(losses_of, some)
         if runs.autocasts:
