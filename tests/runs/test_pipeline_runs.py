@@ -48,7 +48,7 @@ CELLS: dict[str, tuple[str, ...]] = {
 AS_ONE_PROCESS = ("flat", "none")
 MISTAKES = {
     "too few blocks": ("model.shape.n_layer=1", "2 stages cannot share 1 blocks"),
-    "blocks that do not add up": ("pipeline.blocks=[1,2]", "add up to the model's 2 blocks"),
+    "blocks that do not add up": ("pipeline.blocks=[1,2]", "positive counts that add up to 2"),
     "tied": ("model.trains=all", "as token embedding and head"),
 }
 
