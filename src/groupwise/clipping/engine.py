@@ -85,7 +85,11 @@ class ClippingEngine(ThresholdsAndCounts):
         self._patches = Patches(model, layers, self.groups, calls, direct)
 
     def reset(self) -> None:
-        """Begin a logical batch: reset counts and drop pending microbatches. The caller clears .grad."""
+        """Begin a logical batch: reset counts and drop pending microbatches. The caller clears .grad.
+
+        Raises a `UserError` if a parameter was replaced, frozen or cast since `attach`.
+        """
+        self._attached.check_same()
         self._passes.forget()
         self.examples, self._clipped, self._read, self._unmasked = 0, None, None, False
         self._totals.zero_()
@@ -174,9 +178,8 @@ class ClippingEngine(ThresholdsAndCounts):
             microbatch: a name, if several forward passes run before their backward passes (`backward_of`).
 
         Raises:
-            UserError: called inside another pass; a parameter was changed since `attach`.
+            UserError: called inside another pass.
         """
-        self._attached.check_same()
         with self._patches.installed(), self._passes.forward(examples, self.plan, microbatch):
             yield
 

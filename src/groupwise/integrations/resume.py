@@ -62,7 +62,7 @@ def save(folder: Path, private: Private) -> None:
     """Write ``privacy.pt`` into a checkpoint's folder; weights and optimiser are saved by transformers."""
     state = private._state()  # without copies of the weights
     kept = {name: value for name, value in state.items() if name not in ("noise_key", "model", "optimizer")}
-    weights = digest(private.model.state_dict())
+    weights = digest(state["model"])
     save_checkpoint(folder / STATE, {**kept, "of_key": private.core.noise.derive("checkpoint"), "weights": weights})
 
 
