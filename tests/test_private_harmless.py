@@ -124,6 +124,16 @@ def test_a_refused_step_releases_nothing():
     assert torch.equal(use.train().weights, Use().train().weights)
 
 
+def test_a_first_step_that_fails_is_no_earlier_training():
+    use = Use()
+    handle = use.model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError):
+        use.private.step()
+    handle.remove()
+    use.private.detach()
+    assert "Not included" not in Use(use.model).train(1).private.statement()
+
+
 def test_a_call_that_is_refused_leaves_the_model_as_it_was():
     model = network()
     with pytest.raises(UserError):

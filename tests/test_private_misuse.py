@@ -396,9 +396,20 @@ def test_another_private_training_may_continue_with_the_optimizers_state():
     first = Use(model, optimizer=optimizer).train()
     first.private.detach()
     with pytest.warns(UserWarning, match="trained privately before, and epsilon counts this training alone"):
-        second = Use(model, optimizer=optimizer).train()
-    assert "Not included: an earlier private training" in second.private.statement()
+        second = Use(model, optimizer=optimizer).train(1)
+    resumed = Use()
+    resumed.private.load_state_dict(second.private.state_dict())
+    second.private.detach()
+    with pytest.warns(UserWarning, match="trained privately before"):
+        head = Use(nn.Sequential(first.model[0].requires_grad_(False), nn.Tanh(), nn.Linear(8, 2))).train(1)
+    for later in (second, resumed, head):
+        assert "Not included: an earlier private training" in later.private.statement()
     assert "Not included" not in first.private.statement()
+
+
+def test_an_optimizer_may_begin_with_accumulators():
+    model = network()
+    Use(model, optimizer=torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.1)).train(1)
 
 
 def test_a_resumed_training_keeps_its_noise_source():

@@ -81,10 +81,11 @@ def test_an_interrupted_training_resumes_to_the_same_bits(workers, loader, kind)
     began[1].clear()
     assert go_on(killed) == STEPS - 2
     same(killed, expected)
-    resumed = begin(noise_source=REPLACED, microbatch=3)  # masks depend on that of the state
-    resumed.load_state_dict(state)  # a copy, which the steps above did not change
-    assert resumed.executed == 2 and go_on(resumed) == STEPS - 2
-    same(resumed, expected)
+    for _ in range(2):
+        resumed = begin(noise_source=REPLACED, microbatch=3)  # masks depend on that of the state
+        resumed.load_state_dict(state)  # a copy, which no steps change
+        assert resumed.executed == 2 and go_on(resumed) == STEPS - 2
+        same(resumed, expected)
 
 
 class Texts:

@@ -36,13 +36,20 @@ def loaded_after_steps() -> None:
 
 def state_of_another_model() -> None:
     state = Use(network(nn.Linear(8, 8))).train(1).private.state_dict()
-    use = Use(network(nn.Sequential(nn.Linear(8, 8))), seed=4)
+    use = Use(network(nn.LayerNorm(8)), seed=4)
     before, weight = use.private.core.noise.key, use.model[0].weight.clone()
     try:
         use.private.load_state_dict(state)
     finally:
         assert use.private.core.noise.key == before and not use.private.executed
         assert torch.equal(use.model[0].weight, weight)
+
+
+def with_layers(prepare: Any) -> None:
+    model = network()
+    prepare(model[0])
+    use = Use(model, optimizer=torch.optim.SGD(model.parameters(), 0.5), clip="flat")
+    use.private.load_state_dict(Use(clip="flat").private.state_dict())
 
 
 def state_within_a_step() -> None:
@@ -69,6 +76,11 @@ STATES: dict[str, Misuse] = {
     "a state of another plan": (other_state, "was made with .*give the same"),
     "a state of another threshold": (other_threshold, r"was made with threshold=1\.0, but here it is 5\.0"),
     "a state of another model": (state_of_another_model, "does not fit this model"),
+    "a state of other trainable layers": (
+        lambda: with_layers(lambda layer: layer.requires_grad_(False)),
+        r"made with trainable=\['0\.weight', '0\.bias'\], but here it is \[\]",
+    ),
+    "a state of layers in train mode": (lambda: with_layers(nn.Module.eval), r"made with training_mode=\['0'\]"),
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "made with optimizer=SGD, but here it is Adam"),

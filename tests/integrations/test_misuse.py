@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,12 @@ def without_labels(folder: Path) -> None:
     trainer(folder, data_collator=lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}).train()
 
 
+def overridden(folder: Path, name: str, method: Any) -> None:
+    run = trainer(folder)
+    run.__class__ = type("Other", (type(run),), {name: method})
+    run.train()
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(Texts())
@@ -123,6 +130,18 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "neither epsilon nor noise_multiplier, or both": (
         lambda f: trainer(f, budget=privacy(epsilon=8.0)).train(),
         "give exactly one",
+    ),
+    "label smoothing of losses of one's own": (
+        lambda f: trainer(f, losses=mixed, label_smoothing_factor=0.1),
+        "label_smoothing_factor has no effect on losses of your own",
+    ),
+    "create_scheduler without super()": (
+        lambda f: overridden(f, "create_scheduler", lambda self, num_training_steps, optimizer=None: None),
+        "must call those of PrivateTrainer",
+    ),
+    "get_train_dataloader without super()": (
+        lambda f: overridden(f, "get_train_dataloader", lambda self: [{}] * 8),
+        "must call those of PrivateTrainer",
     ),
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "a part of the training set among several": (
@@ -236,6 +255,17 @@ def test_a_failed_run_resumes_in_the_same_process(tmp_path, finished):
     run.remove_callback(Kill)
     run.train(True)
     assert torch.equal(weights(run.model), weights(finished.model))
+
+
+def test_a_refused_resume_counts_as_an_earlier_training(tmp_path, folders):
+    copy_run(folders["killed"], tmp_path / "killed")
+    refused = trainer(tmp_path / "killed", weight_decay=0.1)
+    with pytest.raises(UserError, match="made with weight_decay="):
+        refused.train(True)  # after the weights were loaded
+    run = trainer(tmp_path / "other", refused.model)
+    with pytest.warns(UserWarning, match="trained privately before"):
+        run.train()
+    assert "Not included: an earlier private training" in run.private.statement()
 
 
 def test_untested_arguments_of_the_page_are_checked():

@@ -50,7 +50,7 @@ def test_an_infinite_epsilon_is_written(tmp_path):
 def test_the_trainers_card_has_a_section_on_privacy(tmp_path, tags):
     run = trainer(tmp_path, budget=privacy(), max_steps=2, save_strategy="no")
     run.train()
-    run.create_model_card(tags=tags)
+    run.create_model_card("en", "mit", tags)
     _, front, text = (tmp_path / "README.md").read_text().split("---\n", 2)
     assert ("mine" in yaml.safe_load(front)["tags"]) == bool(tags)
     assert "differential-privacy" not in front and "no guarantee" in text, "its noise is seeded"

@@ -17,6 +17,7 @@ from groupwise.errors import UserError
 from groupwise.integrations.resume import STATE, key_path
 from groupwise.integrations.transformers import PrivacyArguments
 from groupwise.privacy import NoiseSource
+from groupwise.training.checkpoint import load_checkpoint
 from tests.integrations.tiny import SEED, VOCABULARY, Texts, collate, copy_run, encoder, privacy, trainer, weights
 
 
@@ -195,6 +196,7 @@ def test_the_key_is_in_one_file_beside_the_folder_readable_by_its_owner_alone(tm
     assert secrets_in(tmp_path, key) == ["out.noise_key.pt"] and key_path(folder) == tmp_path / "out.noise_key.pt"
     assert key_path(folder).stat().st_mode & 0o777 == 0o600
     assert (folder / "checkpoint-6" / STATE).stat().st_mode & 0o777 == 0o600
+    assert "clip_plan" not in load_checkpoint(folder / "checkpoint-6" / STATE), "it has lengths of texts"
     assert key.hex() not in caplog.text + "".join(capfd.readouterr())
     resumed = trainer(folder, noise_source=None)
     resumed.add_callback(uploads := Uploads(resumed))

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -48,6 +49,12 @@ def test_the_three_generators_do_not_repeat_each_other():
         pythons = [random.getrandbits(32) & 0x7FFFFFFF for _ in range(50)]
         numpys = (np.random.randint(0, 1 << 32, 50, dtype=np.uint32) & 0x7FFFFFFF).tolist()
     assert len({*torchs, *pythons, *numpys}) == 150
+
+
+def test_threads_take_turns():
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda step: drawn(step=step), [1, 2, 3] * 40))
+    assert all(torch.equal(found[at][0], found[at % 3][0]) and found[at][1] == found[at % 3][1] for at in range(120))
 
 
 def test_generators_are_restored_afterwards_and_after_an_error():

@@ -94,3 +94,6 @@ SETTINGS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "num_train_epochs",
 )  # fmt: skip
 """Fields of `TrainingArguments` that affect the weights. A resumed run repeats its noise, so they must not change."""
+WATCHING = ("reduce_lr_on_plateau", "greedy")
+"""Schedulers whose learning rates depend on evaluations, so that these fields affect the weights too."""
+WATCHED = ("metric_for_best_model", "greater_is_better", "eval_strategy", "eval_steps")

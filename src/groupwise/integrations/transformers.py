@@ -16,14 +16,16 @@ from transformers.trainer_utils import TrainOutput
 from groupwise.atomic import write_text
 from groupwise.errors import UserError
 from groupwise.integrations import resume
-from groupwise.integrations.arguments import SETTINGS, PrivacyArguments, check_arguments
+from groupwise.integrations.arguments import SETTINGS, WATCHED, WATCHING, PrivacyArguments, check_arguments
 from groupwise.integrations.losses import LossesOf, find_losses
 from groupwise.privacy import NoiseSource
 from groupwise.private import Private, make_private
+from groupwise.private.arguments import STEPPED
 from groupwise.private.data import choose_examples, length_of
 from groupwise.training.model_card import TAGS, privacy_section
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
+OVERRIDDEN = "create_scheduler and get_train_dataloader of a subclass must call those of PrivateTrainer (super())."
 
 
 class PrivateTrainer(Trainer):
@@ -53,6 +55,7 @@ class PrivateTrainer(Trainer):
         UserError: `TrainingArguments` or others that cannot be private; what `make_private` refuses, at `train`.
     """
 
+    _collate: Any = None
     private: Private | None = None
     """The private training. After `train` it is detached; `statement()` and `epsilon` still give what was spent."""
 
@@ -72,6 +75,8 @@ class PrivateTrainer(Trainer):
             raise UserError(
                 "secure_noise=True has no effect on a given noise_source: make that with secure=True, or leave it out."
             )
+        if losses is not None and args.label_smoothing_factor:
+            raise UserError("label_smoothing_factor has no effect on losses of your own: smooth in them instead.")
         if others.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
             raise UserError(
                 "compute_loss gives one loss for a whole batch, which cannot be clipped per example: give "
@@ -117,6 +122,8 @@ class PrivateTrainer(Trainer):
         return scheduler
 
     def _begin(self, steps: int) -> None:
+        if self._collate is None:
+            raise UserError(OVERRIDDEN)
         model: Any = self.model
         model.train()  # as in training, so that the check sees the same model
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
@@ -141,7 +148,8 @@ class PrivateTrainer(Trainer):
             noise_source=self._noise_source or NoiseSource.fresh(self.privacy.secure_noise),
             **self.privacy.settings(),
         )
-        self.private.settings |= {name: str(getattr(self.args, name)) for name in SETTINGS}
+        names = (*SETTINGS, *(WATCHED if self.args.lr_scheduler_type in WATCHING else ()))
+        self.private.settings |= {name: str(getattr(self.args, name)) for name in names}
         if not self._resuming:
             resume.keep_key(self._folder, self.private.core.noise)
 
@@ -170,6 +178,10 @@ class PrivateTrainer(Trainer):
             if self.private is not None and self.private.executed == self.private.plan.steps:
                 resume.key_path(self._folder).unlink(missing_ok=True)
             return output
+        except BaseException:
+            if self._resuming and self.model is not None:  # may have the weights of the checkpoint
+                STEPPED.update(self.model.modules())
+            raise
         finally:
             self.is_in_train = False
             self.accelerator.gradient_state._set_sync_gradients(True)  # one state for all that accelerate prepares
@@ -184,7 +196,9 @@ class PrivateTrainer(Trainer):
         Returns:
             The mean loss of the drawn examples, (); not private.
         """
-        if not self.accelerator.sync_gradients or self.private is None:
+        if self.private is None:
+            raise UserError(OVERRIDDEN)
+        if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         step = self.private.step()
         # The update is done. The Trainer's loop calls accelerate's optimiser next, which does nothing as long as
@@ -215,15 +229,16 @@ class PrivateTrainer(Trainer):
         kept = self.state.log_history[-1]
         self.state.log_history[-1] = {name: kept[name] for name in kept if not name.startswith("nonprivate/")}
 
-    def create_model_card(self, *args: Any, **others: Any) -> None:
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, tags: Any = None, *args: Any, **others: Any
+    ) -> None:
         """As the Trainer does, with a section and tags on privacy; `push_to_hub` calls this too."""
         if self.private is None or not self.private.executed:
-            return super().create_model_card(*args, **others)
+            return super().create_model_card(language, license, tags, *args, **others)
         plan, secret = self.private.plan, self.private.core.noise.is_secret
         said = {**plan.to_dict(), "private": plan.is_private and secret}  # the plan's ε, as results may have stopped it
-        known = others.get("tags") or []
-        others["tags"] = [*([known] if isinstance(known, str) else known), *(TAGS if said["private"] else ())]
-        super().create_model_card(*args, **others)
+        known = [tags] if isinstance(tags, str) else tags or []
+        super().create_model_card(language, license, [*known, *(TAGS if said["private"] else ())], *args, **others)
         path = self._folder / "README.md"
         unnamed = re.compile(r"\| +\|\n\|:")  # the Trainer leaves the column of ε without a name
         text = unnamed.sub("| Epsilon |\n|:", path.read_text(encoding="utf-8"))

@@ -64,7 +64,10 @@ class NoiseSource:
         """
         names = ("key", "is_secret", "secure", "generator")
         if not all(f"noise_{name}" in state for name in names):
-            raise UserError("The state has no noise key that this version can use: start a new training.")
+            raise UserError(
+                "The state has no noise key that this version can use: give the dict that private.state_dict() "
+                "returned. One of an earlier version cannot be resumed: start a new training."
+            )
         return cls(*(state[f"noise_{name}"] for name in names))
 
     @classmethod

@@ -26,6 +26,7 @@ and numpy's generators take 256 bits, and CUDA's 64.
 
 import hashlib
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ _seeds: list[tuple[Callable[[], int], int]] = []
 """Inside `secret_randomness`: for each default generator of torch, a function that returns its seed, and the seed."""
 _twisters: list[np.random.MT19937] = []
 """numpy's generators for use inside `secret_randomness`; to replace the generator is faster than to copy its state."""
+_one_thread = threading.RLock()
+"""Held inside `secret_randomness`, as threads share the default generators."""
 
 
 @contextmanager
@@ -72,23 +75,23 @@ def secret_randomness(
     words = np.frombuffer(digest, ">u4", WORDS + 8).astype(np.uint32)
     device = torch.device(device)
     cuda = device.type == "cuda"
-    of_python, outside = random.getstate(), _seeds[:]
-    exchange: Any = np.random  # whose stubs lack the two functions
-    numpys, twister = exchange.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
-    exchange.set_bit_generator(twister)
+    with _one_thread, torch.random.fork_rng(devices=[device] if cuda else []), _whole_masks():
+        of_python, outside = random.getstate(), _seeds[:]
+        exchange: Any = np.random  # whose stubs lack the two functions
+        numpys, twister = exchange.get_bit_generator(), _twisters.pop() if _twisters else np.random.MT19937()
+        exchange.set_bit_generator(twister)
 
-    def begin() -> None:
-        torch.set_rng_state(_torch_state(words[:WORDS], seed=int.from_bytes(digest[-8:], "big")))
-        _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
-        random.seed(digest[-48:-16], version=2)
-        np.random.seed(words[WORDS:])
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
-                generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                _seeds.append((generator.initial_seed, generator.initial_seed()))
+        def begin() -> None:
+            torch.set_rng_state(_torch_state(words[:WORDS], seed=int.from_bytes(digest[-8:], "big")))
+            _seeds[:] = [(torch.initial_seed, torch.initial_seed())]
+            random.seed(digest[-48:-16], version=2)
+            np.random.seed(words[WORDS:])
+            if cuda:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(int.from_bytes(digest[-16:-8], "big", signed=True))
+                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                    _seeds.append((generator.initial_seed, generator.initial_seed()))
 
-    with torch.random.fork_rng(devices=[device] if cuda else []), _whole_masks():
         try:
             begin()
             yield begin

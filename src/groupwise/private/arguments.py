@@ -1,7 +1,7 @@
 """Checks the model, the optimiser and the argument names that are passed to `make_private`."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 from numbers import Integral
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from groupwise.config.keys import OURS
 from groupwise.config.schema import ClipConfig
-from groupwise.errors import UserError, did_you_mean, warn
+from groupwise.errors import UserError, did_you_mean
 
 TRAINED: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
 """The modules of all private trainings that were not detached, and these trainings."""
@@ -55,7 +55,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise UserError(
                 f"Parameter {name!r} is trainable but not in the optimizer: freeze it before make_private, or add it."
             )
-    values = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    used = (state for state in optimizer.state.values() if state.get("step", 1))  # Adagrad's is not empty at step 0
+    values = (value for state in used for value in state.values() if isinstance(value, Tensor))
     if optimizer not in PRIVATE_OPTIMIZERS and any(bool(value.any()) for value in values):
         raise UserError(
             f"The optimizer ({type(optimizer).__name__}) has state from earlier steps, so unclipped gradients could "
@@ -94,19 +95,6 @@ def trainings_of(model: nn.Module) -> list[Any]:
     """The private trainings of a model, or of parts of it, that were not detached."""
     found = (TRAINED[module]() for module in model.modules() if module in TRAINED)
     return list(dict.fromkeys(training for training in found if training is not None))
-
-
-def were_trained(layers: Sequence[nn.Module], resumed: bool) -> bool:
-    """Whether an earlier private training of this process has released steps of these layers, which is not ``resumed``
-    here; warns about it. Notes that this training releases them too."""
-    before = not resumed and any(layer in STEPPED for layer in layers)
-    if before:
-        warn(
-            "The model was trained privately before, and epsilon counts this training alone: if the weights were not "
-            "reset and the data are the same, add up the budgets (groupwise.privacy.composed_epsilon)."
-        )
-    STEPPED.update(layers)
-    return before
 
 
 def check_count(name: str, value: Any, least: int) -> None:

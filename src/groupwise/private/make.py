@@ -108,8 +108,8 @@ def make_private(
     if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
         kinds = f"{type(model).__name__}, {type(optimizer).__name__}"
         raise UserError(
-            f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …): give "
-            "one optimizer, of a class of your own if it should step several."
+            f"make_private takes (model, optimizer, data, losses), but was given ({kinds}, …): give one optimizer, of "
+            "a class of your own if it should step several, whose param_groups and state include theirs."
         )
     check_count("microbatch", microbatch, 1)
     check_count("num_workers", num_workers, 0)
@@ -185,6 +185,12 @@ def make_private(
             sums=sums,
             ranks=ranks,
         )
-        kind = type(optimizer).__name__
-        groups = {} if partition is None else {"groups": [[group.name, *group.layers] for group in partition]}
-        return Private(core, undo.pop_all(), {**asdict(config), "noise": noise, "optimizer": kind, **groups})
+        fixed = {
+            **asdict(config),
+            "noise": noise,
+            "optimizer": type(optimizer).__name__,
+            "trainable": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+            "groups": [[group.name, *group.layers] for group in engine.partition],
+            "training_mode": [name for name, module in model.named_modules() if module.training],
+        }
+        return Private(core, undo.pop_all(), fixed)

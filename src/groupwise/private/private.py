@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from groupwise.errors import UserError, reason
+from groupwise.errors import UserError, reason, warn
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
 from groupwise.private.arguments import (
     PRIVATE_OPTIMIZERS,
+    STEPPED,
     TRAINED,
     check_count,
     check_optimizer,
     trainings_of,
-    were_trained,
 )
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
@@ -105,7 +106,7 @@ class Private:
         undo.callback(core.optimizer.register_step_pre_hook(self._before_optimizer).remove)
         undo.callback(core.sums.forget)
         self._modes = {module: module.training for module in core.model.modules()}
-        self._closed = self._agreed = self._resumed = self._earlier = False
+        self._closed = self._agreed = self._stepped = self._resumed = self._earlier = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
@@ -250,6 +251,9 @@ class Private:
     # -- misuse --------------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
+        if self.core.running and not self._stepped:
+            STEPPED.update(member.rule.module for group in self.engine.groups for member in group.members)
+            self._stepped = True
         if not self.core.running:
             raise UserError(
                 "private.step() calls optimizer.step() itself, on gradients with noise: remove optimizer.step(), "
@@ -284,8 +288,12 @@ class Private:
                 "difference: leave it out, or give each training its own NoiseSource.fresh()."
             )
         USED.add(used)
-        layers = [member.rule.module for group in self.engine.groups for member in group.members]
-        self._earlier = were_trained(layers, self._resumed)
+        if not self._resumed and any(module in STEPPED for module in core.model.modules()):
+            self._earlier = True
+            warn(
+                "The model was trained privately before, and epsilon counts this training alone: if the weights were "
+                "not reset and the data are the same, add up the budgets (groupwise.privacy.composed_epsilon)."
+            )
         self._agreed = True
 
     def _check_open(self) -> None:
@@ -323,7 +331,8 @@ class Private:
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() inside a step would repeat its noise later: call it between steps.")
-        return self.core.state_dict() | {"processes": self._processes, "clip": self.settings}
+        own = {"processes": self._processes, "clip": self.settings, "earlier": self._earlier}
+        return self.core.state_dict() | own
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` atomically to a file that only its owner can read. Replicas write one file together."""
@@ -353,7 +362,10 @@ class Private:
             there = named.get(part, here)
             if isinstance(there, dict) and here | there != here:  # earlier versions saved fewer settings
                 name = next(name for name in there if there[name] != here.get(name))
-                before, now = (shorten(str(each.get(name)), 200) for each in (there, here))
+                values: tuple[Any, Any] = there[name], here.get(name)
+                if all(isinstance(value, list) for value in values):  # their differences alone
+                    values = _only(*values), _only(*values[::-1])
+                before, now = (shorten(str(value), 200) for value in values)
                 raise UserError(
                     f"The state was made with {name}={before}, but here it is {now}: give the same value, as the same "
                     "noise on two different gradients would reveal their difference."
@@ -366,7 +378,7 @@ class Private:
             )
         try:
             noise = NoiseSource.from_state(state)
-            self.core.load_state_dict(state)
+            self.core.load_state_dict({**state, "optimizer": deepcopy(state["optimizer"])})  # steps change its tensors
         except UserError:
             raise
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -376,7 +388,7 @@ class Private:
             ) from error
         self._sums.forget()
         self.core.use_key(noise)  # last, so that after an error above the key is not used for other gradients
-        self._resumed = True
+        self._resumed, self._earlier = True, state.get("earlier", False)
 
     def detach(self) -> None:
         """End the training, and restore the model and the optimiser. No further steps can be taken."""
@@ -385,6 +397,10 @@ class Private:
             self._restore.close()
             for module in self.core.model.modules():
                 TRAINED.pop(module, None)
+
+
+def _only(one: list[Any], two: list[Any]) -> list[Any]:
+    return [x for x in one if x not in two]
 
 
 def detach(model: nn.Module) -> None:
