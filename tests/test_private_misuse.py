@@ -309,7 +309,7 @@ REFUSED: dict[str, Misuse] = {
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
     "a module added to model and optimizer later": (
         lambda: between_steps(added_and_in_the_optimizer),
-        "has other parameters than when",
+        "Modules were added",
     ),
     "a mean loss": (
         lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),

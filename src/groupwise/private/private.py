@@ -106,7 +106,7 @@ class Private:
         undo.callback(core.optimizer.register_step_pre_hook(self._before_optimizer).remove)
         undo.callback(core.sums.forget)
         self._modes = {module: module.training for module in core.model.modules()}
-        self._closed = self._agreed = self._stepped = self._resumed = self._earlier = False
+        self._closed = self._agreed = self._resumed = self._earlier = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
@@ -238,10 +238,6 @@ class Private:
         core = self.core
         if {id(p) for group in core.optimizer.param_groups for p in group["params"]} != self._optimized:
             check_optimizer(core.model, core.optimizer)
-            raise UserError(
-                "The optimizer has other parameters than when make_private was called: call private.detach(), then "
-                "make_private again."
-            )
         if length_of(self._sums.data) != self.plan.dataset_size:
             raise UserError(
                 f"The data had {self.plan.dataset_size} examples and have {length_of(self._sums.data)} now: call "
@@ -251,15 +247,13 @@ class Private:
     # -- misuse --------------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self.core.running and not self._stepped:
-            STEPPED.update(member.rule.module for group in self.engine.groups for member in group.members)
-            self._stepped = True
         if not self.core.running:
             raise UserError(
                 "private.step() calls optimizer.step() itself, on gradients with noise: remove optimizer.step(), "
                 "loss.backward(), zero_grad() and any GradScaler from the loop; after it, call private.detach() to "
                 "train without privacy."
             )
+        STEPPED.update(member.rule.module for group in self.engine.groups for member in group.members)
 
     def _check_agreed(self) -> None:
         """Raise a `UserError` if the processes' keys, steps, plans or data differ, or the key was used before."""
@@ -362,10 +356,10 @@ class Private:
             there = named.get(part, here)
             if isinstance(there, dict) and here | there != here:  # earlier versions saved fewer settings
                 name = next(name for name in there if there[name] != here.get(name))
-                values: tuple[Any, Any] = there[name], here.get(name)
-                if all(isinstance(value, list) for value in values):  # their differences alone
-                    values = _only(*values), _only(*values[::-1])
-                before, now = (shorten(str(value), 200) for value in values)
+                both: Any = there[name], here.get(name)
+                if all(isinstance(value, list) for value in both):  # their differences alone
+                    both = [[x for x in both[i] if x not in both[1 - i]] for i in (0, 1)]
+                before, now = (shorten(str(value), 200) for value in both)
                 raise UserError(
                     f"The state was made with {name}={before}, but here it is {now}: give the same value, as the same "
                     "noise on two different gradients would reveal their difference."
@@ -397,10 +391,6 @@ class Private:
             self._restore.close()
             for module in self.core.model.modules():
                 TRAINED.pop(module, None)
-
-
-def _only(one: list[Any], two: list[Any]) -> list[Any]:
-    return [x for x in one if x not in two]
 
 
 def detach(model: nn.Module) -> None:
