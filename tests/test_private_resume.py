@@ -215,13 +215,6 @@ def test_a_training_is_saved_to_a_file_and_loaded(tmp_path):
     same(resumed, expected)
 
 
-def test_a_state_of_another_number_of_processes_is_refused():
-    private = start(Points())
-    state = private.state_dict() | {"processes": "2 processes"}
-    with pytest.raises(UserError, match=r"made by 2 processes, but this training has 1 process,"):
-        start(Points()).load_state_dict(state)
-
-
 def test_a_state_of_other_groups_is_refused():
     def begin(first: str) -> Private:
         task = Points()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.errors import UserError
 from groupwise.training.ranks import Ranks
 from tests.private_use import Misuse, Use, network, refuses
 
@@ -43,6 +42,10 @@ def state_of_another_model() -> None:
     finally:
         assert use.private.core.noise.key == before and not use.private.executed
         assert torch.equal(use.model[0].weight, weight)
+
+
+def with_other(**entries: Any) -> None:
+    Use().private.load_state_dict({**Use().private.state_dict(), **entries})
 
 
 def with_layers(prepare: Any) -> None:
@@ -81,6 +84,11 @@ STATES: dict[str, Misuse] = {
         r"made with trainable=\['0\.weight', '0\.bias'\], but here it is \[\]",
     ),
     "a state of layers in train mode": (lambda: with_layers(nn.Module.eval), r"made with training_mode=\['0'\]"),
+    "a state of padded microbatches": (lambda: with_other(cuda_graph=True), "made with cuda_graph=True: give the same"),
+    "a state of two processes": (
+        lambda: with_other(processes="2 processes"),
+        "made by 2 processes, but this training has 1 process,",
+    ),
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "made with optimizer=SGD, but here it is Adam"),
@@ -94,10 +102,3 @@ STATES: dict[str, Misuse] = {
 @pytest.mark.parametrize("misuse", STATES, ids=lambda name: name.replace("`", ""))
 def test_a_state_is_refused_in_one_sentence(misuse):
     refuses(*STATES[misuse])
-
-
-def test_a_state_made_with_cuda_graphs_is_refused_without_them():
-    """With CUDA graphs microbatches are padded, which changes the dropout masks."""
-    state = Use().private.state_dict()
-    with pytest.raises(UserError, match=r"made with cuda_graph=True: give the same"):
-        Use().private.load_state_dict({**state, "cuda_graph": True})
