@@ -29,7 +29,6 @@ class Tumors(Task):
         x, y = batch
         return F.cross_entropy(model(x), y, reduction="none")
 
-    @torch.no_grad()
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:

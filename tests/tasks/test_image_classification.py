@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from groupwise.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from groupwise.errors import UserError
 from groupwise.tasks import make_task
+from groupwise.training.step import Trainer
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def test_metrics_match_a_plain_loop():
         logits = task.model(task._prepare(images[:50]))
     expected = {"accuracy": 100 * float((logits.argmax(1) == labels[:50]).float().mean())}
     expected["loss"] = float(F.cross_entropy(logits, labels[:50]))
-    assert task.evaluate("valid", batch_size=16, limit=50) == pytest.approx(expected, rel=1e-4)
+    assert Trainer(task, None, None).evaluate("valid", batch_size=16, limit=50) == pytest.approx(expected, rel=1e-4)
     assert task.model.training
 
 
@@ -71,6 +72,6 @@ def test_small_network_learns_on_scattering_features():
         optimizer.zero_grad()
         task.losses_of(range(step % 4, task.train_size, 4)).mean().backward()
         optimizer.step()
-    assert task.evaluate("valid", 400)["accuracy"] > 60
+    assert Trainer(task, None, None).evaluate("valid", 400)["accuracy"] > 60
     with pytest.raises(UserError, match=r"model\.norm_groups=16 does not divide the 81"):
         make_task(config(model=ModelConfig(name="scatter_cnn")), CPU)

@@ -14,6 +14,7 @@ from groupwise.errors import UserError
 from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.text_classification import encode
+from groupwise.training.step import Trainer
 from tests.models.conftest import SHAPES
 from tests.tasks.clipped import MODES, check_sums, in_float64
 
@@ -63,7 +64,7 @@ def test_order_by_length_reduces_padding(sst2):
 
 
 def test_metrics_match_a_plain_loop(mnli):
-    found = mnli.evaluate("valid", batch_size=16, limit=30)
+    found = Trainer(mnli, None, None).evaluate("valid", batch_size=16, limit=30)
     for name, part in mnli._valid.items():
         ending = f"_{name}" if name else ""
         right, losses = 0, []
@@ -75,14 +76,14 @@ def test_metrics_match_a_plain_loop(mnli):
         assert found[f"accuracy{ending}"] == pytest.approx(100 * right / 30)
         assert found[f"loss{ending}"] == pytest.approx(sum(losses) / 30)
     assert set(found) == {"accuracy", "loss", "accuracy_mismatched", "loss_mismatched"}
-    assert set(mnli.evaluate("train", 16, limit=5)) == {"accuracy", "loss"}
+    assert set(Trainer(mnli, None, None).evaluate("train", 16, limit=5)) == {"accuracy", "loss"}
     assert mnli.model.training
 
 
 def test_dropout_is_on_in_training_and_off_in_evaluation():
     task = make_task(config(model={"dropout": 0.5}), CPU)
     assert not torch.equal(task.losses_of([0, 1]), task.losses_of([0, 1]))
-    assert task.evaluate("valid", 50) == task.evaluate("valid", 50)
+    assert Trainer(task, None, None).evaluate("valid", 50) == Trainer(task, None, None).evaluate("valid", 50)
 
 
 def test_bert_gets_its_token_types(tmp_path):

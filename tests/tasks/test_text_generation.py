@@ -24,6 +24,7 @@ from groupwise.models.hub import load_tokenizer
 from groupwise.tasks import make_task
 from groupwise.tasks.samples import PairEncoder
 from groupwise.tasks.text_generation import DELIMITER
+from groupwise.training.step import Trainer
 from tests.tasks import test_text_classification
 from tests.tasks.clipped import MODES, check_sums, in_float64, losses_by_hand
 
@@ -150,7 +151,7 @@ def test_perplexity_is_over_tokens_and_loss_over_examples(tasks, name):
         parts = [losses_by_hand(task, samples.tokens[i], samples.starts[i]) for i in range(10)]
     nll = float(torch.cat(parts).mean())
     loss = float(torch.stack([part.sum() if "sum" in name else part.mean() for part in parts]).mean())
-    found = task.evaluate("valid", batch_size=4, limit=10)
+    found = Trainer(task, None, None).evaluate("valid", batch_size=4, limit=10)
     assert found == pytest.approx({"loss": loss, "nll": nll, "perplexity": math.exp(nll)}, rel=1e-9)
     assert task.model.training and task.headline in found
 
@@ -165,9 +166,9 @@ def test_every_test_reference_counts_once(tied):
 def test_final_evaluation_generates_and_scores_texts():
     task = make_task(config(), CPU)
     assert task.outputs() == {}
-    assert set(task.evaluate("valid", 50, limit=20, final=True)) == {"loss", "nll", "perplexity"}
-    assert set(task.evaluate("test", 50, limit=20)) == {"loss", "nll", "perplexity"}
-    found = task.evaluate("test", 50, limit=20, final=True)
+    assert set(Trainer(task, None, None).evaluate("valid", 50, limit=20, final=True)) == {"loss", "nll", "perplexity"}
+    assert set(Trainer(task, None, None).evaluate("test", 50, limit=20)) == {"loss", "nll", "perplexity"}
+    found = Trainer(task, None, None).evaluate("test", 50, limit=20, final=True)
     rows = task.outputs()["test"]
     assert [row["source"] for row in rows] == [request.source for request in task._data.test[:3]]
     texts, references = [row["output"] for row in rows], [row["references"] for row in rows]

@@ -20,7 +20,7 @@ from groupwise.models.image_features import FEATURES_OF
 from groupwise.models.image_networks import WideResNet, scatter_cnn
 from groupwise.models.published import provenance_of
 from groupwise.training.from_config import autocast
-from groupwise.training.task import Split, Task, eval_mode, row_numbers
+from groupwise.training.task import Split, Task, row_numbers
 
 Images = tuple[Tensor, Tensor]
 
@@ -54,7 +54,6 @@ class ImageClassification(Task):
         """Cross-entropy of each example, (n,)."""
         return F.cross_entropy(self._logits(model, batch["images"]), batch["labels"], reduction="none")
 
-    @torch.no_grad()
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
@@ -63,8 +62,7 @@ class ImageClassification(Task):
         if limit is not None:  # files may be sorted by class
             rows = _first_of_each_class(labels, limit)
             images, labels = images[rows], labels[rows]
-        with eval_mode(self.model):
-            logits = torch.cat([self._logits(self.model, some) for some in images.split(batch_size)])
+        logits = torch.cat([self._logits(self.model, some) for some in images.split(batch_size)])
         losses = F.cross_entropy(logits, labels, reduction="none")
         right = (logits.argmax(1) == labels).double().sum()
         return {"accuracy": 100.0 * float(right) / len(labels), "loss": float(losses.double().sum()) / len(labels)}

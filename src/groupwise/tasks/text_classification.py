@@ -18,7 +18,7 @@ from groupwise.models.language import load_classifier
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.samples import CHUNK, TokenRows
 from groupwise.tasks.text_task import TextTask, batches_by_length, check_length, choose_data, describe, find_tokenizer
-from groupwise.training.task import Split, eval_mode, to_device
+from groupwise.training.task import Split, to_device
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,10 @@ class TextClassification(TextTask):
         found: dict[str, float] = {}
         for name, part in {"": self._train}.items() if split == "train" else self._valid.items():
             correct, total, count = 0, 0.0, min(limit or len(part), len(part))
-            with eval_mode(self.model), torch.no_grad():
-                for rows in batches_by_length(part.lengths[:count], batch_size):
-                    losses, logits = self._losses(self.model, self._read(part, rows))
-                    correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
-                    total += float(losses.double().sum())
+            for rows in batches_by_length(part.lengths[:count], batch_size):
+                losses, logits = self._losses(self.model, self._read(part, rows))
+                correct += int((logits.argmax(1).cpu().numpy() == part.labels[rows]).sum())
+                total += float(losses.double().sum())
             ending = f"_{name}" if name else ""
             found |= {f"accuracy{ending}": 100.0 * correct / count, f"loss{ending}": total / count}
         return found

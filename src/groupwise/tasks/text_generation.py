@@ -43,7 +43,7 @@ from groupwise.tasks.text_task import (
     per_example,
     token_losses,
 )
-from groupwise.training.task import Feed, Microbatch, Split, eval_mode, fill, rounded, row_weights, to_device
+from groupwise.training.task import Feed, Microbatch, Split, fill, rounded, row_weights, to_device
 
 SUMMARIES = ("samsum",)
 """Tasks whose texts are scored as summaries; the others are scored as in the E2E challenge."""
@@ -92,12 +92,10 @@ class TextGeneration(TextTask):
         samples = self._samples[split]
         batches = list(batches_by_length(samples.lengths[: limit or None], batch_size))
         found = []
-        with eval_mode(self.model), torch.no_grad():
-            for rows in batches:
-                read = self._read(samples, rows)
-                found.append(
-                    per_example(self._token_losses(self.model, read).double(), read["labels"], self._token_loss).cpu()
-                )
+        for rows in batches:
+            read = self._read(samples, rows)
+            losses = self._token_losses(self.model, read).double()
+            found.append(per_example(losses, read["labels"], self._token_loss).cpu())
         write = partial(generate, self.model, device=self.device) if final else None
         return self.metrics(split, np.concatenate(batches), torch.cat(found), write)
 

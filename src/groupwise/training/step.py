@@ -13,7 +13,7 @@ import torch
 from groupwise.training.checkpoint import previous, save_checkpoint
 from groupwise.training.memory import halve_on_oom
 from groupwise.training.private_step import PrivateStep
-from groupwise.training.task import Split, Task
+from groupwise.training.task import Split, Task, eval_mode
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Trainer:
 
         If memory runs out, `batch_size` is halved, unless there are several processes.
         """
-        return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
+        with eval_mode(self.task.model), torch.no_grad():
+            return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
 
     def named_thresholds(self) -> dict[str, float]:
         """The thresholds C_k of the next step by group name; {} without clipping."""

@@ -60,8 +60,9 @@ class Task(ABC):
     def evaluate(
         self, split: Split, batch_size: int, limit: int | None = None, final: bool = False
     ) -> dict[str, float]:
-        """Metrics of the current model, in eval mode, on the first `limit` examples of a split, or on all for None.
+        """Metrics of the current model on the first `limit` examples of a split, or on all for None.
 
+        A run calls this with the model in eval mode and without gradients.
         `final` adds metrics that are too slow during training, such as those of generated texts.
         """
 
