@@ -66,7 +66,8 @@ class Trainer:
         If memory runs out, `batch_size` is halved, unless there are several processes.
         """
         with eval_mode(self.task.model), torch.no_grad():
-            return halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
+            found = halve_on_oom(batch_size, lambda size: self.task.evaluate(split, size, limit, final=final))
+        return {name: value.item() if hasattr(value, "item") else value for name, value in found.items()}
 
     def named_thresholds(self) -> dict[str, float]:
         """The thresholds C_k of the next step by group name; {} without clipping."""
