@@ -94,13 +94,14 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_files_define_a_task_outside_of_the_package(folder: Path) -> None:
-    asked = ("task=mine", "clip=flat", "train.epochs=10", "privacy.accountant=rdp")
+    asked = ("task=mine", "clip=flat", "train.epochs=10", "privacy.accountant=rdp", "data.holdout=0.2")
     done = command(folder, *asked, "privacy.epsilon=8")
     assert done.returncode == 0, done.stderr
     [run] = (folder / "results" / "runs").iterdir()
     row = json.loads((run / "result.json").read_text())
     assert row["valid/accuracy"] > 80 and "valid/accuracy" in done.stdout  # the classes are balanced
     assert (row["task"], row["model.name"], row["train.batch_size"]) == ("mine", "own", 256)
+    assert row["plan.neighbours_differ_by"] == "one training example"  # nothing reads data.holdout
     assert json.loads(row["own_task"]) == {"_target_": "sums.make_sums", "features": 3}
     assert "Already done" in command(folder, *asked).stdout
 

@@ -220,11 +220,10 @@ class RunRecord:
 
 
 def neighbours_of(config: RunConfig) -> str:
-    """What neighbouring data sets differ by, given that `data.holdout` and `data.train_limit` choose the N examples."""
-    chosen = [f"data.{key}={value}" for key in ("holdout", "train_limit") if (value := getattr(config.data, key))]
-    return (
-        "one training example" if not chosen else f"one of the N examples that {' and '.join(chosen)} left to train on"
-    )
+    """What neighbouring data sets differ by: `data.holdout` and `data.train_limit` choose the examples of our tasks."""
+    keys = () if config.own_task else ("holdout", "train_limit")
+    chosen = " and ".join(f"data.{key}={value}" for key in keys if (value := getattr(config.data, key)))
+    return f"one of the N examples that {chosen} left to train on" if chosen else "one training example"
 
 
 PROMISED = ("private", "neighbours_differ_by", "earlier", "total")

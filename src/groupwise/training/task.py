@@ -62,8 +62,7 @@ class Task(ABC):
     ) -> dict[str, float]:
         """Metrics of the current model on the first `limit` examples of a split, or on all for None.
 
-        A run calls this with the model in eval mode and without gradients.
-        `final` adds metrics that are too slow during training, such as those of generated texts.
+        The model is in eval mode, without gradients. `final` adds slow metrics, such as those of generated texts.
         """
 
     @abstractmethod
