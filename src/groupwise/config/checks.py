@@ -246,17 +246,15 @@ def why_unused(key: str, config: RunConfig) -> str:
     return ""
 
 
-def refuse_unused(overrides: Sequence[str], config: RunConfig) -> None:
-    """Check that all overrides of a command line have an effect. Recipes may contain settings without effect.
+def refuse_unused(overrides: Sequence[str], *configs: RunConfig) -> None:
+    """Check that each override of a command line has an effect on one of its runs. Those of a recipe may have none.
 
     Raises:
         UserError: an override has no effect, or both ε and σ are given.
     """
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     if "null" not in [given.get(f"privacy.{key}", "null") for key in ("epsilon", "noise_multiplier")]:
-        raise UserError(
-            "privacy.epsilon and privacy.noise_multiplier are both given: give one, and set the other to null."
-        )
+        raise UserError("privacy.epsilon and privacy.noise_multiplier are both given: set one of the two to null.")
     for override in (each.lstrip("+") for each in overrides):
-        if why := why_unused(override.partition("=")[0], config):
-            raise UserError(f"{override} changes nothing: {why}")
+        if all(reasons := [why_unused(override.partition("=")[0], config) for config in configs]) and reasons:
+            raise UserError(f"{override} changes nothing: {reasons[0]}")

@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from groupwise.checkout import CONF
+from groupwise.config.checks import refuse_unused
 from groupwise.config.compose import Compositions, compositions_of, parse, refuse_taken_name, register, to_run_config
 from groupwise.config.identity import config_hash
 from groupwise.config.schema import RunConfig
@@ -65,7 +66,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
     """Compose and validate every cell of ``-m OVERRIDES...``; nothing is written.
 
     Raises:
-        UserError: a cell is refused; the error names it.
+        UserError: a cell is refused, which the error names, or an override has no effect in any cell.
     """
     cells = None
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
@@ -87,6 +88,7 @@ def plan_sweep(overrides: Sequence[str], conf: Path) -> PlannedSweep:
             words = _of_grids(whole.sweep, given, whole.scale) if of_grids else _of_command_line(sweeper, given, shared)
             compositions = Compositions(places)
             cells = tuple(_checked(compositions, *cell) for cell in words)
+            refuse_unused([] if of_grids else overrides, *(cell.config for cell in cells))
     exports = [cell.config.export for cell in cells or () if cell.config.export is not None]
     if len(set(exports)) < len(exports):
         raise UserError(f"export={exports[0]} names one folder for several cells: give export=FOLDER/${{seed}}, say.")
