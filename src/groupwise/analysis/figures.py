@@ -31,7 +31,7 @@ from groupwise.analysis.run_figures import (
     draw_target_quantile,
 )
 from groupwise.analysis.throughput_figure import draw, panels
-from groupwise.errors import unknown
+from groupwise.errors import command, unknown
 from groupwise.sweeps.cells import read_sweep
 
 
@@ -120,6 +120,7 @@ def _references(kind: Kind, runs: Measured, folders: Folders) -> References:
     return References(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
 
 
+@command
 def main(arguments: Sequence[str] | None = None, folders: Folders | None = None) -> int:
     """The command line; returns the exit code, 2 if a figure could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.figures", description=__doc__)

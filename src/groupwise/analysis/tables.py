@@ -29,7 +29,7 @@ from groupwise.analysis.results import (
 from groupwise.analysis.statistics import UNINFORMATIVE
 from groupwise.analysis.table_lines import table_lines
 from groupwise.atomic import write_text
-from groupwise.errors import unknown
+from groupwise.errors import command, unknown
 from groupwise.rows import between_markers, markdown
 from groupwise.sweeps.cells import PAPER, read_sweep
 
@@ -263,6 +263,7 @@ def write_page(name: str, folders: Folders, out: Path, docs: Path) -> str:
     return f"{out / name}.md: {made.line}"
 
 
+@command
 def main(arguments: list[str] | None = None, folders: Folders | None = None) -> int:
     """The command line; returns the exit code, 2 if a table could not be made. The others are still made."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.analysis.tables")

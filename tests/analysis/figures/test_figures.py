@@ -87,6 +87,8 @@ def test_figure_without_rows_is_an_error_and_others_are_drawn(folders, tmp_path,
     assert error.startswith("error: There are no rows of runtime_nll") and "make sweep-runtime_nll SCALE=mini" in error
     assert run(folders, tmp_path / "out", "runtime_nl") == 2
     assert capsys.readouterr().err.startswith("error: There is no figure runtime_nl (did you mean runtime_nll?)")
+    assert run(folders, tmp_path / "out" / "target_quantile.png", "target_quantile") == 2
+    assert "target_quantile.png: File exists" in capsys.readouterr().err
 
 
 def test_every_method_and_budget_is_shown(drawn):

@@ -149,7 +149,8 @@ def test_files_do_not_depend_on_the_order_of_rows(world, tmp_path):
 
 def test_markdown_and_latex_have_every_number(world, tmp_path):
     world.write(world.rows("adaptivity"), "adaptivity")
-    main(["adaptivity", "--out", str(tmp_path)], world.folders)
+    assert main(["adaptivity", "--out", str(tmp_path)], world.folders) == 0
+    assert main(["adaptivity", "--out", str(tmp_path / "adaptivity.md")], world.folders) == 2  # a file, no folder
     page, latex = (tmp_path / "adaptivity.md").read_text(), (tmp_path / "adaptivity.tex").read_text()
     assert page.startswith("# The title of adaptivity.\n")
     assert "| CIFAR-10 / Per-layer clipping / adaptive | 63.7 (0.34) / 60.08 (0.30) mini [1] | 73.5 " in page
