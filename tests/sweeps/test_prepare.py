@@ -192,7 +192,7 @@ def test_cells_with_given_weights_compose():
 
 
 def test_cells_compose_as_hydra_alone_does():
-    arguments = ["task=sst2,cifar", "clip=flat,adaptive_layer", "optim.learning_rate=1,2", "+model.shape={n_layer:2}"]
+    arguments = ["task=sst2,e2e", "clip=flat,adaptive_layer", "optim.learning_rate=1,2", "+model.shape={n_layer:2}"]
     register()
     cells = plan_sweep([*arguments, "scale=smoke"], CONF).cells
     assert len(cells) == 8

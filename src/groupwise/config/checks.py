@@ -37,6 +37,12 @@ RANGES: dict[str, Callable[[float], bool]] = {
     INSIDE: lambda value: 0 < value < 1,
 }
 DEFAULTS = RunConfig()
+TEXT_ONLY = (
+    *(f"model.{key}" for key in ("source", "fresh", "architecture", "shape", "tokenizer", "trains", "pool", "untie")),
+    *(f"model.{key}" for key in ("dropout", "attention_dropout", "attention", "frozen_dtype", "rematerialize")),
+    *("data.train_file", "data.hub", "data.max_length", "train.token_loss"),
+    *(key for key in key_types() if key.startswith("eval.generate.")),
+)
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
@@ -83,7 +89,7 @@ def _places(config: RunConfig) -> Iterator[str]:
             yield f"{key}={text} begins with the name of a user who does not exist: give another path."
     for key in WRITTEN:
         value: Any = attrgetter(key)(config)
-        if value is not None and (why := why_unwritable(Path(value).expanduser())):
+        if value is not None and (why := why_unwritable(Path(value).expanduser()) if value else "it is empty"):
             yield f"{key}={value} cannot be written ({why}): give another folder."
     name = config.data.train_file
     if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
@@ -120,18 +126,15 @@ def _together(config: RunConfig) -> Iterator[str]:
     if model.pool == "mean" and config.export is not None:
         yield "export cannot store model.pool=mean: other programs would use the first token; leave one of them out."
     if config.data.public:
-        yield from _not_for("data.public=true, which takes the noise key from seed,", config, "debug.noise_seed")
-    if model.name in IMAGE_MODELS:
-        texts = ("trains", "dropout", "attention_dropout", "untie", "rematerialize")
-        yield from _not_for(f"model.name={model.name}", config, *(f"model.{key}" for key in texts))
-    if config.explain:
-        yield from _not_for("explain=true", config, "eval.shots")
+        yield from _not_for("data.public=true, which takes the noise key from seed", config, "debug.noise_seed")
+    if config.task == "cifar" and model.name in IMAGE_MODELS:
+        yield from _not_for(f"model.name={model.name}", config, *TEXT_ONLY)
     if not -100 <= config.eval.generate.length_penalty <= 100:
         yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must be in [-100, 100]."
     if config.eval.shots is not None and config.clip.grouping != "none":
         yield "eval.shots does not train, so there is nothing to clip: add clip=none."
     if config.eval.shots is not None:
-        yield from _not_for("eval.shots", config, "export")
+        yield from _not_for("eval.shots", config, "export", "explain")
 
 
 def _privacy(config: RunConfig) -> Iterator[str]:
@@ -194,8 +197,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             yield f"noise={config.noise.allocation} needs the thresholds of all stages: use noise=equal_budget."
         if clip.policy == "adaptive" and clip.rescale:
             yield f"clip.rescale=true needs the thresholds of all stages: use clip.rescale=false with {several}."
-    keys = ("model.rematerialize", "train.compile", "eval.shots", "explain", "export")
-    yield from _not_for(several, config, *keys)
+    yield from _not_for(several, config, "model.rematerialize", "train.compile", "eval.shots", "explain", "export")
 
 
 def _recorded(config: RunConfig) -> Iterator[str]:
