@@ -61,10 +61,7 @@ ARGUMENTS: dict[str, Misuse] = {
         r"threshold=3.0 changes nothing: .* initial_threshold=0.5 .* \(rescale=false\)",
     ),
     "a misspelling in a whole `ClipConfig`": (lambda: make(clip=ClipConfig(policy="quantile")), "policy=quantile is"),
-    "one adaptive threshold with rescaling": (
-        lambda: make(clip="flat", policy="adaptive"),
-        "rescales the only",
-    ),
+    "one adaptive threshold with rescaling": (lambda: make(clip="flat", policy="adaptive"), "rescales the only"),
     "no budget for the counts of adaptive thresholds": (lambda: make(quantile_budget=0.0), "quantile_budget=0"),
     'an unknown mode, or `clip="none"`': (
         lambda: make(clip="adaptive_layers"),

@@ -333,10 +333,7 @@ REFUSED: dict[str, Misuse] = {
     "a penalty's own `backward()`": (lambda: in_the_losses(data_in_a_penalty), "set gradients"),
     "an optimizer with the momentum of plain training": (momentum_from_before, ".SGD. has state from earlier steps"),
     "one `noise_source` for two trainings": (one_source_twice, "noise_source was used by another training"),
-    "weights that the losses change": (
-        lambda: in_the_losses(weights_in_the_losses),
-        "'0.bias', a buffer or parameter",
-    ),
+    "weights that the losses change": (lambda: in_the_losses(weights_in_the_losses), "'0.bias', a buffer or parameter"),
     "a buffer that the losses change": (buffer_in_the_losses, "losses changed 'seen', a buffer or parameter"),
     "frozen weights that the losses change": (frozen_in_the_losses, "losses changed '2.bias', a buffer or parameter"),
     "`private.step()` in the losses": (a_step_within_a_step, "began inside another one"),

@@ -73,10 +73,7 @@ def test_the_fallback_runs_in_float32_under_autocast(name):
     torch.manual_seed(0)
     case = make_case(name)
     expected = case.model(case.inputs)
-    with (
-        attach(case.model, flat(case.model), 1.0) as engine,
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    with attach(case.model, flat(case.model), 1.0) as engine, torch.autocast("cpu", torch.bfloat16):
         clip_batch(engine, lambda x: case.model(x).float().flatten(1).square().sum(1), case.inputs)
         if len(engine.groups[0].members) == 1:
             with engine.forward(BATCH):

@@ -82,10 +82,7 @@ def test_the_largest_microbatch_fits_and_the_next_does_not(estimate, changed):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"devices": 5}, "5 stages cannot share 4 blocks"),
-        ({"length": 65}, "length=65 is more than the 64 positions"),
-    ],
+    [({"devices": 5}, "5 stages cannot share 4 blocks"), ({"length": 65}, "length=65 is more than the 64 positions")],
 )
 def test_more_devices_or_positions_than_the_model_has_are_refused(options, change, message):
     with pytest.raises(UserError, match=message):

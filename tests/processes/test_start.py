@@ -135,8 +135,7 @@ def test_when_one_is_killed_all_end_even_those_that_ignore_sigterm(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("number", "work", "error"),
-    [(signal.SIGINT, waits, KeyboardInterrupt), (signal.SIGTERM, cannot_save, UserError)],
+    ("number", "work", "error"), [(signal.SIGINT, waits, KeyboardInterrupt), (signal.SIGTERM, cannot_save, UserError)]
 )
 def test_a_signal_to_stop_is_passed_on_to_all_processes(tmp_path, number, work, error, monkeypatch):
     monkeypatch.setattr(processes, "GRACE", PATIENCE)  # until they have written that they were asked

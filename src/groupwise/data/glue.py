@@ -40,12 +40,7 @@ class GlueTask:
 
 
 GLUE = {
-    "sst2": GlueTask(
-        folder="SST-2",
-        texts=("sentence",),
-        classes=("negative", "positive"),
-        spelled=("0", "1"),
-    ),
+    "sst2": GlueTask(folder="SST-2", texts=("sentence",), classes=("negative", "positive"), spelled=("0", "1")),
     "qnli": GlueTask(
         folder="QNLI",
         texts=("question", "sentence"),

@@ -8,14 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from groupwise.data.text_examples import (
-    PairedText,
-    Request,
-    by_source,
-    read_json_list,
-    read_text,
-    sha256_of_files,
-)
+from groupwise.data.text_examples import PairedText, Request, by_source, read_json_list, read_text, sha256_of_files
 from groupwise.errors import UserError, reason
 
 E2E_TRAIN = ("trainset.csv", "trainset.reconstructed.csv")

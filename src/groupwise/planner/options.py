@@ -22,9 +22,7 @@ class PlanOptions:
     epochs: float = option(5.0, "passes over the training set")
     rank: int = option(32, "rank of the adapters (LoRA); 0 trains all parameters", zero=True)
     dtype: str | None = option(
-        None,
-        "dtype of frozen weights and activations; default: that of the accelerator",
-        among=("bfloat16", "float32"),
+        None, "dtype of frozen weights and activations; default: that of the accelerator", among=("bfloat16", "float32")
     )
     rematerialize: bool = option(True, "keep only each block's input, and recompute the block in the backward pass")
 

@@ -80,12 +80,7 @@ def central_limit_mu(noise_multiplier: float, sample_rate: float, steps: int) ->
 
 
 # Orders below 11 matter for ε above 1; the large ones for small ε, whose best order is far above 64.
-ORDERS = (
-    *(1.0 + tenth / 10.0 for tenth in range(1, 100)),
-    *range(11, 64),
-    *range(64, 256, 8),
-    *range(256, 1025, 64),
-)
+ORDERS = (*(1.0 + tenth / 10.0 for tenth in range(1, 100)), *range(11, 64), *range(64, 256, 8), *range(256, 1025, 64))
 FEW_ORDERS = (1.5, *range(2, 17), *range(20, 65, 4), *range(96, 257, 32), 384, 512, 768, 1024)
 """For bounds that need not be tight, in a tenth of the time."""
 LEAST_NOISE, MOST_NOISE = 1e-12, 1e5

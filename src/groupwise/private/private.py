@@ -21,14 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from groupwise.errors import UserError, reason, warn
 from groupwise.privacy import FixedThresholds, NoiseSource, PrivacyPlan
-from groupwise.private.arguments import (
-    PRIVATE_OPTIMIZERS,
-    STEPPED,
-    TRAINED,
-    check_count,
-    check_optimizer,
-    trainings_of,
-)
+from groupwise.private.arguments import PRIVATE_OPTIMIZERS, STEPPED, TRAINED, check_count, check_optimizer, trainings_of
 from groupwise.private.data import fingerprint, length_of
 from groupwise.private.dataset_sums import DatasetSums
 from groupwise.training.checkpoint import load_checkpoint, save_checkpoint

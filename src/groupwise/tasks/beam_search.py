@@ -15,12 +15,7 @@ from groupwise.training.task import eval_mode
 
 
 def generate(
-    model: nn.Module,
-    tokenizer: Any,
-    prompts: Sequence[list[int]],
-    settings: GenerateConfig,
-    *,
-    device: torch.device,
+    model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], settings: GenerateConfig, *, device: torch.device
 ) -> list[str]:
     """Generate a text for each prompt: the best beam up to an end token or a line break, stripped.
 

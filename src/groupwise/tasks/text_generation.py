@@ -23,15 +23,7 @@ from groupwise.models.language import load_causal, padding_token, position_limit
 from groupwise.models.published import recorded
 from groupwise.models.trainable import choose_trainable
 from groupwise.tasks.beam_search import generate
-from groupwise.tasks.samples import (
-    IGNORED,
-    PairEncoder,
-    Samples,
-    demonstrations,
-    in_context_prompt,
-    pad,
-    predictions,
-)
+from groupwise.tasks.samples import IGNORED, PairEncoder, Samples, demonstrations, in_context_prompt, pad, predictions
 from groupwise.tasks.text_task import (
     TextTask,
     batches_by_length,

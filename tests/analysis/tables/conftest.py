@@ -20,11 +20,7 @@ SWEEPS = {
     "fixed_per_layer": [task | {"clip": ["fixed_layer", "flat"]} for task in TASKS],
     "adaptivity": [task | {"clip": CLIPS} for task in TASKS],
     "glue": [
-        {
-            "task": ["mnli", "qqp", "qnli", "sst2"],
-            "model": ["roberta_base", "roberta_large"],
-            "clip": "adaptive_layer",
-        }
+        {"task": ["mnli", "qqp", "qnli", "sst2"], "model": ["roberta_base", "roberta_large"], "clip": "adaptive_layer"}
     ],
 }
 MINI = {"model": {"roberta_base": "roberta_mini", "roberta_large": None}, "task": {"mnli": None, "qqp": None}}

@@ -8,15 +8,7 @@ import pytest
 import yaml
 
 from groupwise.analysis.claims import ALIKE, CLAIMS, LESS, MORE, NO_WORSE, SEARCH, Claim
-from groupwise.analysis.findings import (
-    AGREEMENT,
-    DISAGREEMENT,
-    UNDECIDED,
-    decide,
-    findings_page,
-    judge,
-    summary,
-)
+from groupwise.analysis.findings import AGREEMENT, DISAGREEMENT, UNDECIDED, decide, findings_page, judge, summary
 from groupwise.analysis.results import SHOWN, Folders, read_all, settings_of
 from groupwise.analysis.statistics import Contrast, differences, holm, p_trend
 from groupwise.analysis.tables import main
