@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,9 @@ def without_labels(folder: Path) -> None:
     trainer(folder, data_collator=lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}).train()
 
 
-def overridden(folder: Path, name: str, method: Any) -> None:
+def overridden(folder: Path, name: str, value: Any) -> None:
     run = trainer(folder)
-    run.__class__ = type("Other", (type(run),), {name: method})
+    run.__class__ = type("Other", (type(run),), {name: lambda *_, **given: value})
     run.train()
 
 
@@ -135,14 +136,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: trainer(f, losses=mixed, label_smoothing_factor=0.1),
         "label_smoothing_factor has no effect on losses of your own",
     ),
-    "create_scheduler without super()": (
-        lambda f: overridden(f, "create_scheduler", lambda self, num_training_steps, optimizer=None: None),
-        "must call those of PrivateTrainer",
-    ),
-    "get_train_dataloader without super()": (
-        lambda f: overridden(f, "get_train_dataloader", lambda self: [{}] * 8),
-        "must call those of PrivateTrainer",
-    ),
+    **{
+        f"{name} without super()": (partial(overridden, name=name, value=value), "must call those of PrivateTrainer")
+        for name, value in {"create_scheduler": None, "get_train_dataloader": [{}] * 8}.items()
+    },
     "the training set as eval_dataset": (evaluated_on_the_training_set, "eval_dataset is the training set"),
     "a part of the training set among several": (
         lambda f: evaluated_on_the_training_set(f, lambda data: {"dev": Texts(12), "train": Subset(data, range(4))}),
