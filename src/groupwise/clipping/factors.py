@@ -39,7 +39,10 @@ def automatic_factors(gamma: float) -> ClipRule:
     return lambda norms, threshold: threshold / (norms + gamma)
 
 
-CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {"min": lambda gamma: clip_factors, "automatic": automatic_factors}
+CLIP_RULES: dict[str, Callable[[float], ClipRule]] = {
+    "min": lambda gamma: clip_factors,
+    "automatic": automatic_factors,
+}
 """The rule that each `clip.rule=` names, made from `clip.gamma`."""
 
 
