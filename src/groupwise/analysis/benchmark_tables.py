@@ -52,11 +52,8 @@ def throughput_summary(rows: pd.DataFrame) -> str:
         best = {kind: measured[measured["method"].str.startswith(kind)].nlargest(1, "whole") for kind in KINDS}
         name = ", ".join([WORKLOADS.get(first["workload"], first["workload"]), *_depth(first)])
         name += f", batch {first['batch']:g}"
-        ratios = [
-            f"{one[column].item():.2f}" if len(one) else "–"
-            for one in best.values()
-            for column in ("whole", "memory_ratio")
-        ]
+        shown = [one[column] for one in best.values() for column in ("whole", "memory_ratio")]
+        ratios = [f"{one.item():.2f}" if len(one) else "–" for one in shown]
         others = max((best[peer]["whole"].item() for peer in PEERS if len(best[peer])), default=None)
         ours = best["adaptive_layer"]["whole"].item() if len(best["adaptive_layer"]) else None
         lines.append([name, in_words(first), *ratios, f"{ours / others:.2f} ×" if ours and others else "–"])

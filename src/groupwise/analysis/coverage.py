@@ -108,10 +108,7 @@ def page(folders: Folders) -> Page:
         "The figures of speed and memory are in [docs/benchmarks.md](../../docs/benchmarks.md).",
     ]
     for name, group in lines.groupby("sweep", sort=False):
-        rows = [
-            [f"`{line['cell']}`", *(line[scale] or "–" for scale in SHOWN), line["status"], line["why"] or "–"]
-            for line in group.to_dict("records")
-        ]
-        parts += [f"## {name}", markdown(["cell", *SHOWN, "status", "why"], rows)]
+        group = group.assign(cell="`" + group["cell"] + "`").drop(columns="sweep").replace("", "–")
+        parts += [f"## {name}", markdown([*group], group.to_numpy().tolist())]
     totals = ", ".join(f"{count} {status}" for status, count in lines["status"].value_counts(sort=False).items())
     return Page("\n\n".join(parts) + "\n", f"{len(lines)} cells: {totals}")

@@ -32,12 +32,8 @@ def find_row(digest: str, measured: Path) -> Row:
     Raises:
         UserError: there is no such row, or there are several.
     """
-    rows = [
-        row
-        for path in sorted(measured.glob("*.csv"))
-        for row in read_table(path)
-        if row.get("sweep") and "git.sha" in row and row.get("hash", "").startswith(digest)
-    ]
+    every = (row for path in sorted(measured.glob("*.csv")) for row in read_table(path) if "git.sha" in row)
+    rows = [row for row in every if row.get("sweep") and row.get("hash", "").startswith(digest)]
     found = {row["hash"] for row in rows}
     if len(digest) < 6 or len(found) != 1:
         what = "no row" if not found else f"{len(found)} runs"
