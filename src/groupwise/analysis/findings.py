@@ -127,7 +127,8 @@ def _at_scale(claim: Claim, sweep: Sweep, scale: str, paper: pd.DataFrame, folde
     if pairs.empty:
         return []
     everywhere, weak = places_of(pairs), _weak(contrast, pairs, folders)
-    why = "; ".join(dict.fromkeys(why for _, why in weak.values()))
+    names = {why: " and ".join(name for name, same in weak.values() if same == why) for _, why in weak.values()}
+    why = "; ".join(f"{name}: {why}" if name else why for why, name in names.items())
     why = why or _obstacle(contrast, sweep, scale, pairs, wanted, folders) or _two_devices(rows)
     places = [place for place in everywhere if place not in weak] or everywhere
     parts = {"": places}
@@ -217,8 +218,7 @@ def _verdict(
 
 def _tests(kind: str, measured: Summary) -> tuple[float, float]:
     """One-sided p values for the claim and against it; of equivalence by two one-sided tests."""
-    above = partial(p_beyond, measured, above=True)
-    below = partial(p_beyond, measured, above=False)
+    above, below = (partial(p_beyond, measured, above=side) for side in (True, False))
     return {
         LESS: (below(0), above(0)),
         MORE: (above(0), below(0)),
@@ -238,7 +238,8 @@ def decide(found: Sequence[Verdict]) -> list[Verdict]:
             decided.append(replace(verdict, p=p, why="too few seeds or too much spread"))
         else:
             word = AGREEMENT if verdict.supports < verdict.opposes else DISAGREEMENT
-            decided.append(replace(verdict, p=p, word=word))
+            small = verdict.claim.kind in (LESS, MORE) and abs(verdict.measured.mean) < MARGIN
+            decided.append(replace(verdict, p=p, word=word, why="below a point" if small else ""))
     return decided
 
 
@@ -266,28 +267,20 @@ def findings_table(found: Sequence[Verdict]) -> str:
     head = ["claim", "on", "scale", "ε", "paper", "measured", "95 % interval", "seeds × places", "p", "Holm", "verdict"]
     rows = []
     for verdict in found:
-        measured = verdict.measured
+        measured, claim = verdict.measured, verdict.claim
         span = "–" if math.isnan(measured.low) else f"{number(measured.low)} to {number(measured.high)}"
-        rows.append(
-            [
-                verdict.claim.says,
-                verdict.claim.on + (f" (here {verdict.instead})" if verdict.instead else ""),
-                "not the paper's" if verdict.scale and verdict.claim.ours else verdict.scale or "–",
-                verdict.epsilon or "all",
-                number(verdict.paper),
-                number(measured.mean),
-                span,
-                f"{measured.n} × {verdict.places}" if measured.n else "–",
-                p_in_words(verdict.alone),
-                p_in_words(verdict.p),
-                verdict.word + (f" ({verdict.why})" if verdict.why else ""),
-            ]
-        )
+        on = claim.on + (f" (here {verdict.instead})" if verdict.instead else "")
+        scale = "not the paper's" if verdict.scale and claim.ours else verdict.scale or "–"
+        seeds = f"{measured.n} × {verdict.places}" if measured.n else "–"
+        numbers = [number(verdict.paper), number(measured.mean), span, seeds]
+        numbers += [p_in_words(p) for p in (verdict.alone, verdict.p)]
+        word = verdict.word + (f" ({verdict.why})" if verdict.why else "")
+        rows.append([claim.says, on, scale, verdict.epsilon or "all", *numbers, word])
     return markdown(head, rows)
 
 
 def summary(found: Sequence[Verdict]) -> str:
-    """How many claims have each verdict, as a table with a line for each kind of rows."""
+    """How many lines (claims at a scale and ε) have each verdict, as a table with a line for each kind of rows."""
     verdicts = (AGREEMENT, DISAGREEMENT, UNDECIDED)
     counts = Counter((verdict.where, verdict.word) for verdict in found)
     places = dict.fromkeys(verdict.where for verdict in found)
@@ -324,7 +317,7 @@ def p_in_words(p: float) -> str:
 def page(folders: Folders) -> Page:
     """The page of every claim and the rules for a verdict, with its summary for docs/findings.md; raises as `judge`."""
     found = verdicts(folders)
-    return Page(findings_page(found), f"{len(found)} claims", {"summary": summary(found)})
+    return Page(findings_page(found), f"{len(found)} lines; a claim may have several", {"summary": summary(found)})
 
 
 def findings_page(found: Sequence[Verdict]) -> str:
@@ -332,7 +325,7 @@ def findings_page(found: Sequence[Verdict]) -> str:
     parts = (
         "# The paper's claims, tested on the measured rows",
         "Made by `python -m groupwise.analysis.tables findings`. Rows below `scale=paper` are no reproduction. `paper` "
-        "is the same difference in the paper's numbers.",
+        "is the same difference in the paper's numbers. The counts are of lines below; a claim may have several.",
         summary(found),
         findings_table(found),
         "## How a verdict is reached",

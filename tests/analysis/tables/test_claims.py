@@ -32,6 +32,7 @@ def claim(kind: str, plus=("fixed_layer",), minus=("flat",), sweep="adaptivity")
         (LESS, -2.0, AGREEMENT),
         (LESS, 2.0, DISAGREEMENT),
         (LESS, 0.1, UNDECIDED),
+        (LESS, -0.5, AGREEMENT),
         (MORE, 2.0, AGREEMENT),
         (MORE, -2.0, DISAGREEMENT),
         (ALIKE, 0.0, AGREEMENT),
@@ -51,6 +52,7 @@ def test_verdict_depends_on_the_sign_and_size_of_the_effect(world, kind, center,
     world.write(world.rows("adaptivity", value=value), "adaptivity")
     (verdict,) = decide(judge(claim(kind), world.folders))
     assert verdict.word == word and verdict.measured.mean == pytest.approx(center)
+    assert (verdict.why == "below a point") == ((kind, center) == (LESS, -0.5))
     assert (verdict.measured.n, verdict.places) == (3, 2)
 
 
@@ -84,15 +86,14 @@ def test_reasons_for_undecided_claims(world):
     world.write(rows[rows["seed"] == 0], "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, "4 of 6 pairs were not run")
-    world.write(
-        world.rows("adaptivity", value=lambda cell, seed: 60.0 - 4 * (cell["clip"] == "fixed_layer")), "adaptivity"
-    )
+    same = world.rows("adaptivity", value=lambda cell, seed: 60.0 - 4 * (cell["clip"] == "fixed_layer"))
+    world.write(same, "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
     assert (verdict.word, verdict.why) == (UNDECIDED, "the difference is the same for all seeds")
     (world.folders.measured / "constant_answers.csv").write_text("task,metric,value\ncifar,valid/accuracy,58.5\n")
     world.write(world.rows("adaptivity"), "adaptivity")
     (verdict,) = decide(judge(claim(LESS), world.folders))
-    assert verdict.why == "hardly learned: a constant prediction has 58.5"
+    assert verdict.why == "privacy.epsilon=3 and privacy.epsilon=8: hardly learned: a constant prediction has 58.5"
 
 
 def test_task_that_hardly_learned_is_left_out_and_leaves_the_claim_undecided(world):
@@ -104,7 +105,9 @@ def test_task_that_hardly_learned_is_left_out_and_leaves_the_claim_undecided(wor
     both = replace(claim(LESS), contrast=replace(claim(LESS).contrast, where={}))
     (verdict,) = decide(judge(both, world.folders))
     assert (verdict.word, verdict.places) == (UNDECIDED, 2) and verdict.measured.mean == pytest.approx(-3)
-    assert verdict.why == "hardly learned: a constant prediction has 50.9" and verdict.instead.count("task=sst2") == 2
+    places = " and ".join(f"model=roberta_base privacy.epsilon={epsilon} task=sst2" for epsilon in (3, 8))
+    assert verdict.why == f"{places}: hardly learned: a constant prediction has 50.9"
+    assert verdict.instead.endswith(f"without {places}")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +144,7 @@ def test_runs_of_a_seed_on_two_kinds_of_device_leave_the_claim_undecided(world):
     rows["system.device_type"] = rows["cell"].str.contains("clip=flat").map({True: "cuda", False: "cpu"})
     world.write(rows, "adaptivity")
     found = decide(judge(claim(LESS), world.folders))
-    assert {(verdict.word, verdict.why) for verdict in found} == {
-        (UNDECIDED, "runs of a seed are from a CPU and from a GPU")
-    }
+    assert {(v.word, v.why) for v in found} == {(UNDECIDED, "runs of a seed are from a CPU and from a GPU")}
 
 
 def test_unknown_constant_baseline_leaves_the_claim_undecided(world):
