@@ -19,7 +19,7 @@ def folder(tmp_path):
 
 def test_plot_has_a_panel_for_each_kind_of_metric(folder):
     figure = draw_run(read_metrics(folder), "a run")
-    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "validation", "ε spent", "threshold $C_k$"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "accuracy (%)", "ε, upper bound", "threshold $C_k$"]
     thresholds = figure.axes[3].get_lines()
     assert {line.get_label() for line in thresholds} == {"a", "b"}
     assert [list(line.get_ydata()) for line in thresholds] == [[1, 2, 3], [2, 2, 2]]

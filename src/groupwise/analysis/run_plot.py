@@ -34,12 +34,14 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 
 
 def draw_run(metrics: pd.DataFrame, title: str) -> Figure:
-    """A figure with up to four panels over the steps, for the metrics of `read_metrics`."""
+    """A figure with up to five panels over the steps, for the metrics of `read_metrics`."""
     thresholds = [name for name in metrics if name.startswith("threshold/")]
+    held_out = [name for name in metrics if name.startswith("valid/") and "loss" not in name]
     kinds = {
         "loss": [name for name in WORDS if name in metrics],
-        "validation": [name for name in metrics if name.startswith("valid/") and "loss" not in name],
-        "ε spent": ["epsilon_bound"] if "epsilon_bound" in metrics else [],
+        "accuracy (%)": [name for name in held_out if name.startswith("valid/accuracy")],
+        "validation": [name for name in held_out if not name.startswith("valid/accuracy")],
+        "ε, upper bound": ["epsilon_bound"] if "epsilon_bound" in metrics else [],
         "threshold $C_k$": thresholds,
     }
     panels = {label: names for label, names in kinds.items() if names}
