@@ -10,14 +10,17 @@ from groupwise.analysis.throughput_figure import draw, panels
 
 
 def test_both_panels_have_every_batch_and_the_median_ratio(throughput):
-    shown = panels("throughput", cells(throughput))
+    gpu = throughput[throughput["batch"] == 8].assign(device="cuda", hardware="Made-up GPU")
+    shown = panels("throughput", cells(pd.concat([throughput, gpu])))
     flat = shown.lines[shown.lines["method"] == "flat"]
     assert flat["batch"].tolist() == [1, 2, 4, 8]
     assert flat["ratio"].tolist() == pytest.approx([0.88 * 1.01] * 4)  # the median of three rounds
     assert "4 layers" in shown.caption and "1 thread" in shown.caption
     assert shown.scale == "reduced" and shown.absent == {}
     figure = draw(shown)
-    assert "without noise" in figure.axes[1].get_ylabel()
+    assert figure.axes[1].get_ylabel() == "throughput relative to\nnon-private, without noise"
+    assert "With noise: adaptive per layer 0.45 to 0.85 on the Made-up CPU; " in figure.get_label()
+    assert "; adaptive per layer 0.85 to 0.85 on the Made-up GPU; " in figure.get_label()
     assert "Without noise, which is added once per logical batch and takes 0.012 s here." in figure.get_label()
 
 
@@ -48,10 +51,8 @@ def run(tmp_path, rows: pd.DataFrame, *names: str) -> int:
 def test_command_writes_both_figures_deterministically(tmp_path, throughput):
     assert run(tmp_path, throughput, "throughput", "runtime_breakdown") == 0
     files = sorted((tmp_path / "figures").iterdir())
-    kinds = ("pdf", "png", "txt")
-    assert [file.name for file in files] == [
-        f"{name}.{kind}" for name in ("runtime_breakdown", "throughput") for kind in kinds
-    ]
+    names = [f"{name}.{kind}" for name in ("runtime_breakdown", "throughput") for kind in ("pdf", "png", "txt")]
+    assert [file.name for file in files] == names
     before = [file.read_bytes() for file in files]
     assert before[1] != before[4]
     assert run(tmp_path, throughput, "throughput") == 0

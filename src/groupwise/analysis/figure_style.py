@@ -56,6 +56,8 @@ class References(NamedTuple):
     """The constant-prediction baselines."""
     paper: pd.DataFrame | None = None
     """The paper's numbers for cells of the figure: ``cell``, ``value``, ``std``; never connected with ours."""
+    missing: pd.DataFrame = pd.DataFrame({"cell": []})
+    """The cells of the figure that have no rows: ``cell``."""
 
 
 def finish(figure: Any, scale: str, text: str) -> None:
@@ -86,18 +88,10 @@ def draw_floor(axes: Any, floor: float | None) -> None:
         return
     axes.axhline(floor, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_ylim(min(low, floor - 0.12 * span), max(high, floor + 0.12 * span))
-    above = floor >= low + span / 2
-    axes.annotate(
-        f"constant prediction: {floor:.1f}",
-        (0.99, floor),
-        (0, 2 if above else -2),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        ha="right",
-        va="bottom" if above else "top",
-        fontsize=6.0,
-        color=GREY,
-    )
+    shift, va = (2, "bottom") if floor >= low + span / 2 else (-2, "top")
+    look: dict[str, Any] = {"ha": "right", "va": va, "fontsize": 6.0, "color": GREY}
+    look |= {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+    axes.annotate(f"constant prediction: {floor:.1f}", (0.99, floor), (0, shift), **look)
 
 
 def rule(axes: Any) -> None:
@@ -120,7 +114,8 @@ def whisker(axes: Any, x: Any, table: Any, series: Series, *, joined: bool = Tru
     for which, colour, marker in ((~weak, series.colour, series.marker), (weak, WEAK, "x")):
         if which.any():
             label = series.label if (which is weak) == weak.all() else None
-            axes.errorbar(x[which], mean[which], yerr=half[which], label=label, color=colour, marker=marker, **bars)
+            bars["yerr"] = half[which] if np.isfinite(half).any() else None
+            axes.errorbar(x[which], mean[which], label=label, color=colour, marker=marker, **bars)
 
 
 STYLE: dict[str, Any] = {
@@ -217,9 +212,9 @@ def read_companion(name: str, measured: Measured, folder: Path, suffix: str, num
 
 
 def with_settings(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column for each setting of their cells, with the paper's value; it replaces one of that name."""
+    """The rows with the settings of their cells, with the paper's values, as columns, which replace their own."""
     settings = pd.DataFrame([settings_of(cell) for cell in rows["cell"]], index=rows.index)
-    return rows.drop(columns=[name for name in settings if name in rows]).join(settings).copy()  # else fragmented
+    return settings.combine_first(rows)
 
 
 def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFrame:
@@ -232,9 +227,9 @@ def summary(rows: pd.DataFrame, keys: Sequence[str], metric: str) -> pd.DataFram
     return pd.DataFrame(lines, columns=[*keys, *Summary._fields])
 
 
-def seeds_in_words(counts: pd.Series, spread: str = "95 % t-interval") -> str:
+def seeds_in_words(counts: pd.Series) -> str:
     """``Mean and 95 % t-interval over 3 seeds``, for the caption of a figure."""
     least, most = counts.min(), counts.max()
     if most == 1:
         return "One seed, so no interval"
-    return f"Mean and {spread} over {most if least == most else f'{least} to {most}'} seeds"
+    return f"Mean and 95 % t-interval over {most if least == most else f'{least} to {most}'} seeds"

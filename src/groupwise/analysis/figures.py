@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,18 +107,21 @@ def make(name: str, folders: Folders) -> Drawn:
     with plain_style():
         figure = kind.draw(with_settings(rows), _references(kind, runs, folders))
     said = "; ".join(dict.fromkeys(map(run_in_words, runs.rows.to_dict("records"))))
-    figure.set_label(f"{figure.get_label()} Ours: {said}; on {', '.join(runs.rows['system.device'].unique())}.")
+    flags = Counter(flag for cell in runs.expected for flag in runs.flags_of(cell))
+    said += "".join(f". Flag: {flag} (cells: {count})" for flag, count in flags.items())
+    figure.set_label(f"{figure.get_label()} Ours: {said}.")
     return Drawn(figure, read_sweep(folders.sweeps / f"{name}.yaml").title, runs.scale, runs)
 
 
 def _references(kind: Kind, runs: Measured, folders: Folders) -> References:
     floors = read_floors(folders.measured)
+    missing = pd.DataFrame({"cell": sorted(set(runs.expected) - set(runs.rows["cell"]))})
     if not kind.paper:
-        return References(floors)
+        return References(floors, missing=missing)
     cells = {tuple(sorted(cell.split())): cell for cell in runs.expected}
     paper = read_paper(kind.paper, folders.paper)
     paper = paper.assign(cell=[cells.get(tuple(sorted(cell.split())), "") for cell in paper["cell"]])
-    return References(floors, paper[(paper["cell"] != "") & paper["value"].notna()])
+    return References(floors, paper[(paper["cell"] != "") & paper["value"].notna()], missing)
 
 
 @command

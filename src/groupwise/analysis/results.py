@@ -264,12 +264,15 @@ def cost_of(rows: Iterable[Mapping[Any, Any]]) -> str:
 
 
 def run_in_words(row: Mapping[Any, Any]) -> str:
-    """The model and the training of a row, ``WRN10-1, epochs 2, steps 195``; empty if the row lacks them."""
+    """``WRN10-1, epochs 2, steps 195, on cpu``, and what trains if the cell names another part; empty if unknown."""
     if not row.get("plan.steps"):
         return ""
     wide = row["model.name"] == "wide_resnet"
     model = f"WRN{row['model.depth']}-{row['model.width']}" if wide else row["model.name"]
-    return f"{model}, epochs {float(row['train.epochs']):g}, steps {int(row['plan.steps']):,}"
+    if (trains := row.get("model.trains")) != settings_of(row["cell"]).get("model.trains", trains):
+        model += f", model.trains={trains}"
+    training = f"epochs {float(row['train.epochs']):g}, steps {int(row['plan.steps']):,}"
+    return f"{model}, {training}, on {row['system.device']}"
 
 
 def matching(selector: str, cells: Sequence[str]) -> list[str]:

@@ -41,9 +41,7 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
     """Three modes at two budgets and without noise. The paper's values are in a second panel with the same axis."""
     rows = rows.assign(budget=_budgets(rows))
     table = summary(rows, ["clip", "budget"], ACCURACY)
-    table["high"] = table["mean"] + table["std"]
     budgets = [name for name in ("ε = 3", "ε = 8", "no noise") if name in set(table["budget"])]
-    words = seeds_in_words(table["n"], "standard deviation")
     scale, floor = rows["scale"].iloc[0], references.floors.get(("cifar", ACCURACY))
     printed = with_settings(references.paper)
     printed = printed.assign(budget=_budgets(printed))
@@ -68,7 +66,8 @@ def draw_adaptive_vs_fixed(rows: pd.DataFrame, references: References) -> Any:
         rule(axes)
     here.set(ylabel="validation accuracy (%)")
     draw_floor(here, floor)
-    finish(figure, scale, f"{words}; dots: single seeds. Stars: the paper's values; it has none without noise.")
+    stars = "Stars: the paper's Table 11, with standard deviations; its Figure 3 prints no numbers."
+    finish(figure, scale, f"{seeds_in_words(table['n'])}; dots: single seeds. {stars}")
     return figure
 
 
@@ -80,6 +79,7 @@ def _budgets(rows: pd.DataFrame) -> pd.Series:
 def draw_epochs(rows: pd.DataFrame, references: References) -> Any:
     """Accuracy on CIFAR-10 against epochs of training, with one line per mode and one panel per budget."""
     rows = rows.assign(epochs=pd.to_numeric(rows["train.epochs"]), budget=_budgets(rows))
+    rows["rate"] = pd.to_numeric(rows["optim.learning_rate"]).map("{:g}".format)
     table, scale = summary(rows, ["clip", "budget", "epochs"], ACCURACY), rows["scale"].iloc[0]
     ticks = sorted(table["epochs"].unique())
     figure = Figure(figsize=(PAGE, 2.4))
@@ -95,8 +95,23 @@ def draw_epochs(rows: pd.DataFrame, references: References) -> Any:
         head(axes, f"CIFAR-10, {budget}", scale)
         rule(axes)
     figure.axes[0].set(ylabel="validation accuracy (%)")
-    finish(figure, scale, f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs.")
+    words = (
+        f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs. Differences between modes are paired by seed."
+    )
+    varied = rows[rows.groupby(["clip", "budget"])["rate"].transform("nunique") > 1]
+    varied = varied.sort_values("epochs").drop_duplicates(["clip", "budget", "epochs"])
+    words += _listed("Learning rates, by number of epochs", varied, "rate")
+    words += _listed("Not run, numbers of epochs", with_settings(references.missing), "train.epochs")
+    finish(figure, scale, words)
     return figure
+
+
+def _listed(title: str, rows: pd.DataFrame, column: str) -> str:
+    """A sentence with the values of a column by mode and budget, for a caption; empty without rows."""
+    if rows.empty:
+        return ""
+    groups = rows.groupby(["clip", "privacy.epsilon"], sort=False)[column].agg(", ".join)
+    return f" {title}: {'; '.join(f'{CLIP[clip].label}, ε = {of} ({text})' for (clip, of), text in groups.items())}."
 
 
 def draw_target_quantile(rows: pd.DataFrame, references: References) -> Any:
@@ -125,7 +140,7 @@ def draw_quantile_budget(rows: pd.DataFrame, references: References) -> Any:
     axes = figure.subplots()
     _panel(axes, "sst2", scale, table, table["x"].map(shares.index), 8 * DODGE, references)
     axes.set_xticks(range(len(shares)), [f"{100 * x:g}" for x in shares])
-    axes.set(xlabel="share r of the budget for quantiles (%)")
+    axes.set(xlabel="r, share of 1/σ² (%), not to scale")
     finish(figure, scale, f"{seeds_in_words(table['n'])}.{_weak_in_words(table, references)}")
     return figure
 
@@ -203,6 +218,7 @@ BARS = "#8fbbd9"
 """A light shade of adaptive per-layer clipping, in which the norms are measured."""
 LINES = "#222222"
 BINS = 40
+FAINT = 0.01  # the share of the norms that the heatmap leaves white
 TAILS = 0.005
 """The share of the norms in the outermost bin at each end."""
 
@@ -211,7 +227,7 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, references: References) -> Any:
     """A heatmap per epoch: one row per example, one column per layer, GroupNorm apart; darker means a larger norm."""
     scale, epochs = norms["scale"].iloc[0], sorted(norms["epoch"].unique())
     positive = norms["norm"][norms["norm"] > 0]
-    colours = LogNorm(float(positive.quantile(0.01)), float(positive.max()), clip=True)
+    colours = LogNorm(float(positive.quantile(FAINT)), float(positive.max()), clip=True)
     kind = np.where(norms["name"].str.contains("norm"), "norm", "conv.")
     kinds = norms["layer"].groupby(kind).unique()
     figure = Figure(figsize=(PAGE, 2.3))
@@ -227,9 +243,10 @@ def draw_gradnorm_cifar(norms: pd.DataFrame, references: References) -> Any:
         axes.set(yticks=[])
         head(axes, f"epoch {round(20 * epoch) / 20:g}", scale)
     panels[0].set_ylabel(f"{norms['example'].nunique()} training examples")
-    figure.colorbar(image, ax=panels, label="gradient norm", shrink=0.9, pad=0.01)
+    figure.colorbar(image, ax=panels, label="gradient norm", shrink=0.9, pad=0.01, extend="min")
     figure.supxlabel("layer of each kind, input to output", fontsize=7.5)
-    finish(figure, scale, "Rows: examples. Columns: convolutions with the classifier, then GroupNorm, input to output.")
+    said = "Rows: examples. Columns: convolutions with the classifier, then GroupNorm, input to output."
+    finish(figure, scale, f"{said} Norms below the {100 * FAINT:g} % quantile are white.")
     return figure
 
 

@@ -42,12 +42,14 @@ class Panels:
         lines: one per method and batch, sorted.
         again: lines of the repeated baseline; empty if it was not run.
         absent: method -> why it is missing.
+        ours: lines of our methods, here and on GPUs, for their ratios with noise.
         caption: what was measured, and where.
         scale: "paper" for a model of full depth on a GPU, else "reduced".
     """
 
     lines: pd.DataFrame
     again: pd.DataFrame
+    ours: pd.DataFrame
     absent: dict[str, str]
     caption: str
     scale: str
@@ -82,9 +84,15 @@ def panels(name: str, table: pd.DataFrame) -> Panels:
     measured = measured.drop_duplicates(["method", "batch"])
     absent = {method: "not measured" for method in SERIES if method not in set(measured["method"])}
     absent |= {row.method: row.status for row in here[~was_measured(here)].itertuples() if row.method in absent}
+    ours = (
+        table["method"].isin({*SERIES} - {BASE, "opacus_hooks"}) & table["workload"].isin(SHOWN) & was_measured(table)
+    )
     return Panels(
         measured[measured["method"].isin(SERIES)],
         measured[measured["method"] == AGAIN],
+        table[ours & ((table["device"] == "cuda") | table.index.isin(measured.index))].sort_values(
+            "device", kind="stable"
+        ),
         absent,
         f"{WORKLOADS.get(workload, workload)}, {depths[machine]:g} layers, on {in_words(here.iloc[0])}",
         PAPER if depths[machine] >= DEPTH and machine[0] == "cuda" else "reduced",
@@ -112,6 +120,8 @@ def draw(shown: Panels) -> Any:
 def _words(shown: Panels) -> str:
     base = shown.lines[shown.lines["method"] == BASE].iloc[-1]
     rounds = shown.lines["rounds"].min()
+    spans = shown.ours.groupby(["hardware", "method"], sort=False)["whole"].agg(["min", "max"]).itertuples()
+    whole = [f"{SERIES[name].label} {least:.2f} to {most:.2f} on the {on}" for (on, name), least, most in spans]
     what = "One round" if rounds == 1 else f"Medians of {rounds:g} rounds and [least..most]"
     parts = [
         f"{shown.caption}.",
@@ -120,7 +130,8 @@ def _words(shown: Panels) -> str:
         f"{shown.lines.set_index('method')['noise_seconds'].drop('opacus_hooks', errors='ignore').max():.2g} s here. "
         f"{what}, each relative to non-private training in the same round, which "
         f"takes {base['batch'] / base['examples_per_second']:.2g} s a step at batch {base['batch']:g}. "
-        f"Dotted: the paper's per-layer clipping is above {PAPER_SHARE:g}.",
+        f"Dotted: the paper's per-layer clipping, measured on a GPU, is above {PAPER_SHARE:g}. "
+        f"With noise: {'; '.join(whole)}: see docs/benchmarks.md.",
     ]
     if len(shown.again):
         away = max(1 - shown.again["ratio_least"].min(), shown.again["ratio_most"].max() - 1)
@@ -156,5 +167,5 @@ def _throughput(axes: Any, shown: Panels) -> None:
             bars = {"marker": series.marker, "markersize": 3.5, "linestyle": "", "elinewidth": 0.9, "capsize": 2}
             axes.errorbar(x, ratio, yerr=ends, color=series.colour, **bars)
     axes.axhline(PAPER_SHARE, color=GREY, linewidth=0.8, linestyle=":")
-    axes.set(ylabel="share of non-private,\nwithout noise")
+    axes.set(ylabel="throughput relative to\nnon-private, without noise")
     axes.set_ylim(bottom=0)
