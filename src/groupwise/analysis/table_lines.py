@@ -94,17 +94,13 @@ def _line(number: Mapping[Any, Any], source: Measured | None, sweep: Sweep, floo
         weak = why_uninformative(settings_of(cells[0]).get("task", ""), number["metric"], best, floors)
     status, why = compare(number, summary, expected, scale, cells, sweep, weak)
     return {
-        "row": number["row"],
-        "column": number["column"],
-        "metric": number["metric"],
+        **{name: number[name] for name in ("row", "column", "metric")},
         "paper": number["value"],
         "paper_std": number["std"],
         "mean": summary.mean,
         "n": summary.n,
         "expected": expected,
-        "std": summary.std,
-        "low": summary.low,
-        "high": summary.high,
+        **{name: getattr(summary, name) for name in ("std", "low", "high")},
         "scale": scale,
         "status": status,
         "why": why,

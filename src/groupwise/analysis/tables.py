@@ -33,25 +33,15 @@ from groupwise.errors import command, unknown
 from groupwise.rows import between_markers, markdown
 from groupwise.sweeps.cells import PAPER, read_sweep
 
-TEX = str.maketrans(
-    {
-        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "ε": r"$\varepsilon$",
-        "δ": r"$\delta$",
-        "η": r"$\eta$",
-        "β": r"$\beta$",
-        "×": r"$\times$",
-        "−": "$-$",
-        "–": "--",
-    }
-)
+SPECIAL = {letter: f"\\{letter}" for letter in "&%$#_{}"}
+SPECIAL |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "−": "$-$", "–": "--"}
+GREEK = {"ε": r"$\varepsilon$", "δ": r"$\delta$", "η": r"$\eta$", "β": r"$\beta$", "×": r"$\times$"}
+TEX = str.maketrans(SPECIAL | GREEK)
 """LaTeX for special characters, and for characters that are missing in fonts."""
 LEGEND = (
-    "A cell has the paper's number / ours, with the standard deviation over seeds in brackets, our scale, and the "
-    "number of a remark; – means that there is none. Each scale has its own rows."
+    "A cell has the paper's number / ours, with the standard deviation over seeds in brackets (of a gain: of paired "
+    "differences), our scale, and the number of a remark; – means that there is none. Each scale has its own rows; a "
+    "cell with nothing but – may be in the row of another scale."
 )
 
 
@@ -60,10 +50,9 @@ def grid(lines: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     lines = lines.assign(remark=[_remark(line) for line in lines.to_dict("records")])
     remarks = list(lines["remark"].unique())
     lines["text"] = [f"{_both(line)} [{remarks.index(line['remark']) + 1}]" for line in lines.to_dict("records")]
-    scales = lines[lines["scale"] != ""].groupby("row")["scale"].agg(["nunique", "last"])
-    several = scales[scales["nunique"] > 1]["last"]
+    scales = lines[lines["scale"] != ""].groupby("row")["scale"].last()
     places = zip(lines["row"], lines["scale"], strict=True)
-    lines["row"] = [f"{row} ({scale or several[row]})" if row in several else row for row, scale in places]
+    lines["row"] = [f"{row} ({scale or scales[row]})" if row in scales else row for row, scale in places]
     fullest = lines[lines["row"] == lines["row"].mode()[0]]  # columns of the literature's rows come last
     columns = dict.fromkeys([*fullest["column"], *lines["column"]])
     table = lines.pivot(index="row", columns="column", values="text").fillna("–")
@@ -100,13 +89,14 @@ def as_latex(title: str, name: str, lines: pd.DataFrame, notes: Sequence[str], e
     """The table in LaTeX, as wide as the text; needs `\\usepackage{booktabs,graphicx}`."""
     table, remarks = grid(lines)
     styled = table.map(tex).rename(index=tex, columns=tex).style
+    which = " (reduced, no reproduction): " if set(lines["scale"]) - {"", PAPER} else ": "
     under = [LEGEND, *(f"[{place}] {text}." for place, text in enumerate(remarks, 1)), *notes]
     under.append(f"Where we depart from the paper (docs/errata.md): {'; '.join(errata)}.")
     return "\n".join(
         [
             f"% python -m groupwise.analysis.tables {name}; needs \\usepackage{{booktabs,graphicx}}",
             "\\begin{table}",
-            f"\\caption{{{tex(title)}}}\\label{{table:{name}}}",
+            f"\\caption{{The paper's {tex(title.replace(': ', which, 1))}}}\\label{{table:{name}}}",
             "\\resizebox{\\textwidth}{!}{%",
             styled.to_latex(hrules=True, column_format="l" * (1 + len(table.columns))).rstrip() + "}",
             "\\footnotesize",
@@ -172,17 +162,20 @@ def _scales(name: str, used: pd.DataFrame) -> list[str]:
 def _privacy(used: pd.DataFrame) -> list[str]:
     if used.empty or "plan.private" not in used:
         return []
-    private, found = used[used["plan.private"] == "True"], []
-    public = used[used.get("data.public", pd.Series("", used.index)) == "True"]
-    if len(public):
-        found.append(f"{len(public)} of {len(used)} runs use public data: they can be reproduced, and are not private.")
-    if len(private):
-        delta = ", ".join(f"{float(text):.3g}" for text in _values(private, "plan.delta"))
-        words = [ADJACENCY.get(text, text) for text in _values(private, "plan.adjacency")]
-        words += [SAMPLING.get(text, text) for text in _values(private, "plan.sampling")]
-        words += [text.upper() for text in _values(private, "plan.accountant")]
-        found.append(f"Privacy: δ = {delta}; for {'; '.join(words)}.")
-    if others := len(used) - len(private) - len(public):
+    found, noisy = [], used[pd.to_numeric(used["plan.noise_multiplier"], errors="coerce") > 0]
+    seeded = noisy[noisy.get("data.public", pd.Series("", noisy.index)) == "True"]
+    if len(noisy):
+        delta = ", ".join(f"{float(text):.3g}" for text in _values(noisy, "plan.delta"))
+        words = [ADJACENCY.get(text, text) for text in _values(noisy, "plan.adjacency")]
+        words += [SAMPLING.get(text, text) for text in _values(noisy, "plan.sampling")]
+        words += [text.upper() for text in _values(noisy, "plan.accountant")]
+        found.append(f"Privacy of {len(noisy)} of {len(used)} runs: δ = {delta}; for {'; '.join(words)}.")
+    if len(seeded):
+        found.append(
+            f"ε as planned for secret keys; in {len(seeded)} of {len(used)} runs, on public data, the noise comes from "
+            "a seed, so they can be reproduced, and are not private."
+        )
+    if others := len(used) - len(seeded) - (used["plan.private"] == "True").sum():
         found.append(f"{others} of {len(used)} runs have no guarantee (no noise, or no Poisson sampling).")
     return found
 
@@ -229,10 +222,8 @@ def write_hyperparameters(name: str, folders: Folders, out: Path) -> str:
     paper = read_paper(name, folders.paper)
     shown = paper[["row", "column", "printed", "note", "metric", "cell"]]
     head = ["setting", "column", "value", "kind", "key", "composed by"]
-    rows = [
-        [*map(str, line[:4]), *(f"`{text}`" if text else "–" for text in line[4:])]
-        for line in shown.itertuples(index=False)
-    ]
+    lines = shown.itertuples(index=False)
+    rows = [[*map(str, line[:4]), *(f"`{text}`" if text else "–" for text in line[4:])] for line in lines]
     parts = [
         f"# {HYPERPARAMETERS[name]}",
         f"Made by `python -m groupwise.analysis.tables {name}` from the paper's numbers. A test composes each "

@@ -56,6 +56,7 @@ class World:
                     "git.dirty": False,
                     "plan.private": True,
                     "plan.delta": 1e-05,
+                    "plan.noise_multiplier": 1.0,
                     "plan.adjacency": "add_remove",
                     "plan.sampling": "poisson",
                     "plan.accountant": "prv",
@@ -80,6 +81,5 @@ def world(tmp_path) -> World:
     (folders.measured / "constant_answers.csv").write_text(floors)
     for name, grids in SWEEPS.items():
         content = {"grids": [grid | EVERYWHERE for grid in grids], "scales": {"mini": MINI}}
-        heading = f"# The title of {name}.\n"
-        (folders.sweeps / f"{name}.yaml").write_text(heading + yaml.safe_dump(content, sort_keys=False))
+        (folders.sweeps / f"{name}.yaml").write_text(f"# Table 0: {name}.\n" + yaml.safe_dump(content, sort_keys=False))
     return World(folders)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from groupwise.analysis.results import TABLES, Folders
+from groupwise.analysis.results import TABLES, Folders, run_in_words
 from groupwise.analysis.statistics import STATUSES, p_beyond, summarise
 from groupwise.analysis.table_lines import table_lines
 from groupwise.analysis.tables import COMMON, ERRATA, PAGES, anchor, grid, main, notes
@@ -108,11 +108,15 @@ def test_every_line_selects_a_cell_of_its_sweep(name, tmp_path):
 
 def test_notes_state_delta_adjacency_sampler_and_provenance(world):
     rows = world.rows("fixed_per_layer")
-    rows.loc[3, "plan.private"] = False
+    rows.loc[[3, 4, 5], "plan.private"] = False
+    rows.loc[3, "plan.noise_multiplier"], rows["data.public"] = 0.0, rows.index.isin([3, 4, 5])
     world.write(rows.drop(index=11), "fixed_per_layer")
     under = "\n".join(notes("fixed_per_layer", world.folders, table_lines("fixed_per_layer", world.folders)))
-    assert "δ = 1e-05; for adding or removing one training example; Poisson sampling; PRV." in under
-    assert "1 of 23 runs have no guarantee" in under
+    assert (
+        "Privacy of 22 of 23 runs: δ = 1e-05; for adding or removing one training example; Poisson sampling; PRV."
+        in under
+    )
+    assert "1 of 23 runs have no guarantee" in under and "secret keys; in 2 of 23 runs, on public data, the" in under
     assert "23 runs; commits 0123456; on cpu (made up); torch 2.13.0." in under
     assert "Reduced numbers are no reproduction" in under
     assert "Flag: CIFAR-10 / WRN16-4 / Fixed per-layer, ε=8: 2 of 3 seeds, without 2." in under
@@ -152,10 +156,11 @@ def test_markdown_and_latex_have_every_number(world, tmp_path):
     assert main(["adaptivity", "--out", str(tmp_path)], world.folders) == 0
     assert main(["adaptivity", "--out", str(tmp_path / "adaptivity.md")], world.folders) == 2  # a file, no folder
     page, latex = (tmp_path / "adaptivity.md").read_text(), (tmp_path / "adaptivity.tex").read_text()
-    assert page.startswith("# The title of adaptivity.\n")
-    assert "| CIFAR-10 / Per-layer clipping / adaptive | 63.7 (0.34) / 60.08 (0.30) mini [1] | 73.5 " in page
+    assert page.startswith("# Table 0: adaptivity.\n")
+    assert "\\caption{The paper's Table 0 (reduced, no reproduction): adaptivity.}" in latex
+    assert "| CIFAR-10 / Per-layer clipping / adaptive (mini) | 63.7 (0.34) / 60.08 (0.30) mini [1] | 73.5 " in page
     assert "\n[1] reduced only; 3 of 3 seeds; scale=mini; scale=paper needs WRN16-4" in page
-    assert "CIFAR-10 / Per-layer clipping / adaptive & 63.7 (0.34) / 60.08 (0.30) mini [1] & 73.5 " in latex
+    assert "CIFAR-10 / Per-layer clipping / adaptive (mini) & 63.7 (0.34) / 60.08 (0.30) mini [1] & 73.5 " in latex
     assert " & $\\varepsilon$=3 & $\\varepsilon$=8 \\\\" in latex
     for rule in ("\\toprule", "\\midrule", "\\bottomrule"):
         assert rule in latex
@@ -219,9 +224,11 @@ def test_cell_names_its_model_and_training_or_is_not_learned(world):
     rows.loc[~sst2, "model.name"] = "wide_resnet"
     world.write(rows, "fixed_per_layer")
     table, remarks = grid(table_lines("fixed_per_layer", world.folders))
-    assert table.loc["SST-2 / RoBERTa-base / Fixed per-layer", "ε=3"].startswith("89.4 / not learned mini [")
+    assert table.loc["SST-2 / RoBERTa-base / Fixed per-layer (mini)", "ε=3"].startswith("89.4 / not learned mini [")
     assert any("ours: roberta_tiny, epochs 2, steps 1,200" in text for text in remarks)
-    assert any("ours: WRN10-1, epochs 2, steps 1,200" in text for text in remarks)
+    assert any("ours: WRN10-1, epochs 2, steps 1,200, on cpu (made up)" in text for text in remarks)
+    row = rows[sst2].iloc[0].to_dict() | {"cell": "model.trains=attention", "model.trains": "all"}
+    assert run_in_words(row) == "roberta_tiny, model.trains=all, epochs 2, steps 1,200, on cpu (made up)"
 
 
 def test_cells_that_are_not_in_the_paper_are_not_compared(world):
