@@ -234,7 +234,8 @@ def test_the_choice_of_orders_costs_rdp_at_most_half_a_percent(sigma, steps):
 
 
 @pytest.mark.parametrize(
-    "mechanism", [(2.0, 0.02, 30, 1e-5), (0.5, 0.1, 4, 1e-5), (1.0, 0.5, 3, 1e-5), (0.6, 1e-3, 2000, 1e-7)]
+    "mechanism",
+    [(2.0, 0.02, 30, 1e-5), (0.5, 0.1, 4, 1e-5), (1.0, 0.5, 3, 1e-5), (0.6, 1e-3, 2000, 1e-7), (0.6, 1e-5, 99, 1e-6)],
 )
 def test_a_finer_mesh_hardly_changes_pld(monkeypatch, mechanism):
     usual = epsilon_pld(*mechanism)
