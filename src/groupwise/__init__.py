@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from groupwise.private import Private, detach, fix_model, make_private
     from groupwise.rows import load_runs
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = ["Private", "__version__", "detach", "fix_model", "gradient_norms", "load_runs", "make_private"]
 _OWNERS = {
     **dict.fromkeys(("Private", "detach", "fix_model", "make_private"), "groupwise.private"),
