@@ -92,6 +92,8 @@ def absl_keeps_the_capture_open() -> None:
         ("clip flat scale=smoke", "'clip' cannot be parsed as key=value: write it as in clip=flat"),
         ("optim.lr=3", "did you mean optim.learning_rate?"),
         ("clip=flat clip.target_quantile=0.3 scale=smoke", "changes nothing: it has no effect with clip.policy=fixed"),
+        ("data.max_length=64 eval.generate.beams=3", "=64 changes nothing: model.name=wide_resnet does not read it"),
+        ("-m clip=flat eval.generate.beams=3,4", "=3,4 changes nothing: model.name=wide_resnet does not read it"),
         ("-m clip=flat clip.target_quantile=0.3,0.7", "changes nothing: it has no effect with clip.policy=fixed"),
         ("-m clip=flat,gohst", "did you mean ghost?"),
         ("privacy.epsilon=8,", "cannot be parsed as key=value"),

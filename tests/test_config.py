@@ -231,8 +231,6 @@ REFUSED = [
     ("data.holdout=1.2", "[0, 1)"),
     ("train.token_loss=max", "mean, sum"),
     ("model.rematerialize=true", "model.rematerialize=true cannot be combined with model.name=wide_resnet"),
-    ("data.max_length=64", "data.max_length=64 cannot be combined with model.name=wide_resnet"),
-    ("eval.generate.beams=3 scale=smoke", "eval.generate.beams=3 cannot be combined with model.name=wide_resnet"),
     ("paths.results=", "paths.results= cannot be written (it is empty)"),
     ("model.frozen_dtype=bfloat16", "needs train.precision=bfloat16"),
     ("train.microbatch=0", "greater than zero"),

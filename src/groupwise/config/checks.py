@@ -37,12 +37,11 @@ RANGES: dict[str, Callable[[float], bool]] = {
     INSIDE: lambda value: 0 < value < 1,
 }
 DEFAULTS = RunConfig()
-TEXT_ONLY = (
-    *(f"model.{key}" for key in ("source", "fresh", "architecture", "shape", "tokenizer", "trains", "pool", "untie")),
-    *(f"model.{key}" for key in ("dropout", "attention_dropout", "attention", "frozen_dtype", "rematerialize")),
-    *("data.train_file", "data.hub", "data.max_length", "train.token_loss"),
-    *(key for key in key_types() if key.startswith("eval.generate.")),
-)
+TEXT_ONLY = {
+    *(f"model.{key}" for key in ("source", "fresh", "architecture", "shape", "tokenizer", "pool", "attention")),
+    *("model.frozen_dtype", "data.train_file", "data.hub", "data.max_length", "train.token_loss", "eval.generate"),
+}
+"""Keys, with all below them, that no image model reads."""
 IMAGE_MODELS = ("wide_resnet", "scatter_cnn", "lite0_head")
 
 
@@ -127,8 +126,9 @@ def _together(config: RunConfig) -> Iterator[str]:
         yield "export cannot store model.pool=mean: other programs would use the first token; leave one of them out."
     if config.data.public:
         yield from _not_for("data.public=true, which takes the noise key from seed", config, "debug.noise_seed")
-    if config.task == "cifar" and model.name in IMAGE_MODELS:
-        yield from _not_for(f"model.name={model.name}", config, *TEXT_ONLY)
+    if model.name in IMAGE_MODELS:
+        texts = ("trains", "dropout", "attention_dropout", "untie", "rematerialize")
+        yield from _not_for(f"model.name={model.name}", config, *(f"model.{key}" for key in texts))
     if not -100 <= config.eval.generate.length_penalty <= 100:
         yield f"eval.generate.length_penalty={config.eval.generate.length_penalty} must be in [-100, 100]."
     if config.eval.shots is not None and config.clip.grouping != "none":
@@ -234,6 +234,8 @@ def why_unused(key: str, config: RunConfig) -> str:
     clip, steps = config.clip, config.train.steps
     if key.startswith("clip.") and clip.grouping == "none":
         return "" if key in ("clip.name", "clip.grouping", "clip.policy") else "nothing is clipped; leave it out."
+    if {key, key.rpartition(".")[0]} & TEXT_ONLY and config.task == "cifar":
+        return f"model.name={config.model.name} does not read it; leave it out."
     if needed := READ_WITH.get(key) or READ_WITH.get(key.rpartition(".")[0]):
         beside, values = needed
         if (value := attrgetter(beside)(config)) not in values:
