@@ -240,6 +240,7 @@ REFUSED = [
     ("optim.momentum=1", "[0, 1)"),
     ("optim.warmup=-0.1", "[0, 1)"),
     ("seed=-1", "zero or more"),
+    ("clip.norms=ghost", "clip.grouping must be flat"),
     ("clip=ghost clip.grouping=layer", "clip.grouping must be flat"),
     ("clip.minimum=2 clip.maximum=1", "above"),
     ("clip=adaptive_flat clip.rescale=true", "rescales the only threshold"),
@@ -263,12 +264,17 @@ REFUSED = [
     ("task=samsum_pipeline clip=per_device noise=global pipeline.stages=2", "use noise=equal_budget"),
     ("task=samsum_pipeline clip=fixed_layer noise=weighted pipeline.stages=2", "use noise=equal_budget"),
     ("task=samsum_pipeline clip=adaptive_layer clip.rescale=true pipeline.stages=2", "use clip.rescale=false"),
+    ("task=samsum_pipeline clip=adaptive_device clip.rescale=true pipeline.stages=2", "use clip.rescale=false"),
     ("clip=adaptive_device clip.rescale=true", "rescales the only threshold"),
-    ("task=samsum_pipeline clip.grouping=custom +clip.mapping={a:b} pipeline.stages=2", "custom is not supported with"),
+    (
+        "task=samsum_pipeline clip=flat clip.grouping=custom +clip.mapping={a:b} pipeline.stages=2",
+        "is not supported with pipeline.stages=2",
+    ),
     ("task=samsum_pipeline clip=flat pipeline.stages=2 parallel.kind=fsdp", "with pipeline stages"),
-    ("task=samsum_pipeline pipeline.stages=2 train.compile=true", "train.compile=true cannot be combined"),
-    ("task=samsum_pipeline pipeline.stages=2 explain=true", "explain=true cannot be combined with pipeline.stages=2"),
-    ("task=samsum_pipeline pipeline.stages=2 model.rematerialize=true", "=true cannot be combined with pipeline"),
+    *(
+        (f"task=samsum_pipeline clip=flat pipeline.stages=2 {key}", f"{key} cannot be combined with pipeline.stages=2")
+        for key in ("train.compile=true", "explain=true", "model.rematerialize=true")
+    ),
     ("eval.shots=4 clip=none explain=true", "explain=true cannot be combined with eval.shots"),
     ("clip=flat parallel.ranks=2 parallel.kind=fsdp", "one layer's parameters at a time"),
     ("paths.results=/dev/null", "/dev/null is not a folder"),

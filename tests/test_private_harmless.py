@@ -112,18 +112,26 @@ def test_a_dataloader_gives_dataset_workers_and_collate_fn_with_a_warning(worker
 
 
 def test_a_refused_step_releases_nothing():
-    use = Use()
-    before = use.weights
+    use = Use().train(1)
+    before, executed = use.weights, use.private.executed
     with pytest.raises(UserError):
         use.optimizer.step()
     handle = use.model[0].weight.register_hook(lambda gradient: gradient)
     with pytest.raises(UserError):
         use.private.step()
     handle.remove()
-    assert torch.equal(use.weights, before) and not use.private.executed
+    assert torch.equal(use.weights, before) and use.private.executed == executed
+    assert torch.equal(use.train().weights, Use().train().weights)
+
+
+def test_a_first_step_that_fails_is_no_earlier_training():
+    use = Use()
+    handle = use.model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(UserError):
+        use.private.step()
+    handle.remove()
     use.private.detach()
-    again = Use(use.model, optimizer=use.optimizer).train()
-    assert torch.equal(again.weights, Use().train().weights) and "Not included" not in again.private.statement()
+    assert "Not included" not in Use(use.model).train(1).private.statement()
 
 
 def test_a_call_that_is_refused_leaves_the_model_as_it_was():

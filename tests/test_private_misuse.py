@@ -110,6 +110,11 @@ def more_in_the_optimizer(use: Use) -> None:
     use.optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
 
 
+def added_and_in_the_optimizer(use: Use) -> None:
+    use.model.extra = nn.Linear(2, 2)
+    use.optimizer.add_param_group({"params": use.model.extra.parameters()})
+
+
 def replace(use: Use) -> None:
     use.model[0].weight = nn.Parameter(torch.zeros(8, 5))
 
@@ -302,7 +307,10 @@ REFUSED: dict[str, Misuse] = {
     ),
     "a step in a forked process": (in_a_fork, "a fork would add the same noise"),
     "a parameter group added to the optimizer later": (lambda: between_steps(more_in_the_optimizer), "not the model's"),
-    "a module added later": (lambda: between_steps(lambda use: use.model.append(nn.Tanh())), "Modules were added"),
+    "a module added to model and optimizer later": (
+        lambda: between_steps(added_and_in_the_optimizer),
+        "Modules were added or removed",
+    ),
     "a mean loss": (
         lambda: Use(losses=lambda model, batch: cross_entropy(model, batch).mean(), microbatch=None),
         "one value per example",

@@ -85,7 +85,10 @@ STATES: dict[str, Misuse] = {
     ),
     "a state of layers in train mode": (lambda: with_layers(nn.Module.eval), r"made with training_mode=\['0'\]"),
     "a state of padded microbatches": (lambda: with_other(cuda_graph=True), "made with cuda_graph=True: give the same"),
-    "a state of two processes": (lambda: with_other(processes="2 processes"), "made by 2 processes, but .* 1 process,"),
+    "a state of two processes": (
+        lambda: with_other(processes="2 processes"),
+        "made by 2 processes, but this training has 1 process,",
+    ),
     "a state taken in the middle of a step": (state_within_a_step, "inside a step"),
     "a state loaded in one of several processes": (lambda: Use(ranks=Apart()).train(), "do not have the same key"),
     "a state of another kind of optimizer": (of_another_optimizer, "made with optimizer=SGD, but here it is Adam"),

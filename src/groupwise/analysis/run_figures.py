@@ -95,9 +95,8 @@ def draw_epochs(rows: pd.DataFrame, references: References) -> Any:
         head(axes, f"CIFAR-10, {budget}", scale)
         rule(axes)
     figure.axes[0].set(ylabel="validation accuracy (%)")
-    words = (
-        f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs. Differences between modes are paired by seed."
-    )
+    words = f"{seeds_in_words(table['n'])}. The paper trains for 300 epochs."
+    words += " Differences between modes are paired by seed."
     varied = rows[rows.groupby(["clip", "budget"])["rate"].transform("nunique") > 1]
     varied = varied.sort_values("epochs").drop_duplicates(["clip", "budget", "epochs"])
     words += _listed("Learning rates, by number of epochs", varied, "rate")

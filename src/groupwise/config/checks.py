@@ -260,5 +260,5 @@ def refuse_unused(overrides: Sequence[str], *configs: RunConfig) -> None:
     if "null" not in [given.get(f"privacy.{key}", "null") for key in ("epsilon", "noise_multiplier")]:
         raise UserError("privacy.epsilon and privacy.noise_multiplier are both given: set one of the two to null.")
     for override in (each.lstrip("+") for each in overrides):
-        if all(reasons := [why_unused(override.partition("=")[0], config) for config in configs]) and reasons:
+        if all(reasons := [why_unused(override.partition("=")[0], config) for config in configs]):
             raise UserError(f"{override} changes nothing: {reasons[0]}")

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -99,7 +98,7 @@ class Private:
         undo.callback(core.optimizer.register_step_pre_hook(self._before_optimizer).remove)
         undo.callback(core.sums.forget)
         self._modes = {module: module.training for module in core.model.modules()}
-        self._closed = self._agreed = self._resumed = self._earlier = False
+        self._closed = self._agreed = self._released = self._resumed = self._earlier = False
         self._process = os.getpid()
         self._optimized = {id(p) for group in core.optimizer.param_groups for p in group["params"]}
         TRAINED.update(dict.fromkeys(core.model.modules(), ref(self)))
@@ -246,7 +245,9 @@ class Private:
                 "loss.backward(), zero_grad() and any GradScaler from the loop; after it, call private.detach() to "
                 "train without privacy."
             )
-        STEPPED.update(member.rule.module for group in self.engine.groups for member in group.members)
+        if not self._released:  # once, as a set of many layers takes a tenth of a millisecond
+            STEPPED.update(member.rule.module for group in self.engine.groups for member in group.members)
+            self._released = True
 
     def _check_agreed(self) -> None:
         """Raise a `UserError` if the processes' keys, steps, plans or data differ, or the key was used before."""
@@ -318,8 +319,7 @@ class Private:
         self._check_open()
         if self.core.running:
             raise UserError("state_dict() inside a step would repeat its noise later: call it between steps.")
-        own = {"processes": self._processes, "clip": self.settings, "earlier": self._earlier}
-        return self.core.state_dict() | own
+        return {**self.core.state_dict(), "processes": self._processes, "clip": self.settings, "earlier": self._earlier}
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` atomically to a file that only its owner can read. Replicas write one file together."""
@@ -365,7 +365,8 @@ class Private:
             )
         try:
             noise = NoiseSource.from_state(state)
-            self.core.load_state_dict({**state, "optimizer": deepcopy(state["optimizer"])})  # steps change its tensors
+            moments = tree_map_only(Tensor, torch.clone, state["optimizer"])  # steps change them in place
+            self.core.load_state_dict({**state, "optimizer": moments})
         except UserError:
             raise
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
